@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import difflib
+import signal
 from collections.abc import Collection
 
 from robust_train.values import GIB, MIB
@@ -41,6 +43,13 @@ def ordinal(number: int) -> str:
     """Return ``1st``, ``2nd``, ``3rd``, ``11th`` …"""
     last = 0 if 10 < number % 100 < 20 else number % 10
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGTERM``, or ``signal 36`` of one without a name."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def memory(size: float) -> str:

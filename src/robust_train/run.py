@@ -251,7 +251,7 @@ class Run:
 
     def started(self, step: int) -> None:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
-        self._steps_before = step
+        self._steps_before = step = int(step)
         self.report(TrainingStarted(step))
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
@@ -260,27 +260,26 @@ class Run:
         May be called after every step: at most ten reports a second are passed on. Returns whether
         this one was.
         """
-        self.last_step = step
+        self.last_step = step = int(step)
         self.speed.step_done(step)
         if self.memory_keeper is not None:
             self.memory_keeper.step_done(step)
         if self._requests:
             self._at_boundary("progress")
+        self._unsent = step, None if total_steps is None else int(total_steps), scalars
         now = time.monotonic()
-        self._unsent = None
         if now < self._next_progress:
-            self._unsent = step, total_steps, scalars
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
-        self.report(Progress(step, total_steps, scalars))
+        self.send_last_progress()
         self.trackers.poll()
         return True
 
     def send_last_progress(self) -> None:
-        """Pass on the last report, where it came too soon after the one before."""
+        """Pass on the last report, unless that is done."""
         if self._unsent is not None:
-            self.report(Progress(*self._unsent))
-            self._unsent = None
+            (step, total_steps, scalars), self._unsent = self._unsent, None
+            self.report(Progress(step, total_steps, plain(scalars)))
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:
@@ -358,6 +357,7 @@ class Run:
 
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
+        step = None if step is None else int(step)
         if self.is_main:
             self.saving.saved(Path(path), step)
         self.report(CheckpointSaved(str(path), step))
@@ -370,7 +370,7 @@ class Run:
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
         step = self._steps_before if self.last_step is None else self.last_step
-        self.report(EpochEnded(epoch, step, scalars))
+        self.report(EpochEnded(int(epoch), step, plain(scalars)))
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.epoch_ended()

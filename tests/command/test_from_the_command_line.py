@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -48,6 +49,19 @@ def test_the_programs_arguments_reach_it_as_they_were_typed(scripts: CommandWorl
     ended = scripts.run("--", "python3", "-c", code, *EVERYTHING)
     assert ended.returncode == 0, ended.output
     assert json.dumps(EVERYTHING) in ended.stdout.splitlines()
+
+
+def test_closed_streams_are_nobodys_trouble(scripts: CommandWorld):
+    """Else a lock or a pipe of ours would be standard input or output."""
+    words = ["-m", "robust_train.cli.main", "run", "--run-dir", str(scripts.run_dir), "--"]
+    words += ["sh", "-c", "cat && echo printed"]
+    command = shlex.join([sys.executable, *words])
+    closed = f"{command} <&- >&- 2>&-"
+    ended = subprocess.run(
+        ["sh", "-c", closed], cwd=scripts.folder, env=scripts.world.environ, check=False
+    )
+    assert ended.returncode == 0
+    assert (scripts.run_dir / "attempt-1.log").read_text() == "printed\n"
 
 
 def test_each_attempt_reads_a_file_on_standard_input_from_where_it_began(scripts: CommandWorld):

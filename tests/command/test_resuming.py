@@ -23,6 +23,8 @@ def ckpt(scripts: CommandWorld) -> list[str]:
 def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(
     scripts: CommandWorld, ckpt: list[str]
 ):
+    scripts.folder /= "run [1]"  # no pattern by itself
+    scripts.folder.mkdir()
     ended = scripts.run(*ckpt)
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]

@@ -112,6 +112,7 @@ def test_a_shell_script_knows_and_tells_as_much_as_any_trainer(scripts: CommandW
     events = {event["event"]: event for event in ended.journal}
     assert events["progress"]["metrics"]["loss"] == 0.25
     assert events["progress"]["attempt"] == 1
+    assert "deep" in [event.get("event_name") for event in ended.journal]
     own = events["user"]
     assert (own["event_name"], own["fields"]["note"]) == ("mine", "kept")
     assert [e["event"] for e in ended.journal].count("job_ended") == 1

@@ -18,16 +18,20 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from robust_train.events import (
     CheckpointSaved,
+    EpochEnded,
     Event,
     Finished,
     MemoryReported,
     MemoryTight,
     Progress,
     RankDied,
+    TrainingStarted,
     UserEvent,
 )
 from robust_train.execution import rank, wire
@@ -103,6 +107,28 @@ def test_no_value_costs_the_result_or_an_event(value, tmp_path, channel):
     assert recorded.fields["found"] == finished.result[1]
     assert finished.result[0] == 0.5
     write_json(tmp_path / "summary.json", {"result": finished.result})
+
+
+@pytest.mark.parametrize("number", [float, numpy.int64, torch.tensor])
+def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, channel):
+    """Else the attempt's end, which names the step, would be no event, and the result lost."""
+    ours, theirs = channel
+    run = Run(run_dir=tmp_path, report=EventSender(theirs))
+    run.started(number(0))
+    run.progress(number(1), total_steps=number(9), loss=number(4))
+    run.progress(number(2), total_steps=number(9), loss=number(3))
+    run.send_last_progress()
+    run.checkpoint_saved(tmp_path, number(2))
+    run.epoch_ended(number(1), loss=number(3))
+    run.report(Finished(0.9, run.last_step))
+    assert [*read_events(ours)] == [
+        TrainingStarted(0),
+        Progress(1, 9, {"loss": 4}),
+        Progress(2, 9, {"loss": 3}),
+        CheckpointSaved(str(tmp_path), 2),
+        EpochEnded(1, 2, {"loss": 3}),
+        Finished(0.9, 2),
+    ]
 
 
 def test_only_progress_is_dropped_where_nobody_reads(channel):

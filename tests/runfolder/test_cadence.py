@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from robust_train.config.plans import SavePlan
 from robust_train.execution.votes import Votes
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SaveClock, seconds_between_saves
+from robust_train.runfolder.identity import begin_job
 
 costs = st.floats(0, 1e4)
 failures = st.integers(0, 10_000)
@@ -134,3 +136,11 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
         one.join()
     assert due[0] == due[1]
     assert 12 <= len(due[0]) <= 14
+
+
+def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path: Path):
+    begin_job(tmp_path, resume=True)
+    (tmp_path / "checkpoints" / "1.pt.manifest.json").mkdir(parents=True)
+    run = Run(run_dir=tmp_path)
+    run.saving.plan = SavePlan(0.0)
+    assert run.checkpoint_due

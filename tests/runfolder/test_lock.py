@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from live_folder import another_launcher, as_on_another_host, change_json
 
@@ -76,6 +77,20 @@ def test_an_attempt_that_stays_is_refused_in_the_end(
     change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
     with pytest.raises(ConfigError, match="was killed, but its attempt still runs"):
         RunLock(tmp_path, "0-bbbbbb")
+    held.release()
+
+
+def test_a_launcher_lives_on_when_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    held = RunLock(tmp_path, "0-aaaaaa")
+    # the time of the boot moves with the clock
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "stat").write_text(f"btime {psutil.boot_time() + 3600:.0f}\n")
+    (proc / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    holder = read_holder(tmp_path)
+    assert holder is not None
+    assert not holder.is_dead
     held.release()
 
 

@@ -11,6 +11,7 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, open_folder
 
 from robust_train.cli import queue
+from robust_train.cli.main import main
 from robust_train.runfolder import run_list
 from robust_train.runfolder.journal import AttemptStarted
 from robust_train.runfolder.requests import ControlError, ask
@@ -59,6 +60,21 @@ def test_the_queue_names_jobs_that_train_on_the_cpu(
         assert queue.main([]) == 0
     said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train run list)\n"
     assert capsys.readouterr().out == said
+
+
+def test_a_folder_whose_name_is_no_text_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with open_folder(tmp_path / os.fsdecode(b"\xff")) as folder:
+        assert main(["runs"]) == 0
+        shown = capsys.readouterr().out
+    assert folder.state.id in shown
+    assert "\\udcff" in shown
+
+
+def test_a_user_who_is_not_there_has_no_run():
+    with pytest.raises(NoLiveRun, match="~nobody/run: no live run"):
+        choose_run("~nobody/run")
 
 
 def test_a_run_that_has_ended_is_history(tmp_path: Path):

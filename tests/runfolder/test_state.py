@@ -61,6 +61,15 @@ def test_events_of_an_attempt_are_folded():
     assert again.checkpoint == "/c"
 
 
+@pytest.mark.parametrize("loss", ["tensor(0.5)", True, 10**400, [0.5], None])
+def test_a_loss_that_is_no_number_does_not_cost_the_state(loss: object, tmp_path: Path):
+    file = StateFile(tmp_path, STATE)
+    file.update(lambda state: after_event(state, Progress(3, None, {"loss": loss})))
+    read = read_state(tmp_path)
+    assert read is not None
+    assert (read.step, read.loss) == (3, None)
+
+
 def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path: Path):
     for event, requested in (
         (MicroBatchChanged(3, True, 64, 32, "memory", FailureKind.DEVICE_OOM), None),

@@ -54,6 +54,17 @@ def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: Sw
     assert "SIGKILL" in sweeps.jobs[1]["reason"]
 
 
+def test_a_job_that_can_write_nothing_is_not_taken_for_one_that_was_not_started(
+    sweeps: SweepWorld,
+):
+    sweeps.folder.mkdir()
+    (sweeps.folder / "0").touch()  # no folder can be made there
+    ended = sweeps.sweep("fails_at_2", "training.seed=1")
+    assert ended.returncode == 1, ended.output
+    assert sweeps.column("status") == ["died"]
+    assert "0 of 1 completed, 1 died" in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("swept", "reason"),
     [

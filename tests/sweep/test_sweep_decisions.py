@@ -18,11 +18,19 @@ from robust_train.settings import early_settings
 from robust_train.sweep import callback
 from robust_train.sweep.current import OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
+from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
 from robust_train.sweep.live_table import LiveRow, most_important, table_lines
 from robust_train.sweep.plugins_of_others import misplaced_launcher
-from robust_train.sweep.sweep_table import differing_overrides, exit_code_of, row_of, tally
+from robust_train.sweep.sweep_table import (
+    differing_overrides,
+    ending_of_process,
+    exit_code_of,
+    row_of,
+    tally,
+)
 from simulated_nvml import Gpu
+from world import wait_until
 
 RECORD = JobRecord("first", 0, ("training.lr=1e-3", "model=cnn"))
 
@@ -145,6 +153,29 @@ def test_the_exit_code_is_that_of_the_first_job_that_failed_by_itself():
     assert exit_code_of([row("completed", 0), row("no_device", 75), row("failed", 1)]) == 75
     assert exit_code_of([row("interrupted", 143), row("failed", 1)]) == 1
     assert exit_code_of([row("completed", 0), row("interrupted", 143)]) == 143
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "reason"),
+    [(-15, "interrupted", "SIGTERM"), (-36, "died", "killed by signal 36"), (7, "died", "code 7")],
+)
+def test_a_job_of_which_only_the_process_is_known_has_an_end(
+    returncode: int, status: str, reason: str
+):
+    ended = ending_of_process(RECORD, returncode)
+    assert ended.status == status
+    assert reason in str(ended.reason)
+
+
+def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_ignored(
+    tmp_path: Path,
+):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        job = JobProcess(lambda: 3, tmp_path / "output.log", lambda: None)
+        wait_until(lambda: job.poll() == 3, "its exit code")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_job_without_a_summary_is_listed_as_such():

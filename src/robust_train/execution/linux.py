@@ -17,7 +17,7 @@ JOB_MARKER = "ROBUST_TRAIN_JOB"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PUNCH_HOLE_AND_KEEP_SIZE = 3
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 5.0  # a process may hang in the kernel
 
 # looked up here and not at its call, which may be between fork and exec
 _libc_prctl = ctypes.CDLL(None).prctl
@@ -46,10 +46,11 @@ def release_blocks(path: Path, offset: int, length: int) -> None:
         _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, *where)
 
 
-def children() -> list[int]:
-    """Return the process ids of the direct children, orphans of a subreaper and zombies too."""
+def children(*, recursive: bool = False) -> list[psutil.Process]:
+    """Return this process's children, orphans of a subreaper and zombies too; ``recursive``: all
+    descendants."""
     try:
-        return [child.pid for child in psutil.Process().children()]
+        return psutil.Process().children(recursive)
     except psutil.Error:
         return []
 
@@ -65,7 +66,6 @@ def collect(pid: int) -> bool:
 def kill_descendants(
     is_ours: Callable[[psutil.Process], bool] = lambda process: True,  # which descendants are meant
     *,
-    timeout_seconds: float = _KILL_SECONDS,  # a process may hang in the kernel
     # for this long there must be none: a process that is just dying leaves its own children a
     # moment later
     quiet_seconds: float = 0.0,
@@ -73,11 +73,11 @@ def kill_descendants(
     """Kill and collect this process's descendants until none is left. This process has to be a
     subreaper: a killed process leaves its own children to it. Returns the processes that are still
     there."""
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + _KILL_SECONDS
     quiet_since = time.monotonic()
     pause = 0.002
     while True:
-        left = [found.pid for found in _descendants() if _is_killed(found, is_ours)]
+        left = [found.pid for found in children(recursive=True) if _is_killed(found, is_ours)]
         now = time.monotonic()
         quiet_since = now if left else quiet_since
         if (not left and now - quiet_since >= quiet_seconds) or now >= deadline:
@@ -96,10 +96,3 @@ def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def _descendants() -> list[psutil.Process]:
-    try:
-        return psutil.Process().children(recursive=True)
-    except psutil.Error:
-        return []

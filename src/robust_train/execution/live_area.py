@@ -133,13 +133,8 @@ class _Writer(io.StringIO):
 
 
 class LiveArea:
-    """Keeps a status below all that is written to a terminal; a context manager.
-
-    Nothing is drawn while nobody reads, or while another job of the shell's has the terminal.
-
-    Args:
-        descriptor: of the terminal.
-    """
+    """Keeps a status below all that is written to a terminal; a context manager. Nothing is drawn
+    while nobody reads, or while another job of the shell's has the terminal."""
 
     def __init__(self, descriptor: int) -> None:
         from rich.console import Console

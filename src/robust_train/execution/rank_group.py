@@ -41,16 +41,9 @@ _BEGIN_SECONDS = 300.0  # from the start until all ranks of all nodes are up
 
 
 def run_ranks(request: AttemptRequest, send: EventSender, hold: Sequence[int] = ()) -> int:
-    """Run the trainer in ``request.ranks`` processes, and send how that ended as one event.
-
-    Args:
-        request: the attempt.
-        send: takes events.
-        hold: open descriptors; on the first of several nodes the last is the store's socket.
-
-    Returns:
-        0 if all ranks completed, else 1.
-    """
+    """Run the trainer in ``request.ranks`` processes, and send how that ended as one event; return
+    0 if all completed, else 1. On the first of several nodes the last descriptor in ``hold`` is the
+    store's socket."""
     group = _Group(request, send, hold)
     ending, status = _ending(group.run())
     if status and group.missing:

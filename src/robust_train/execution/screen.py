@@ -2,7 +2,7 @@
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
-On a terminal an :class:`Area` may hold the last lines.
+On a terminal a :class:`.live_area.LiveArea` may hold the last lines.
 """
 
 from __future__ import annotations
@@ -18,20 +18,13 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from robust_train.execution.live_area import LiveArea
 
 _MOST_WAITING_BYTES = 1 << 20
 _LAST_CHANCE_SECONDS = 2.0
-
-
-class Area(Protocol):
-    """What holds the last lines of a terminal: a live area."""
-
-    def take(self, data: bytes, source: object = None) -> None:
-        """Take in what ``source`` writes."""
-
-    def settle(self, source: object) -> None:
-        """Take what ``source`` has written for finished."""
 
 
 class Screen:
@@ -44,7 +37,7 @@ class Screen:
     def __init__(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         self.target = (status.st_dev, status.st_ino, status.st_rdev)
-        self.area: Area | None = None  # what is shown below all output; None: nothing
+        self.area: LiveArea | None = None  # what is shown below all output; None: nothing
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = self._is_unread = False
@@ -172,14 +165,6 @@ def finish() -> None:
         screen.finish()
 
 
-def open_closed_streams() -> None:
-    """Let output go nowhere where the shell has closed a stream (``>&-``): Python has None there,
-    and the next file that is opened would get its number."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-
-
 class _RawScreen(io.RawIOBase):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -227,6 +212,16 @@ def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
     handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
     return [one for one in handlers if isinstance(one, logging.StreamHandler)]
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that are closed (``>&-``), or a lock of ours would be one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _unblocked(stream: TextIO) -> TextIO:

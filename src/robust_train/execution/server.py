@@ -25,7 +25,7 @@ from robust_train.compat import run_exit_handlers
 from robust_train.errors import ConfigError
 from robust_train.execution import linux, signals
 from robust_train.execution.attempt_output import flush_output
-from robust_train.execution.fork_guard import ForkGuard
+from robust_train.execution.fork_guard import threads, why_not_fork
 from robust_train.execution.fork_messages import Exited, Import, Imported, receive_descriptors
 from robust_train.execution.hydra_state import adopt_hydra
 from robust_train.execution.request import AttemptRequest
@@ -58,7 +58,7 @@ class _Server:
         self._control = control
         self._events = events
         self._handled = handled
-        self._guard = ForkGuard()
+        self._threads = threads()
         self._child: int | None = None
 
     def serve(self) -> None:
@@ -102,7 +102,7 @@ class _Server:
                 names += [] if preload is None else preload(wanted.cfg)
             for name in names:
                 _import_one(name)
-                reason = None if unsafe else self._guard.why_not_fork()
+                reason = None if unsafe else why_not_fork(self._threads)
                 if reason is not None:
                     unsafe[name] = reason
         except ConfigError as error:

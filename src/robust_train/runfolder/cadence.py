@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from robust_train.config.plans import SavePlan
 from robust_train.runfolder.identity import read_identity, wait_until_readable
-from robust_train.runfolder.manifests import of_job, record_checkpoint, rotate
+from robust_train.runfolder.manifests import Manifest, of_job, record_checkpoint, rotate
 
 log = logging.getLogger("robust_train")
 
@@ -116,7 +117,9 @@ class Saving:
     @cached_property
     def clock(self) -> SaveClock:
         """What measures the time between checkpoints, from its first use on."""
-        known = of_job(self.folder, self.job) if self.job else []
+        known: list[Manifest] = []
+        with contextlib.suppress(OSError):  # a disk that is away costs the figure, not training
+            known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,
             cost=next((one.seconds for one in reversed(known) if one.seconds), None),
@@ -129,7 +132,6 @@ class Saving:
         seconds = self.clock.saved(step)
         if self.job is None:
             return
-        step = None if step is None else int(step)
         try:
             record_checkpoint(
                 self.folder, path, job=self.job, attempt=self._attempt, step=step, seconds=seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,11 +13,16 @@ from hydra.types import RunMode
 
 from robust_train.runfolder.notifier import is_secret
 
+_PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
+
 
 def this_command(key: str, folder: Path) -> str:
     """Return the command of this process with a folder for ``key``."""
     words = [word for word in command() if not word.startswith(f"{key}=")]
-    return shlex.join([*words, f"{key}={folder}"])
+    path = str(folder)
+    if not _PLAIN.fullmatch(path):  # a bracket or comma has a meaning in an override
+        path = '"{}"'.format(path.replace('"', r"\""))
+    return shlex.join([*words, f"{key}={path}"])
 
 
 def resume_command(run_dir: Path) -> str | None:

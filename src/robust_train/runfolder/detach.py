@@ -92,7 +92,7 @@ def has_begun(folder: Path, text: str) -> None:
         os.dup2(output, descriptor)
     os.close(output)
     with contextlib.suppress(OSError):  # nobody waits any more
-        os.write(pipe, text.encode())
+        os.write(pipe, text.encode(errors="replace"))
     os.close(pipe)
 
 

@@ -21,7 +21,7 @@ import psutil
 from robust_train.errors import ConfigError
 from robust_train.events import from_json
 from robust_train.files import parse_json, read_small
-from robust_train.gpu.processes import user_name
+from robust_train.gpu.processes import is_there, started_at, user_name
 
 log = logging.getLogger("robust_train")
 
@@ -37,7 +37,8 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @dataclass(frozen=True)
 class Holder:
     """The content of a lock: the launcher that holds it since ``since``, and its job's id.
-    ``process_started`` is the start time of process ``pid``, in seconds of the epoch."""
+    ``process_started`` is the start time of process ``pid``, in seconds since boot: the clock may
+    be set meanwhile."""
 
     host: str
     pid: int
@@ -52,10 +53,8 @@ class Holder:
         if self.host != socket.gethostname():
             return None
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
-            process = psutil.Process(self.pid)
-            # the clock of the start time may have been set in between
-            if abs(process.create_time() - self.process_started) < 2.0:
-                return process
+            if is_there(self.pid, self.process_started):
+                return psutil.Process(self.pid)
         return None
 
     @property
@@ -88,8 +87,9 @@ class RunLock:
             )
             return
         self.hold = (self._fd,)
-        started, user = psutil.Process().create_time(), user_name(os.geteuid())
-        holder = Holder(socket.gethostname(), os.getpid(), started, time.time(), user, job)
+        pid, user = os.getpid(), user_name(os.geteuid())
+        started = started_at(pid) or 0.0
+        holder = Holder(socket.gethostname(), pid, started, time.time(), user, job)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)

@@ -23,7 +23,7 @@ from robust_train.events import (
     TrainingStarted,
     from_json,
 )
-from robust_train.files import parse_json, read_small, write_json
+from robust_train.files import finite, parse_json, read_small, write_json
 from robust_train.runfolder.journal import AttemptStarted, JobStarted
 from robust_train.values import Speed
 
@@ -123,6 +123,7 @@ def after_event(state: RunState, event: Event) -> RunState:
     """Return the state after one event of the attempt."""
     if isinstance(event, Progress):
         loss = event.metrics.get("loss", state.loss)
+        loss = loss if isinstance(loss, float) else finite(loss)  # a metric may be anything
         total = event.total_steps if event.total_steps is not None else state.total_steps
         return replace(state, step=event.step, total_steps=total, loss=loss)
     if isinstance(event, SpeedMeasured):

@@ -19,12 +19,8 @@ Stamp = tuple[int, int]
 
 
 class CheckpointWatch:
-    """Looks for new checkpoints.
-
-    Args:
-        pattern: as for :func:`glob.glob`, ``**`` included; absolute.
-        before: what lay there before the job.
-    """
+    """Looks for new checkpoints by a pattern for :func:`glob.glob` (absolute, ``**`` included);
+    ``before``: what lay there before the job."""
 
     def __init__(self, pattern: str, before: Mapping[str, Stamp]) -> None:
         self._pattern = pattern
@@ -32,12 +28,8 @@ class CheckpointWatch:
         self._last_seen: dict[str, Stamp] = {}
 
     def newest(self, *, at_rest: bool) -> Path | None:
-        """Return the newest whole match that is the job's own, None where there is none.
-
-        Args:
-            at_rest: nobody writes any more. Otherwise only what has not changed since the last
-                call counts.
-        """
+        """Return the newest whole match that is the job's own, None where there is none. Only what
+        has not changed since the last call counts, unless all is ``at_rest``."""
         seen = stamps(self._pattern)
         last_seen, self._last_seen = self._last_seen, seen
         own = {path: stamp for path, stamp in seen.items() if self._before.get(path) != stamp}

@@ -7,12 +7,12 @@ trainer's. Why it failed is classified by the launcher, which has the end of the
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from robust_train.events import (
 from robust_train.execution import TICK_SECONDS
 from robust_train.execution.environment import shared_machine_environment
 from robust_train.files import write_json
+from robust_train.readable import signal_name
 from robust_train.run import Run
 from robust_train.runfolder.manifests import is_whole
 from robust_train.script.checkpoint_watch import (
@@ -41,7 +42,7 @@ from robust_train.script.checkpoint_watch import (
     stamp_of,
     stamps,
 )
-from robust_train.script.messages import LineReader, NotUnderstood, OwnFailure, Result, parse
+from robust_train.script.messages import LineReader, OwnFailure, Result, parse
 from robust_train.script.placeholders import (
     EVENTS_VARIABLE,
     PLACEHOLDERS,
@@ -76,11 +77,14 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
     values = _values(cfg, run)
     pattern = settings.checkpoint_glob
-    pattern = pattern and str(settings.cwd / values.fill(pattern))
+    if pattern is not None:  # the folders themselves may have brackets in their names
+        pattern = str(Path(glob.escape(str(settings.cwd)), values.fill(pattern, glob.escape)))
     before = _before(pattern, settings, run)
     checkpoint = _checkpoint(pattern, before, run)
-    values = _values(cfg, run, checkpoint)
-    template = settings.argv if checkpoint is None else (*settings.argv, *settings.resume_argv)
+    template = settings.argv
+    if checkpoint is not None:
+        values = replace(values, checkpoint=str(checkpoint))
+        template += settings.resume_argv
     argv = tuple(values.fill(word) for word in template)
     watch = CheckpointWatch(pattern, before) if pattern else None
     attempt = _Attempt(run, settings.cwd, watch, checkpoint)
@@ -127,7 +131,7 @@ class _Attempt:
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line)
-            except NotUnderstood as problem:
+            except Exception as problem:  # as of a path that is none: no line ends the script
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
@@ -158,7 +162,7 @@ class _Attempt:
             case TrainingStarted(step=step):
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
-                saved = self._cwd / Path(path).expanduser()
+                saved = self._cwd / os.path.expanduser(path)
                 self._known = _with_stamp(saved)
                 self._run.checkpoint_saved(saved, self._run.last_step if step is None else step)
             case Result(value=value):
@@ -179,7 +183,7 @@ def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
     return path, None
 
 
-def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> ScriptValues:
+def _values(cfg: DictConfig, run: Run) -> ScriptValues:
     training = cfg.training
     return ScriptValues(
         batch_size=training.batch_size,
@@ -189,7 +193,7 @@ def _values(cfg: DictConfig, run: Run, checkpoint: Path | None = None) -> Script
         num_workers=training.num_workers,
         device=str(cfg.device),
         attempt=run.attempt,
-        checkpoint="" if checkpoint is None else str(checkpoint),
+        checkpoint="",
         run_dir=str(run.run_dir),
         checkpoint_every_minutes=str(training.get("checkpoint_every_minutes") or AUTO),
         checkpoint_every_steps=training.get("checkpoint_every_steps") or 0,
@@ -234,10 +238,7 @@ def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> P
 def _how(returncode: int) -> str:
     if returncode >= 0:
         return f"ended with exit code {returncode}"
-    try:
-        return f"ended by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"ended by signal {-returncode}"
+    return f"ended by {signal_name(-returncode)}"
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class CommandSettings:
             argv=_words("trainer.argv", trainer.get("argv")),
             resume_argv=_words("trainer.resume_argv", trainer.get("resume_argv")),
             checkpoint_glob=trainer.get("checkpoint_glob") or None,
-            cwd=Path(trainer.get("cwd") or ".").expanduser().absolute(),
+            cwd=Path(os.path.expanduser(trainer.get("cwd") or ".")).absolute(),
             stop_grace_seconds=float(cfg.get("stop_grace_seconds", 20.0)),
             resume=bool(cfg.get("resume", True)),
         )
@@ -285,7 +286,7 @@ def _check(settings: CommandSettings) -> None:
         raise ConfigError(f"trainer.cwd={settings.cwd}: no such folder")
     program = settings.argv[0]
     is_file = "/" in program
-    if shutil.which(str(settings.cwd / Path(program).expanduser()) if is_file else program) is None:
+    if shutil.which(settings.cwd / os.path.expanduser(program) if is_file else program) is None:
         where = "an executable file" if is_file else "a program on PATH"
         raise ConfigError(f"trainer.argv: {program!r} is not {where}")
 

@@ -25,7 +25,7 @@ from types import FrameType
 
 from robust_train.config.plans import MicroBatchPlan, SavePlan
 from robust_train.events import Json
-from robust_train.files import LineFile
+from robust_train.files import LineFile, plain
 from robust_train.run import Run
 from robust_train.script.placeholders import EVENTS_VARIABLE, value_from
 
@@ -94,15 +94,9 @@ def appending_to(path: Path) -> ReportLine:
     def report(event: dict[str, Json]) -> None:
         # a launcher that is gone, or a full disk, must not end the script
         with contextlib.suppress(OSError):
-            file.append((json.dumps(event, default=_plain) + "\n").encode())
+            file.append((json.dumps(event, default=plain) + "\n").encode())
 
     return report
-
-
-def _plain(value: object) -> Json:
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
-    return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)
 
 
 def _stop_on_sigterm(run: Run) -> None:

@@ -19,13 +19,8 @@ _LINES = 15
 
 
 def script_failure(ended: ScriptEnded, tail: str, oom_killed: Callable[[], bool | None]) -> Failure:
-    """Return why the script failed, as though its exit were the attempt's.
-
-    Args:
-        ended: its end.
-        tail: the end of what the attempt printed.
-        oom_killed: whether the kernel's OOM killer took a process.
-    """
+    """Return why the script failed, as though its exit were the attempt's; ``tail`` is the end of
+    what that printed, ``oom_killed`` whether the kernel's OOM killer took a process."""
     kind, returncode = ended.failure_kind, ended.returncode
     if kind is not None:
         evidence = Evidence(library="script")

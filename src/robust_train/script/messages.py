@@ -16,6 +16,7 @@ from pathlib import Path
 from robust_train import events
 from robust_train.events import parse as parse_event
 from robust_train.execution.linux import release_blocks
+from robust_train.files import plain
 from robust_train.values import FailureKind
 
 _LARGEST_LINE = 50_000
@@ -57,7 +58,7 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
     if not isinstance(data, dict) or not isinstance(data.get("event"), str):
         raise NotUnderstood('not an object with a name under "event"')
     name = data["event"]
-    fields = {key: value for key, value in data.items() if key not in _ADDED_FIELDS}
+    fields = {key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
     if name == "progress":
         total = _count(fields, "total_steps", name) if fields.get("total_steps") else None
         return events.Progress(_count(fields, "step", name), total, _metrics(fields))

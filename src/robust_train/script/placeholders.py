@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 PREFIX = "ROBUST_TRAIN_"
@@ -32,11 +32,11 @@ class ScriptValues:
     checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
     gradient_checkpointing: str = "false"  # `true`: recompute activations to save memory
 
-    def fill(self, text: str) -> str:
+    def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
         ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
         values = {**asdict(self), "$": "$"}
-        return _PLACEHOLDER.sub(lambda m: str(values.get(m[1], m[0])), text)
+        return _PLACEHOLDER.sub(lambda m: quote(str(values.get(m[1], m[0]))), text)
 
     def environment(self) -> dict[str, str]:
         """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shlex
 import signal
 import stat
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.errors import ConfigError
-from robust_train.execution import TICK_SECONDS
+from robust_train.execution import TICK_SECONDS, sleep_until_readable
 from robust_train.execution.linux import become_subreaper, children, collect, kill_descendants
 from robust_train.execution.signals import wakeup_descriptor
 from robust_train.run import Run
@@ -31,7 +30,7 @@ class Program:
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
         become_subreaper()
-        self._not_ours = set(children())
+        self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
         try:
             with _own_input() as stdin:
@@ -86,7 +85,7 @@ class Program:
     def _running(self) -> list[int]:
         """Return the script and orphans of what it started; collect the dead among them."""
         self._process.poll()
-        found = [pid for pid in children() if pid not in self._not_ours]
+        found = {child.pid for child in children()} - self._not_ours
         return [pid for pid in found if pid == self.pid or collect(pid)]
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
@@ -117,11 +116,9 @@ def _woken_by_signals() -> Iterator[Callable[[float], None]]:
     main thread, where Python allows no handlers, it sleeps the whole time."""
     is_main = threading.current_thread() is threading.main_thread()
     with wakeup_descriptor() as wakeup:
-        poll = select.poll()
-        poll.register(wakeup, select.POLLIN)
 
         def sleep(seconds: float) -> None:
-            poll.poll(seconds * 1000)
+            sleep_until_readable(seconds, wakeup)
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
 

@@ -237,8 +237,10 @@ class GpuQueue:
         is_own = record is not None and record.sweep == own.sweep
         has_ended = record is not None and record.status != job_record.STARTED
         if not is_own or not (has_ended or read_summary(folder) is not None):
-            with contextlib.suppress(OSError):
-                ending_of_process(own, returncode).write(folder)
+            ended = ending_of_process(own, returncode)
+            self._plan(job, ended.status, ended.exit_code, ended.reason)
+            with contextlib.suppress(OSError):  # a disk that takes nothing
+                ended.write(folder)
         return replace(read_row(folder), job=job.number)
 
     def _pass_on_signals(self) -> None:

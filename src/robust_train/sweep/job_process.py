@@ -29,6 +29,9 @@ class JobProcess:
     def __init__(self, work: Work, log_path: Path, detach: Callable[[], None]) -> None:
         self.returncode: int | None = None
         flush_output()
+        with contextlib.suppress(ValueError):  # outside the main thread
+            # ignored by whoever has started the sweep, it would cost the exit codes
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         parent = os.getpid()
         # no signal may come between the fork and the child's own handlers
         signals = (*FORWARDED, *FORWARDED.values())

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.events import MalformedEvent, from_json
 from robust_train.files import read_object, write_json
+from robust_train.readable import signal_name
 from robust_train.runfolder.summary import SavedSummary, aligned, read_summary
 from robust_train.sweep import job_record
 
@@ -95,23 +96,16 @@ def ending_of_process(record: job_record.JobRecord, returncode: int) -> job_reco
     if returncode == 0:
         return replace(record, status=job_record.COMPLETED, exit_code=0)
     if returncode > 0:
-        stopped = returncode - 128 in _STOPS
-        reason = f"its process ended with exit code {returncode} and without a summary"
-        return replace(
-            record,
-            status=job_record.INTERRUPTED if stopped else job_record.DIED,
-            exit_code=returncode,
-            reason="interrupted" if stopped else reason,
-        )
-    name = signal.Signals(-returncode).name
-    if -returncode in _STOPS:
-        reason = f"interrupted by {name} before it had begun"
-        return replace(
-            record, status=job_record.INTERRUPTED, exit_code=128 - returncode, reason=reason
-        )
-    return replace(
-        record, status=job_record.DIED, exit_code=1, reason=f"its process was killed by {name}"
-    )
+        is_stop, exit_code = returncode - 128 in _STOPS, returncode
+        stopped = "interrupted"
+        died = f"its process ended with exit code {returncode} and without a summary"
+    else:
+        is_stop, name = -returncode in _STOPS, signal_name(-returncode)
+        exit_code = 128 - returncode if is_stop else 1
+        stopped = f"interrupted by {name} before it had begun"
+        died = f"its process was killed by {name}"
+    status, reason = (job_record.INTERRUPTED, stopped) if is_stop else (job_record.DIED, died)
+    return replace(record, status=status, exit_code=exit_code, reason=reason)
 
 
 def read_row(folder: Path) -> SweepRow:
