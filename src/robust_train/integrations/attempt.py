@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import UserError
+from robust_train.events import BatchKept
 from robust_train.failures import classify_failure
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
@@ -31,6 +32,13 @@ def refuse_saving_on_each_node(owner: str, options: Any, cfg: DictConfig) -> Non
             f"{owner}: save_on_each_node=True: all nodes would write the same files into the run "
             "folder, which they share; leave it out"
         )
+
+
+def keep_batch(run: Run, reason: str) -> None:
+    """Let no attempt split the batch in another way, which would change the training."""
+    run.keeps_batch = reason
+    if run.is_main:
+        run.report(BatchKept(reason))
 
 
 class Steps:
