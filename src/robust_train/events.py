@@ -172,7 +172,7 @@ class MicroBatchExhausted(Event):
 
 @dataclass(frozen=True)
 class BatchKept(Event):
-    """No attempt may split the batch in another way: it would change the training, for ``reason``."""
+    """No attempt may split the batch in another way: ``reason`` says what it would change."""
 
     name = "batch_kept"
     reason: str

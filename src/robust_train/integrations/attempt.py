@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.errors import UserError
 from robust_train.events import BatchKept
-from robust_train.failures import classify_failure
 from robust_train.run import Run
 from robust_train.runfolder.cadence import SavePlan
 
@@ -60,12 +59,6 @@ class Steps:
             self._loss = {}
         if is_first:
             self._run.record_memory("first step done")
-
-
-def log_out_of_memory(run: Run, error: BaseException) -> None:
-    """Log how much memory is in use if ``error`` means that it ran out."""
-    if isinstance(error, Exception) and classify_failure(error).kind.is_memory:
-        run.record_memory("out of memory")
 
 
 def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import UserError
-from robust_train.integrations.attempt import Steps, log_out_of_memory
+from robust_train.integrations.attempt import Steps
 from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.integrations.step_shares import StepShares
@@ -219,10 +219,6 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         is_last = step == total or epochs == trainer.max_epochs
         if is_last or saved is None or self.run.checkpoint_due:
             self.save(trainer)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Log how much memory was in use when it ran out."""
-        log_out_of_memory(self.run, exception)
 
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
