@@ -165,7 +165,7 @@ def test_a_hang_on_node_1_is_reported_with_the_stacks_of_both_nodes(world: World
     assert "all_reduce" in (world.run_dir / "attempt-1.stacks").read_text()
     (ended, _) = [event for event in leader.journal if event["event"] == "attempt_ended"]
     for what in ("hangs_on_node_1", "all_reduce", "_waits_for_ever"):
-        assert what in ended["traceback"]
+        assert what in ended["evidence"]["traceback"]
     assert len([e for e in leader.journal if e["event"] == "stalled"]) == 1
 
 
