@@ -172,7 +172,7 @@ class MicroBatchExhausted(Event):
 
 @dataclass(frozen=True)
 class BatchKept(Event):
-    """No attempt may split the batch in another way; ``reason`` says why it changes the training."""
+    """No attempt may split the batch in another way; ``reason`` is why that changes training."""
 
     name = "batch_kept"
     reason: str
