@@ -107,3 +107,20 @@ def runs_out_of_gpu_memory_on_node_1(cfg, run):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     dist.barrier()
     return seen
+
+
+def hangs_on_node_1(cfg, run):
+    """The last rank waits for ever in the first attempt, and rank 0 for it."""
+    start = _start(run)
+    for step in range(start + 1, 5):
+        if step == 3 and run.rank == 1 and not start:
+            _waits_for_ever()
+        dist.all_reduce(torch.ones(1))
+        run.progress(step)
+        _save(run, step)
+    return run.resume_checkpoint is not None
+
+
+def _waits_for_ever():
+    while True:
+        time.sleep(1)

@@ -512,6 +512,51 @@ def test_the_cpu_in_place_of_several_gpus_halves_by_the_whole_effective_batch():
     assert (asked.ranks, asked.gradient_accumulation_steps) == (3, 1)
 
 
+def test_a_batch_that_must_not_be_split_gets_another_device_or_fewer_workers_or_no_attempt():
+    settings = replace(SETTINGS, num_workers=1, may_checkpoint_gradients=True, rules=())
+    kept = {"keeps_batch": "Gan does not accumulate", "end_step": 3}
+    small, large = gpu(0, 10), gpu(1, 20)
+    spec = first_attempt(settings, (small,))
+    history: tuple[Attempt, ...] = ()
+    actions = []
+    while isinstance(
+        decision := decide(
+            settings, (*history, failed(spec, FailureKind.DEVICE_OOM, **kept)), (small, large)
+        ),
+        Retry,
+    ):
+        history += (failed(spec, FailureKind.DEVICE_OOM, **kept),)
+        actions.append(decision.action)
+        spec = decision.spec
+        assert (spec.batch_size, spec.gradient_accumulation_steps, spec.ranks) == (64, 1, 1)
+    assert actions == ["switch_gpu", "cpu_fallback"]
+    assert "the batch was not split: Gan does not accumulate" in decision.reason
+    # on the host fewer workers help, and then only what gets further
+    spec = first_attempt(settings, ())
+    host = after(failed(spec, FailureKind.HOST_OOM, **kept), settings=settings)
+    assert host.action == "fewer_workers"
+    none = replace(spec, num_workers=0)
+    assert isinstance(decide(settings, (failed(none, FailureKind.HOST_OOM, **kept),), ()), GiveUp)
+    further = failed(none, FailureKind.HOST_OOM, saved_step=3, saves=2, **kept)
+    assert after(further, settings=settings).spec == none
+
+
+@pytest.mark.parametrize("kind", [FailureKind.DEVICE_OOM, FailureKind.DEVICE_FAULT])
+def test_a_batch_that_must_not_be_split_is_not_shared_by_fewer_ranks(kind: FailureKind):
+    settings = PolicySettings(batch_size=8, ranks=2, min_ranks=1, min_batch_size=8)
+    spec = first_attempt(settings, (gpu(0, 10), gpu(1, 20)))
+    gone = Evidence(clue=Clue.HARDWARE)
+
+    def failed_on_rank_0(**outcome: object) -> Attempt:
+        return Attempt(spec, Outcome(Failure(kind, "failed", gone, rank=0), **outcome))
+
+    allowed = decide(settings, (failed_on_rank_0(),), ())
+    assert isinstance(allowed, Retry)
+    assert allowed.action == "fewer_gpus"
+    decision = decide(settings, (failed_on_rank_0(keeps_batch="no accumulation"),), ())
+    assert isinstance(decision, GiveUp)
+
+
 # --- killed by somebody ---
 
 

@@ -171,6 +171,14 @@ class MicroBatchExhausted(Event):
 
 
 @dataclass(frozen=True)
+class BatchKept(Event):
+    """No attempt may split the batch in another way; ``reason`` is why that changes training."""
+
+    name = "batch_kept"
+    reason: str
+
+
+@dataclass(frozen=True)
 class BatchSizeFound(Event):
     """Probes before training found the largest micro-batch; None if not even the smallest fits.
 

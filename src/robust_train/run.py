@@ -96,6 +96,7 @@ class Run:
         saving: when the next checkpoint is due, and what was saved.
         speed: measures how fast the steps follow each other.
         trackers: notes which run of an experiment tracker is this job's.
+        keeps_batch: why no attempt may split the batch in another way, None where it may.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
             for another attempt.
@@ -133,6 +134,7 @@ class Run:
         self.was_told_to_stop = self.was_told_to_restart = False
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
+        self.keeps_batch: str | None = None
         self.memory_keeper: MemoryKeeper | None = None
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True

@@ -249,6 +249,7 @@ class Outcome:
     memory_returned: Mapping[str, object] | None = None
     # the one in use at the end where the trainer itself had changed it, else None
     micro_batch: int | None = None
+    keeps_batch: str | None = None  # why no attempt may split the batch in another way
     # free memory, before the attempt, of the GPU on which it failed; None where not known
     gpu_free_before_bytes: int | None = None
     gpu_free_after_bytes: int | None = None  # the same when the attempt's process was gone

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import troubled_trainers
 from jobs import (
+    NO_HOARDING,
+    TWO_RANKS,
     WIDE,
     Example,
     both_ranks_go_on_with_half,
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from robust_train.errors import UserError
 from robust_train.run import Run
+from world import World
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -231,29 +235,99 @@ def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path: Path):
 
 
 class _Manual(_Line):
+    """Has two optimizers, each of which steps in every batch."""
+
     automatic_optimization = False
 
+    def training_step(self, batch):
+        for optimizer in self.optimizers():
+            self.manual_backward(super().training_step(batch))
+            optimizer.step()
+            self.zero_grad()  # of both
 
-@pytest.mark.proves("Lightning", "one GPU", "refused", "manual optimization")
+    def configure_optimizers(self):
+        return [torch.optim.SGD([one], lr=0.1) for one in self.parameters()]
+
+
+class _NeverSteps(_Manual):
+    def training_step(self, batch):
+        self.manual_backward(_Line.training_step(self, batch))
+
+
 @pytest.mark.parametrize(
-    ("options", "model", "said"),
+    ("options", "model", "accumulation", "said"),
     [
-        ({"accumulate_grad_batches": 3}, None, "training.gradient_accumulation_steps"),
-        ({"limit_train_batches": 2}, None, "limit_train_batches=2 counts micro-batches"),
-        ({}, _Manual, "automatic_optimization=False"),
+        ({"accumulate_grad_batches": 3}, None, 1, "training.gradient_accumulation_steps"),
+        ({"limit_train_batches": 2}, None, 1, "limit_train_batches=2 counts micro-batches"),
+        ({}, _Manual, 2, "no attribute or hyperparameter accumulate_grad_batches"),
+        ({}, _NeverSteps, 1, "no optimizer step in an epoch"),
     ],
 )
 def test_what_would_change_the_effective_batch_is_refused_in_one_line(
-    tmp_path: Path, options: dict, model: type | None, said: str
+    tmp_path: Path, options: dict, model: type | None, accumulation: int, said: str
 ):
     with pytest.raises(UserError, match=said) as refused:
         _fit(
             tmp_path,
-            _cfg(),
+            _cfg(accumulation=accumulation),
             trainer=_trainer(tmp_path, **options),
             model=None if model is None else model(),
         )
     assert "\n" not in str(refused.value)
+
+
+def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path: Path):
+    whole, _, reports = _fit(tmp_path / "whole", _cfg(8, 1, 2), model=_Manual())
+    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    assert list(saved) == [2, 4, 6, 8, 10, 12], "two steps in each of three batches"
+    for step, path in saved.items():
+        rest, _, again = _fit(
+            tmp_path / f"from-{step}", _cfg(8, 1, 2), model=_Manual(), resume=path
+        )
+        done = 22 * (step // 6) + 8 * (step % 6 // 2)
+        assert rest.seen == whole.seen[2 * done :], step
+        assert [e["step"] for e in again if e["event"] == "training_started"] in ([step], [])
+        torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.proves("Lightning", "one GPU", "refused", "manual optimization")
+@pytest.mark.proves("Lightning", "several GPUs", "refused", "manual optimization")
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["one", "two"])
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_memory_that_runs_out_in_manual_optimization_costs_an_attempt(
+    world: World, tmp_path: Path, ranks: tuple[str, ...], accumulates: bool
+):
+    """Half a micro-batch is for a module that accumulates; others go on with the same one."""
+    world.with_environ(NO_HOARDING)
+    world.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{world.environ['PYTHONPATH']}"
+    ended = world.run(
+        "trainer._target_=troubled_trainers.manual",
+        "trainer.preload_modules=[robust_train.integrations.lightning]",
+        f"+accumulates={str(accumulates).lower()}",
+        "+is_limited=true",
+        "training.batch_size=4",
+        "min_batch_size=1",
+        "training.checkpoint_every_steps=1",
+        "training.num_workers=0",
+        "seed=1",
+        *ranks,
+    )
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert "allocate memory" in first["message"]
+    assert second["start_step"] == 2
+    sizes = (second["batch_size"], second["gradient_accumulation_steps"])
+    assert (first["action"], sizes) == (
+        ("halve_batch", (2, 2)) if accumulates else ("retry", (4, 1))
+    )
+    told = "has half the micro-batch" if accumulates else "has the same batch"
+    lines = [line for line in ended.output.splitlines() if "no step is repeated" in line]
+    assert all(told in line for line in lines)
+    assert len(lines) == 2, "one in each attempt"
+    cfg = OmegaConf.merge(_cfg(8 if ranks else 4), {"accumulates": False, "is_limited": False})
+    whole = troubled_trainers.manual(cfg, Run(run_dir=tmp_path / "whole"))
+    assert ended.summary["result"] == pytest.approx(whole, abs=1e-5)
 
 
 def test_a_trainer_gets_the_devices_of_its_node_and_the_number_of_nodes(tmp_path: Path):

@@ -85,6 +85,7 @@ class Fitted(running_out.Fitted):
         folder: Path,
         model: lightning.LightningModule,
         batch_size: int = 4,
+        **options: object,
     ) -> None:
         from robust_train.integrations.lightning import fit
 
@@ -99,7 +100,7 @@ class Fitted(running_out.Fitted):
             enable_checkpointing=False,
             max_epochs=1,
             num_sanity_val_steps=0,
-            gradient_clip_val=0.5,
+            **(options or {"gradient_clip_val": 0.5}),
         )
         data = loader(size=batch_size)
         self.result = fit(
@@ -159,6 +160,31 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
         fitted.trainer.test(fitted.model, ORDERED, verbose=False) for fitted in (split, whole)
     )
     assert one == pytest.approx(other, abs=1e-6)
+
+
+class _Manual(Net):
+    automatic_optimization = False
+    accumulate_grad_batches = 1
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self._loss(batch).mean() / self.accumulate_grad_batches)
+        if (batch_idx + 1) % self.accumulate_grad_batches == 0 or self.trainer.is_last_batch:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    on_train_batch_end = None
+
+
+def test_evaluation_is_repeated_under_manual_optimization_too(tmp_path: Path):
+    whole, split = (
+        Fitted(tmp_path, _Manual(fuse), gradient_clip_val=None)
+        for fuse in (Fuse(training=False), Fuse("forward", 3, fits=2, training=False))
+    )
+    assert not split.changed(training=True)
+    assert [(before, after) for _, before, after in split.changed(training=False)] == [(3, 1)]
+    assert split.result == pytest.approx(whole.result, abs=1e-6)
+    assert split.model.accumulate_grad_batches == 2, "of this attempt"
+    assert split.run.last_step == 3
 
 
 class _KeepsGradients(Net):

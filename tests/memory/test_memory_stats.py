@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 
 import robust_train
 from robust_train import memory
+from robust_train.config.schema import complete
+from robust_train.events import Event, MemoryReported
+from robust_train.execution.runner import call_trainer
 from robust_train.memory.cuda import Segment, ordinal_of, unused_blocks
 from robust_train.memory.host import (
     cgroup_rooms,
@@ -23,6 +26,7 @@ from robust_train.memory.host import (
     reset_peak,
 )
 from robust_train.memory.stats import fragmentation
+from robust_train.run import Run
 from simulated_nvml import MIB, Gpu, Machine
 from world import TESTS
 
@@ -55,6 +59,40 @@ def test_the_package_offers_what_the_room_of_memory_does() -> None:
     assert set(memory.__all__) <= set(dir(memory))
     with pytest.raises(AttributeError, match="no attribute 'clear_everything'"):
         _ = memory.clear_everything
+
+
+def _splits(run: Run) -> None:
+    model = torch.nn.Linear(1, 1)
+    for micro in run.micro_batches(torch.ones(8, 1), model):
+        with micro:
+            torch.empty(2**46)
+
+
+def _breaks(run: Run) -> None:
+    raise ValueError("a bug")
+
+
+def _hears_of_it(run: Run) -> None:
+    error = MemoryError("out of memory on rank 1")
+    error.heard_of_rank = 1
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("train", "is_recorded"), [(_splits, True), (_breaks, False), (_hears_of_it, False)]
+)
+def test_every_trainer_that_runs_out_of_memory_leaves_the_figures(
+    tmp_path: Path, train: Callable[[Run], None], is_recorded: bool, caplog
+) -> None:
+    events: list[Event] = []
+    run = Run(run_dir=tmp_path, report=events.append)
+    cfg = complete({"device": "cpu", "memory": {"log_frequency": 1}})
+    with caplog.at_level("INFO"), pytest.raises((RuntimeError, MemoryError, ValueError)):
+        call_trainer(lambda cfg, run: train(run), cfg, run)
+    recorded = [event.milestone for event in events if isinstance(event, MemoryReported)]
+    assert recorded == ["out of memory"] * is_recorded
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("out of memory: ") for line in lines) is is_recorded
 
 
 @needs_no_gpu

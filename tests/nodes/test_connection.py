@@ -17,13 +17,13 @@ from unittest.mock import Mock
 import pytest
 
 from robust_train.config.schema import complete
-from robust_train.errors import ConfigError
+from robust_train.errors import ConfigError, JobInterrupted
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.nodes import connection as module
-from robust_train.nodes import follow
+from robust_train.nodes import follow, follower
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
     LEADER_FILE,
@@ -234,7 +234,7 @@ BEGIN = Begin(3, AttemptSpec((), 8, 1, 2), "a job", 1234)
 
 def follow_one_that(leads: Callable[[Connection], None], run_dir: Path) -> None:
     """Follow a leader that does this, then ends the job."""
-    follower = Follower("node_trainers.four_steps", complete(KEYS), run_dir, Place(1, 2))
+    node_1 = Follower("node_trainers.four_steps", complete(KEYS), run_dir, Place(1, 2))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def lead() -> None:
@@ -251,7 +251,7 @@ def follow_one_that(leads: Callable[[Connection], None], run_dir: Path) -> None:
             ThreadPoolExecutor(1) as thread,
         ):
             leader = thread.submit(lead)
-            assert follower.run().status == "completed"
+            assert node_1.run().status == "completed"
             leader.result()
 
 
@@ -270,6 +270,7 @@ def test_an_attempt_that_a_signal_forestalls_has_ended(
     def run(*about: object, **more: object) -> None:
         runs.append(about)
         signal.raise_signal(signal.SIGTERM)  # the ranks have not begun yet
+        about[0]._signals.raise_if_received()  # as the fork server does
 
     monkeypatch.setattr(ProcessExecutor, "run", run)
 
@@ -286,6 +287,30 @@ def test_an_attempt_that_a_signal_forestalls_has_ended(
 
     follow_one_that(lead, tmp_path)
     assert len(runs) == 1, "none begins after the signal"
+
+
+def test_a_signal_at_the_greeting_stops_the_job_and_costs_it_no_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def hello_and_a_signal(*about: object) -> Hello:
+        signal.raise_signal(signal.SIGTERM)
+        return module.hello(*about)
+
+    monkeypatch.setattr(follower, "hello", hello_and_a_signal)
+
+    def lead(line: Connection) -> None:
+        assert next_of(line) == Stop(signal.SIGTERM)
+
+    follow_one_that(lead, tmp_path)
+
+
+def test_a_signal_before_there_is_a_leader_ends_the_follower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(follower, "connect", lambda run_dir: signal.raise_signal(signal.SIGTERM))
+    alone = Follower("node_trainers.four_steps", complete(KEYS), tmp_path, Place(1, 2))
+    with pytest.raises(JobInterrupted):
+        alone.run()
 
 
 def test_ranks_of_node_0_do_not_wait_for_those_that_ended_after_a_checkpoint(tmp_path: Path):

@@ -151,6 +151,25 @@ def test_a_killed_rank_of_node_1_is_named_and_all_go_on_from_the_checkpoint(worl
 
 
 @pytest.mark.slow
+def test_a_hang_on_node_1_is_reported_with_the_stacks_of_both_nodes(world: World):
+    hangs = ("stall_timeout_minutes=0.05", "retry_pause_seconds=0.1")
+    leader, follower = run_trainer(world, "hangs_on_node_1", *hangs)
+    assert leader.returncode == follower.returncode == 0, leader.output + follower.output
+    first, second = leader.attempts
+    assert "no progress" in first["message"]
+    assert "rank 1 at node_trainers.py:" in first["message"]
+    assert "_waits_for_ever" in first["message"]
+    assert second["start_step"] == 2
+    there = (world.run_dir / "attempt-1.node1.stacks").read_text()
+    assert "_waits_for_ever" in there
+    assert "all_reduce" in (world.run_dir / "attempt-1.stacks").read_text()
+    (ended, _) = [event for event in leader.journal if event["event"] == "attempt_ended"]
+    for what in ("hangs_on_node_1", "all_reduce", "_waits_for_ever"):
+        assert what in ended["evidence"]["traceback"]
+    assert len([e for e in leader.journal if e["event"] == "stalled"]) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [0, 1])
 def test_sigterm_on_any_node_stops_all_ranks_at_the_same_step_with_a_checkpoint(
     world: World, asked: int

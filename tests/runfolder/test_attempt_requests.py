@@ -151,6 +151,16 @@ def test_a_restart_is_asked_for_once_the_trainer_is_known_not_to_split(
     assert not asking.run.stops_to_restart, "being told to end for good goes first"
 
 
+def test_a_batch_that_must_not_be_split_is_not_halved_on_request(attempt: Callable[..., Asking]):
+    asking = attempt()
+    asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
+    asking.run.keeps_batch = "nobody accumulates"
+    asking.ask("halve_batch")
+    assert not asking.run.stop_requested
+    assert not asking.run.stop_requested
+    assert asking.reply()["error"].endswith("would change the training: nobody accumulates")
+
+
 def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Asking]):
     asking = attempt()
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)

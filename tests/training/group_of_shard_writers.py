@@ -26,6 +26,7 @@ from forked_ranks import of_forks
 from robust_train.errors import ConfigError
 from robust_train.microbatch.ranks import of_all_ranks
 from robust_train.run import Run
+from robust_train.runfolder import checkpoints, identity
 from robust_train.runfolder.checkpoints import CheckpointError, CheckpointFolder, read_newest
 from robust_train.runfolder.manifests import newest_checkpoint, of_job
 from robust_train.vision.sharding import folder_writer, shard, shares
@@ -80,6 +81,16 @@ def names(folder: CheckpointFolder) -> list[str]:
     found = sorted(item.name for item in folder.path.iterdir()) if folder.path.exists() else []
     dist.barrier()
     return found
+
+
+def with_one_copy(run_dir: Path) -> dict[str, Any]:
+    """The second rank has no memory for a copy, so it writes before it trains on."""
+    if dist.get_rank():
+        checkpoints._LARGEST_COPY, share = 0.0, checkpoints._LARGEST_COPY
+    seen = in_the_background(run_dir)
+    if dist.get_rank():
+        checkpoints._LARGEST_COPY = share
+    return seen
 
 
 def in_the_background(run_dir: Path) -> dict[str, Any]:
@@ -215,13 +226,27 @@ def on_other_disks(run_dir: Path) -> dict[str, Any]:
     """The second rank does not see the folder that the first one has."""
     job = Job(run_dir)
     job.folder.save(job.content(1), 1)
-    path = job.folder.path / "step-00000001"
+    path, elsewhere = job.folder.path / "step-00000001", run_dir / "elsewhere"
+    there = elsewhere / path.name if dist.get_rank() else path
     dist.barrier()
+    pauses, identity.PAUSES_SECONDS = identity.PAUSES_SECONDS, (0.1,)
+    said = "nothing"
     try:
-        job.read(run_dir / "elsewhere" / path.name if dist.get_rank() else path)
+        job.read(there)
     except ConfigError as error:
-        return {"said": str(error)}
-    return {"said": "nothing"}
+        said = str(error)
+    identity.PAUSES_SECONDS = pauses
+
+    def shown_late(value: Any) -> list[Any]:
+        """Gather; the second rank sees the folder after it has looked once."""
+        found = of_all_ranks(value)
+        if dist.get_rank() and not elsewhere.exists():
+            elsewhere.symlink_to(job.folder.path)
+        return found
+
+    share = shares(job.model, job.optimizer)
+    late = read_newest(there, ["step"], share=share, gather=shown_late)
+    return {"said": said, "late": None if late is None else late[1]["step"]}
 
 
 def from_a_file(run_dir: Path) -> dict[str, Any]:
@@ -272,7 +297,7 @@ def killed(run_dir: Path) -> dict[str, Any]:
 def be_rank(rank: int, folder: Path) -> dict[str, Any]:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    parts = (in_the_background, of_one_step, without_space, out_of_memory, damaged)
+    parts = (in_the_background, with_one_copy, of_one_step, without_space, out_of_memory, damaged)
     parts += (on_other_disks, from_a_file)
     seen = {part.__name__: part(folder / part.__name__) for part in parts}
     dist.destroy_process_group()

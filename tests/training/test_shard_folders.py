@@ -32,8 +32,10 @@ def of_both(seen: dict[str, Any], part: str) -> dict[str, Any]:
     return first
 
 
-def test_each_rank_writes_its_shards_while_training_goes_on(seen: dict[str, Any]):
-    background = of_both(seen, "in_the_background")
+@pytest.mark.parametrize("part", ["in_the_background", "with_one_copy"])
+def test_each_rank_writes_its_shards_while_training_goes_on(seen: dict[str, Any], part: str):
+    """Also where only one of them has the memory for a copy."""
+    background = of_both(seen, part)
     assert not background["reported early"]
     assert background["changed"]
     assert background["shards"]
@@ -96,6 +98,10 @@ def test_a_damaged_folder_is_passed_over_on_all_ranks(seen: dict[str, Any], dama
 def test_ranks_that_see_other_disks_say_so(seen: dict[str, Any]):
     for rank in seen["ranks"]:
         assert "has to be one folder that all nodes see" in rank["on_other_disks"]["said"]
+
+
+def test_ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later(seen: dict[str, Any]):
+    assert [rank["on_other_disks"]["late"] for rank in seen["ranks"]] == [1, 1]
 
 
 def test_shards_are_read_from_a_file_of_whole_tensors(seen: dict[str, Any]):

@@ -71,6 +71,13 @@ class OtherNodes(Protocol):
     def poll_nodes(self) -> float | None:
         """Return in how many seconds the attempt is to end here as well; None: it goes on."""
 
+    @property
+    def stalled(self) -> Standstill | None:
+        """How another node has seen that the attempt hangs, None if it has not."""
+
+    def on_stall(self, found: Standstill) -> None:
+        """Take in that the attempt hangs, before it is ended."""
+
 
 class ServerDied(Exception):
     """The fork server's process ended by itself. ``returncode`` as subprocess has it."""
@@ -250,7 +257,10 @@ class ForkServer:
                     self._is_stuck = True
                     log.warning("the attempt's process hangs in the kernel; it is left behind")
                     return Exited(None, -signal.SIGKILL, stalled=stalled)
-                if not clock.is_set and (stalled := watch.poll()) is not None:
+                there = None if others is None else others.stalled
+                if not clock.is_set and (stalled := watch.poll() or there) is not None:
+                    if others is not None:
+                        others.on_stall(stalled)
                     clock.kill_in(dump_stacks(request, self._process.pid))
                     if not request.runs_script:
                         self._send(int(DUMP_STACKS))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from robust_train.events import (
+    BatchKept,
     CheckpointSaved,
     Event,
     Failed,
@@ -36,6 +37,7 @@ class AttemptProgress:
     checkpoint: str | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int | None = None
+    keeps_batch: str | None = None
     memory_cleared: MemoryCleared | None = None
     speeds: Mapping[int, Speed] = field(default_factory=dict)  # by rank
     ending: Finished | Failed | None = None
@@ -68,6 +70,8 @@ class AttemptProgress:
                 return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
+            case BatchKept():
+                return replace(self, keeps_batch=event.reason)
             case MemoryCleared(reason="end" | "failure"):
                 return replace(self, memory_cleared=event)
             case ScriptStarted():
@@ -110,6 +114,7 @@ class AttemptProgress:
             memory_returned=returned
             and {key: returned[key] for key in returned if key not in ("event", "reason", "step")},
             micro_batch=self.micro_batch,
+            keeps_batch=self.keeps_batch,
             speed=tuple(self.speeds[rank] for rank in sorted(self.speeds)),
             stopped_for=failed.stopped_for if failed else None,
             traceback=failed.traceback if failed else None,

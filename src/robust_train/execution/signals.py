@@ -99,14 +99,14 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
-        """Have signals call ``handler(signum)`` within this block instead of raising. Yields a
-        descriptor that becomes readable when a signal came."""
+        """Have signals call ``handler(signum)`` within this block instead of what they do outside
+        of it. Yields a descriptor that becomes readable when a signal came."""
         with wakeup_descriptor() as wakeup:
-            self._handler = handler
+            before, self._handler = self._handler, handler
             try:
                 yield wakeup
             finally:
-                self._handler = None
+                self._handler = before
 
     def watches(self, signum: int) -> bool:
         """Return whether that signal stops the job."""

@@ -44,7 +44,8 @@ def dump_stacks(request: AttemptRequest, server: int) -> float:
             sections.append(section + "\n\n")
     with contextlib.suppress(OSError), request.stacks_file.open("a") as file:
         file.write("".join(sections))
-    own = _OWN_STACKS_SECONDS + _OF_A_RANK_SECONDS * (request.ranks if request.ranks > 1 else 0)
+    has_ranks = request.world_size > 1
+    own = _OWN_STACKS_SECONDS + _OF_A_RANK_SECONDS * (request.ranks if has_ranks else 0)
     return max(own, _DUMP_SECONDS if dumps else 0.0)
 
 
@@ -55,7 +56,7 @@ def _processes(request: AttemptRequest, server: int) -> list[psutil.Process]:
         return found
     parents, left = {server}, []
     with contextlib.suppress(psutil.Error):
-        if request.ranks > 1:
+        if request.world_size > 1:
             parents = {child.pid for child in psutil.Process(server).children()}
     for one in found:
         with contextlib.suppress(psutil.Error):

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.plans import SavePlan
 from robust_train.errors import UserError
-from robust_train.failures import classify_failure
+from robust_train.events import BatchKept
 from robust_train.run import Run
 
 
@@ -33,6 +33,13 @@ def refuse_saving_on_each_node(owner: str, options: Any, cfg: DictConfig) -> Non
         )
 
 
+def keep_batch(run: Run, reason: str) -> None:
+    """Let no attempt split the batch in another way, which would change the training."""
+    run.keeps_batch = reason
+    if run.is_main:
+        run.report(BatchKept(reason))
+
+
 class Steps:
     """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
 
@@ -52,12 +59,6 @@ class Steps:
             self._loss = {}
         if is_first:
             self._run.record_memory("first step done")
-
-
-def log_out_of_memory(run: Run, error: BaseException) -> None:
-    """Log how much memory is in use if ``error`` means that it ran out."""
-    if isinstance(error, Exception) and classify_failure(error).kind.is_memory:
-        run.record_memory("out of memory")
 
 
 def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:

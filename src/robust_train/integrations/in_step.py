@@ -29,14 +29,18 @@ class InStep:
         self._batcher = run.micro_batcher
         self._said = False
 
-    def say(self, reason: str) -> None:
+    def say(self, reason: str, *, on_all_ranks: bool = False) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if not self._said:
-            log.warning(
-                "%s: where memory runs out, a new attempt has half the micro-batch; no step "
-                "is repeated in smaller parts: %s",
+            kept = self._run.keeps_batch
+            log.log(
+                logging.DEBUG if on_all_ranks and not self._run.is_main else logging.WARNING,
+                "%s: where memory runs out, a new attempt %s; no step is repeated in smaller "
+                "parts: %s%s",
                 self._framework,
+                "has the same batch" if kept else "has half the micro-batch",
                 reason,
+                f"; {kept}" if kept else "",
             )
             self._said = True
             self._run.splits_no_more()

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.attempt import nodes_of, result_of
+from robust_train.integrations.attempt import keep_batch, nodes_of, result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.run import Run
@@ -29,6 +29,8 @@ _pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
 _callbacks = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning")
 
 log = logging.getLogger("robust_train.integrations")
+
+_ACCUMULATION = "accumulate_grad_batches"
 
 __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 
@@ -64,7 +66,8 @@ def fit(
     Args:
         trainer: a ``lightning.Trainer``, made with :func:`trainer_arguments`;
             ``accumulate_grad_batches`` is set here.
-        model: the ``LightningModule``, with automatic optimization.
+        model: the ``LightningModule``. One with manual optimization that accumulates has an
+            attribute or hyperparameter ``accumulate_grad_batches``, which is set here.
         data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
             here, or a ``DataLoader`` made with ``cfg.training.batch_size``.
         cfg, run: the trainer function's.
@@ -78,7 +81,7 @@ def fit(
     _check(trainer, model, cfg, run)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
-    trainer.accumulate_grad_batches = cfg.training.gradient_accumulation_steps
+    _accumulate(trainer, model, cfg.training.gradient_accumulation_steps, run)
     callback = RobustCallback(cfg, run)
     _prepare(data, callback)
     trainer.callbacks.append(callback)
@@ -110,12 +113,6 @@ def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
             f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
             "Trainer(**trainer_arguments(cfg, run)), and num_gpus=…, num_nodes=… for more"
         )
-    if not model.automatic_optimization:
-        raise UserError(
-            f"{type(model).__name__}.automatic_optimization=False: Lightning accumulates no "
-            "gradients there, so a smaller micro-batch would change the training; use a plain loop "
-            "with run.micro_batches"
-        )
     if trainer.accumulate_grad_batches not in (1, accumulation) or any(
         isinstance(callback, _callbacks.GradientAccumulationScheduler)
         for callback in trainer.callbacks
@@ -138,16 +135,28 @@ def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
         )
 
 
+def _accumulate(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
+    """Have the trainer, or a model with manual optimization, accumulate so many in a step."""
+    if model.automatic_optimization:
+        trainer.accumulate_grad_batches = micro_batches
+    elif not _give(model, _ACCUMULATION, micro_batches):
+        name = type(model).__name__
+        hint = f"{name} has no attribute or hyperparameter {_ACCUMULATION}, which fit would set"
+        keep_batch(run, hint)
+        if micro_batches != 1:
+            raise UserError(
+                f"training.gradient_accumulation_steps={micro_batches}: Lightning accumulates "
+                f"nothing where automatic_optimization=False; {hint}"
+            )
+
+
 def _prepare(data: Any, callback: RobustCallback) -> None:
     """Let the callback order every loader of training samples, made with its batch size."""
     if not hasattr(data, "train_dataloader"):
         callback.own_loader(data, "train_dataloaders")
         return
     # where Lightning's own batch size finder sets it
-    if hasattr(data, "batch_size"):
-        data.batch_size = callback.micro_batch
-    if "batch_size" in getattr(data, "hparams", {}):
-        data.hparams["batch_size"] = callback.micro_batch
+    _give(data, "batch_size", callback.micro_batch)
     made = data.train_dataloader
 
     @wraps(made)
@@ -155,6 +164,16 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
         return callback.own_loader(made(), f"{type(data).__name__}.train_dataloader")
 
     data.train_dataloader = train_dataloader
+
+
+def _give(owner: Any, name: str, value: int) -> bool:
+    """Set an attribute or hyperparameter; return whether there is one."""
+    is_attribute, is_hyperparameter = hasattr(owner, name), name in getattr(owner, "hparams", {})
+    if is_attribute:
+        setattr(owner, name, value)
+    if is_hyperparameter:
+        owner.hparams[name] = value
+    return is_attribute or is_hyperparameter
 
 
 def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.extras import require
 from robust_train.errors import UserError
-from robust_train.integrations.attempt import Steps, log_out_of_memory
+from robust_train.integrations.attempt import Steps
 from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.integrations.step_shares import StepShares
@@ -43,8 +43,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
         self.micro_batch: int = cfg.training.batch_size
-        self.accumulation: int = cfg.training.gradient_accumulation_steps
-        self.shares = StepShares(self.micro_batch, self.accumulation, run.rank, run.world_size)
+        accumulation: int = cfg.training.gradient_accumulation_steps
+        self.shares = StepShares(self.micro_batch, accumulation, run.rank, run.world_size)
         self.position = ResumePosition()
         self._order: SampleOrder | None = None
         self._cfg = cfg
@@ -89,7 +89,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._restored = restored
         self.position = ResumePosition(**restored["position"])
         loops = checkpoint["loops"]
-        loops["fit_loop"] = loops_at(loops["fit_loop"], self.position, self.shares.at_once)
+        loops["fit_loop"] = loops_at(
+            loops["fit_loop"],
+            self.position,
+            self.shares.at_once,
+            is_manual=not pl_module.automatic_optimization,
+        )
         self._set_order()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -174,6 +179,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             self._begin_step(seen)
         if trainer.global_step != self.position.step:
             self._after_step(trainer, outputs, seen)
+        elif seen == self.position.epoch_samples:  # manual optimization keeps its gradients
+            self.position = replace(self.position, samples=seen)
         self.run.speed.wait_begins()
 
     def _after_step(self, trainer: Any, outputs: Any, seen: int) -> None:
@@ -201,15 +208,17 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, unless another callback of the trainer has just done it."""
         step, saved = trainer.global_step, self._saved()
+        if not step and not pl_module.automatic_optimization:
+            raise UserError(
+                f"{type(pl_module).__name__}: no optimizer step in an epoch with manual "
+                "optimization: step those that self.optimizers() returns"
+            )
         if saved == step:
             return
-        is_last = step == trainer.estimated_stepping_batches
+        total, epochs = trainer.estimated_stepping_batches, trainer.current_epoch + 1
+        is_last = step == total or epochs == trainer.max_epochs
         if is_last or saved is None or self.run.checkpoint_due:
             self.save(trainer)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Log how much memory was in use when it ran out."""
-        log_out_of_memory(self.run, exception)
 
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
@@ -230,10 +239,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def _step_done(self, trainer: Any, outputs: Any) -> None:
         step, total = self.position.step, trainer.estimated_stepping_batches
+        has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         # reading the loss, which Lightning has divided, waits for the GPU
-        if step % max(self._cfg.training.log_every_steps, 1) == 0 and isinstance(outputs, Mapping):
-            self._steps.log_loss(float(outputs["loss"]) * self.accumulation)
-        self._steps.done(step, None if total == float("inf") else total)
+        if step % max(self._cfg.training.log_every_steps, 1) == 0 and has_loss:
+            self._steps.log_loss(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+        is_known = trainer.lightning_module.automatic_optimization and total != float("inf")
+        self._steps.done(step, total if is_known else None)
 
     def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.stop_requested:

@@ -38,7 +38,9 @@ class ResumePosition:
         return -(-self.epoch_samples // micro_batch)
 
 
-def loops_at(fit_loop: Any, position: ResumePosition, micro_batch: int) -> Any:
+def loops_at(
+    fit_loop: Any, position: ResumePosition, micro_batch: int, *, is_manual: bool = False
+) -> Any:
     """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``micro_batch`` samples.
 
     Two of Lightning's many restart states are enough: at the end of a batch within an epoch, and
@@ -50,6 +52,7 @@ def loops_at(fit_loop: Any, position: ResumePosition, micro_batch: int) -> Any:
     before = position.epoch * position.batches(micro_batch)
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     batches["is_last_batch"] = False
+    stepped = before + done if is_manual else position.step  # of any number of optimizers
     validation = loops["epoch_loop.val_loop.batch_progress"]
     validation["total"] |= _counters(0, 0)
     validation["current"] |= _counters(0, 0)
@@ -58,12 +61,11 @@ def loops_at(fit_loop: Any, position: ResumePosition, micro_batch: int) -> Any:
         batches["total"] |= _counters(before + done, before + done)
         batches["current"] |= _counters(0, 0)
         counters = _counters(ended, ended)
-        stepped = position.step
     else:
         batches["total"] |= _counters(before + done, before + done - 1)
         batches["current"] |= _counters(done, done - 1)
         counters = _counters(position.epoch + 1, position.epoch) | {"processed": position.epoch}
-        stepped = position.step - 1  # it counts this step again on resume
+        stepped -= 1  # it counts this step again on resume
     epochs["total"] |= counters
     epochs["current"] |= counters
     loops["epoch_loop.state_dict"] = {"_batches_that_stepped": stepped}

@@ -36,10 +36,14 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
     if (reason := why_not(trainer, model)) is not None:
-        in_step.say(reason)
+        in_step.say(reason, on_all_ranks=True)
         return
-    in_parts = _InParts(trainer, in_step, logged, callback)
-    trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
+    if model.automatic_optimization:
+        in_parts = _InParts(trainer, in_step, logged, callback)
+        trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
+    else:
+        reason = f"{type(model).__name__}.training_step runs the backward passes by itself"
+        in_step.say(f"{reason} (automatic_optimization=False)", on_all_ranks=True)
     for name in ("validation_step", "test_step", "predict_step"):
         step = partial(_evaluate, trainer, in_step, logged, getattr(trainer.strategy, name))
         setattr(trainer.strategy, name, step)

@@ -25,7 +25,6 @@ from robust_train.files import replacing
 from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
-    log_out_of_memory,
     refuse_saving_on_each_node,
     result_of,
 )
@@ -116,9 +115,6 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
             save_trainer(trainer)
             callback.saved(trainer.args, trainer.state)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
-    except Exception as error:
-        log_out_of_memory(run, error)
-        raise
 
 
 class _AlreadyDone(Exception):

@@ -32,7 +32,7 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step = InStep(run, "transformers")
     if (reason := _why_not(trainer)) is not None:
-        in_step.say(reason)
+        in_step.say(reason, on_all_ranks=True)
     else:
         trainer.add_callback(StepsInParts(trainer, in_step))
 

@@ -98,6 +98,7 @@ class AttemptMemory:
             if isinstance(error, Exception) and not hasattr(error, "heard_of_rank"):
                 failure = classify_failure(error)
                 if failure.kind.is_memory:
+                    self._run.record_memory("out of memory")
                     self._write_oom(failure)
         finally:
             if self._sampler is not None:

@@ -18,12 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train import errors, settings
 from robust_train.config.batch import settle
 from robust_train.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
-from robust_train.events import Event, MemoryReported
+from robust_train.events import Event, MemoryReported, Stalled
 from robust_train.execution import TICK_SECONDS, sleep_with_ticks
 from robust_train.execution.library_imports import find_trainer
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan, request_for
 from robust_train.execution.signals import SignalWatch, forwarded
+from robust_train.execution.stall import Standstill
 from robust_train.nodes import messages
 from robust_train.nodes.connection import connect, hello, interface_of, started_with
 from robust_train.nodes.leader import ended_by
@@ -72,6 +73,7 @@ class Follower:
         self._group: Group = ()
         self._orders: list[messages.Message] = []
         self._end_in: float | None = None
+        self.stalled: Standstill | None = None  # what the leader has seen
         self._done: messages.Done | None = None
         self._knows_of_stop = False  # the leader
 
@@ -84,11 +86,13 @@ class Follower:
             TrainerFailed: it failed.
         """
         with self._signals, contextlib.ExitStack() as stack:
+            # the leader is sent a signal, and ends the job
+            stack.enter_context(self._signals.handed_to(lambda signum: None))
             stack.callback(self._release)
             if self._meet():
                 stack.callback(self._connection.close)
             while (done := self._done) is None:
-                with contextlib.suppress(_Over, JobInterrupted):  # the leader is sent its end
+                with contextlib.suppress(_Over):
                     self._follow()
         if done.status == "interrupted":
             raise JobInterrupted(max(done.exit_code - 128, 1))
@@ -102,9 +106,8 @@ class Follower:
         return Summary(done.status, self._run_dir, done.reason)
 
     def _release(self) -> None:
-        with self._signals.handed_to(lambda signum: None):
-            self._executor.close(keep_server=False)
-            self._devices.release()
+        self._executor.close(keep_server=False)
+        self._devices.release()
 
     # --- the leader -------------------------------------------------------------------------------
 
@@ -113,6 +116,7 @@ class Follower:
         started, has_said = time.monotonic(), False
         while (connection := connect(self._run_dir)) is None:
             waited = time.monotonic() - started
+            self._signals.raise_if_received()  # there is nobody to send it to
             if self._is_over():
                 self._done = messages.Done("completed", 0, "node 0 does not run this job")
                 return False
@@ -139,11 +143,13 @@ class Follower:
                     self._done = message
                 case messages.End():
                     self._end_in = message.seconds
+                case messages.Hang():
+                    self.stalled = message.found
                 case messages.Stop():
                     self._knows_of_stop = True
                     self._signals.deliver(forwarded(message.signum))
                 case _:
-                    self._end_in = None  # what was to end has ended
+                    self._end_in = self.stalled = None  # what was to end has ended
                     self._orders.append(message)
         if self._connection.lost is not None and self._done is None:
             reason = f"node 0 is lost ({self._connection.lost}): start all nodes again"
@@ -161,6 +167,9 @@ class Follower:
         """Follow :class:`robust_train.execution.fork_server.OtherNodes`."""
         self._look()
         return self._end_in if self._done is None else 0.0
+
+    def on_stall(self, found: Standstill) -> None:
+        """Do nothing: it is the leader who sees it."""
 
     def _sleep(self, seconds: float, wake: int | None = None) -> None:
         sleep_with_ticks(seconds, wake, self._tick)
@@ -204,9 +213,9 @@ class Follower:
             return messages.Ended(order.number, refusal=str(error))
         except JobInterrupted as error:  # before it had begun
             return messages.Ended(order.number, Failure(FailureKind.INTERRUPTED, str(error)))
-        with self._signals.handed_to(lambda signum: None):
-            self._devices.ended(self._group, _on_this_node(outcome, request), ())
-        outcome = replace(outcome, output=outcome.output[-_MOST_OUTPUT:])
+        self._devices.ended(self._group, _on_this_node(outcome, request), ())
+        texts = [text and text[-_MOST_OUTPUT:] for text in (outcome.output, outcome.traceback)]
+        outcome = replace(outcome, output=texts[0] or "", traceback=texts[1])
         return ended_by(order.number, outcome, was_ended=self._end_in is not None)
 
     def _request(self, order: messages.Begin) -> AttemptRequest:
@@ -236,7 +245,8 @@ class Follower:
         return replace(request, span=span, stall_timeout_seconds=0.0, has_live_status=False)
 
     def _on_event(self, request: AttemptRequest, event: Event) -> None:
-        self._connection.send(messages.Reported(event.as_json()))
+        if not isinstance(event, Stalled):  # the leader has seen it, and gets the stacks at the end
+            self._connection.send(messages.Reported(event.as_json()))
         if isinstance(event, MemoryReported) and event.rank is not None:
             self._devices.on_event(replace(event, rank=event.rank - request.first_rank))
 

@@ -21,6 +21,8 @@ from robust_train.execution import TICK_SECONDS
 from robust_train.execution.process import ProcessExecutor
 from robust_train.execution.request import AttemptRequest, NodeSpan
 from robust_train.execution.signals import SignalWatch, forwarded
+from robust_train.execution.stall import Standstill
+from robust_train.failures.stack import where_it_stands
 from robust_train.nodes import messages
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
@@ -34,7 +36,7 @@ from robust_train.nodes.connection import (
 from robust_train.nodes.messages import Ended
 from robust_train.queue.queue_dir import boot_name
 from robust_train.runfolder.folder import RunFolder
-from robust_train.values import Failure, FailureKind, Group, Outcome
+from robust_train.values import Clue, Failure, FailureKind, Group, Outcome
 
 log = logging.getLogger("robust_train")
 
@@ -255,7 +257,9 @@ class Leader:
             if end.refusal is not None:
                 raise ConfigError(end.refusal)
         root = messages.root_of((mine, *self._ends()), request.ranks)
-        return outcome if root is None or root is mine else _with_failure_of(root, outcome)
+        if root is None or root is mine:
+            return _with_stacks(outcome, self._ends())
+        return _with_failure_of(root, outcome)
 
     def _collect(self, mine: Ended, tick: Tick) -> None:
         """Wait for the ends on the other nodes, which are hurried if their ranks would wait."""
@@ -299,6 +303,12 @@ class Leader:
             self._send(messages.Stop(int(self._signals.received)))
         return self._seconds_left()
 
+    stalled = None  # it is this node that sees it
+
+    def on_stall(self, found: Standstill) -> None:
+        """Have the other nodes' ranks write their stacks as well."""
+        self._send(messages.Hang(found))
+
     def _seconds_left(self) -> float | None:
         if self._problem() is not None:
             return 0.0
@@ -339,6 +349,18 @@ def ended_by(number: int, outcome: Outcome, *, was_ended: bool) -> Ended:
     """Return how an attempt ended on this node, as it is sent."""
     about = outcome.others_know, outcome.traceback, outcome.exceptions, outcome.output
     return Ended(number, outcome.failure, was_ended, *about)
+
+
+def _with_stacks(outcome: Outcome, ends: Sequence[Ended]) -> Outcome:
+    """Return the outcome of an attempt that hangs with what other nodes' ranks were doing."""
+    failure, traceback = outcome.failure, outcome.traceback or ""
+    for end in ends:
+        if failure and end.failure and end.failure.evidence.clue == Clue.STALLED:
+            where = where_it_stands(stacks := end.traceback or "")
+            message = f"{failure.message}{where and '; '}{where}"
+            failure = replace(failure, message=message, advice=failure.advice + end.failure.advice)
+            traceback += f"\n{end.host}\n\n{stacks}"
+    return replace(outcome, failure=failure, traceback=traceback or None)
 
 
 def _with_failure_of(end: Ended, outcome: Outcome) -> Outcome:

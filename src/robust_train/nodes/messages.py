@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from robust_train.execution.stall import Standstill
 from robust_train.files import Json, MalformedEvent, as_json, from_json
 from robust_train.values import AttemptSpec, Clue, Failure, FailureKind
 
@@ -113,6 +114,13 @@ class End(Message):
     """Leader: the attempt has failed elsewhere; end your ranks after so long."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class Hang(Message):
+    """Leader: the attempt hangs; end your ranks, after they have written their stacks."""
+
+    found: Standstill
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ class FailureContext:
         return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
     @property
+    def keeps_batch(self) -> str | None:
+        """Why no attempt may split the batch in another way, None where it may."""
+        return next((a.outcome.keeps_batch for a in self.history if a.outcome.keeps_batch), None)
+
+    @property
     def sizes(self) -> PolicySettings:
         """The settings as they are for the ranks of the attempt that failed."""
         return self.settings.for_ranks(self.attempt.spec.ranks)

@@ -22,6 +22,7 @@ from robust_train.values import (
     GiveUp,
     GpuInfo,
     Group,
+    Retry,
 )
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
@@ -130,12 +131,20 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
-        if retry is None:
+        if retry is None or (context.keeps_batch and not _has_same_split(retry, context)):
             continue
         if retry.room is not None:
             return replace(retry, otherwise=_first_remedy(context, rules[number:]))
         return retry
     return GiveUp(_why_give_up(context))
+
+
+def _has_same_split(retry: Retry, context: FailureContext) -> bool:
+    def split(spec: AttemptSpec) -> tuple[int, ...]:
+        return spec.batch_size, spec.gradient_accumulation_steps, spec.ranks
+
+    # fewer GPUs have the others' samples as well
+    return split(retry.spec) == split(context.last) and retry.action != "fewer_gpus"
 
 
 def _why_give_up(context: FailureContext) -> str:
@@ -169,5 +178,7 @@ def _why_give_up(context: FailureContext) -> str:
         hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
         if not any(attempt.outcome.has_begun for attempt in context.history):
             hint += "; no attempt reported a step: where model or data do not fit, no batch does"
+        if context.keeps_batch:
+            hint += f"; the batch was not split: {context.keeps_batch}"
         return f"out of memory on every device that may be used: {listed}{hint}"
     return f"{kind.value} again after every remedy ({listed}): {message}"

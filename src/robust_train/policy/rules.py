@@ -97,4 +97,4 @@ def _can(rule: RetryRule, context: FailureContext) -> bool:
         return bool(context.last.gpus)
     last = context.last
     has_smaller = last.has_batch and last.batch_size > context.settings.min_batch_size
-    return rule.then != "smaller_batch" or has_smaller
+    return rule.then != "smaller_batch" or (has_smaller and not context.keeps_batch)

@@ -180,6 +180,8 @@ class AttemptRequests:
     def _restart(self, waiting: _Waiting) -> Reply | None:
         """Have the attempt stop at a checkpoint; the launcher answers, at the next attempt."""
         run, plan = self._run, self._run.micro_batch_plan
+        if run.keeps_batch:
+            raise Refused(f"half the micro-batch would change the training: {run.keeps_batch}")
         size = plan.batch_size or 1
         if size <= plan.min_batch_size:
             raise Refused(_at_minimum(size, plan.min_batch_size))

@@ -8,7 +8,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from errno import EINVAL, ENOENT
+from errno import EINVAL, ENOENT, ESTALE
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
-from robust_train.errors import ConfigError
 from robust_train.failures import classify_failure
 from robust_train.files import replacing
 from robust_train.memory.host import read_host_memory
@@ -46,12 +45,18 @@ class CheckpointFolder:
     Then all ranks save, and the first one reports."""
 
     def __init__(
-        self, run: Run, *, keep: int, write_folder: Callable[[Content, Path], Path] | None = None
+        self,
+        run: Run,
+        *,
+        keep: int,
+        write_folder: Callable[[Content, Path], Path] | None = None,
+        copies: int = 1,  # of a checkpoint's size that ranks of this host make at the same time
     ) -> None:
         self.path = run.checkpoint_dir
         self._run = run
         self._keep = keep
         self._write_folder = write_folder
+        self._copies = copies
         self._writing: tuple[int, Future[Path]] | None = None
 
     def save(self, content: Content, step: int) -> Path:
@@ -64,7 +69,7 @@ class CheckpointFolder:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
-        copy = _host_copy(content, self._run.world_size if self._write_folder else 1)
+        copy = _host_copy(content, self._copies)  # other ranks may write without: all write
         if copy is None:
             self.save(content, step)
             return
@@ -222,10 +227,13 @@ def read_newest(
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)
-    size = wait_until_readable(lambda: path.exists() and size_of(path))
-    if len({*gather(size)}) > 1:
-        why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
-        raise ConfigError(f"{path.parent}: {why}")
+
+    def compare() -> None:
+        if len({*gather(wait_until_readable(lambda: path.exists() and size_of(path)))}) > 1:
+            why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
+            raise OSError(ESTALE, why, str(path.parent))
+
+    wait_until_readable(compare)  # a network disk shows a new file to some hosts later
     for name in gather([path.name, *(one.path.name for one in older)])[0]:
         candidate = path.parent / name  # which may be another one on another node
         try:

@@ -79,19 +79,14 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     run.record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        with Reporter(run, cfg) as reporter:
-            training = Training(cfg, run, reporter, device)
-            try:
-                training.resume()
-                training.fit()
-                result = training.finish()
-            finally:
-                training.wait_for_write()
-    except Exception as error:
-        if classify_failure(error).kind.is_memory:
-            run.record_memory("out of memory")
-        raise
+    with Reporter(run, cfg) as reporter:
+        training = Training(cfg, run, reporter, device)
+        try:
+            training.resume()
+            training.fit()
+            result = training.finish()
+        finally:
+            training.wait_for_write()
     # not after a failure: it would wait for ranks that have gone
     if run.world_size > 1:
         dist.destroy_process_group()
@@ -131,9 +126,13 @@ class Training:
         self.schedule = CosineSchedule(training.lr, total_samples, training.warmup_fraction)
         self.state = self._prepare(built.module)
         self.model: nn.Module = self.state.model
-        write = folder_writer() if self.state.is_sharded else None
-        keep = training.keep_checkpoints
-        self.folder = checkpoints.CheckpointFolder(run, keep=keep, write_folder=write)
+        is_sharded, keep = self.state.is_sharded, training.keep_checkpoints
+        self.folder = checkpoints.CheckpointFolder(
+            run,
+            keep=keep,
+            write_folder=folder_writer() if is_sharded else None,
+            copies=run.world_size // cfg.num_nodes if is_sharded else 1,
+        )
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
 
