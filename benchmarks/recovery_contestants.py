@@ -117,9 +117,10 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
     }
     summary = launch(attempt, cfg, run_dir=folder)
     events = [json.loads(line) for line in (folder / "journal.jsonl").open()]
-    first_line = next(event["at"] for event in events if event["event"] == "first_line")
+    recorded = [(e["event_name"], e["fields"]) for e in events if e["event"] == "user"]
+    first_line = next(fields["at"] for name, fields in recorded if name == "first_line")
     weights = torch.load(str(summary.result), weights_only=True)
-    ended = [event["figures"] for event in events if event["event"] == "figures"]
+    ended = [fields["figures"] for name, fields in recorded if name == "figures"]
     if isolation == "none":
         return Ending(weights, first_line - started)
     figures = {
