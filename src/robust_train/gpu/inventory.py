@@ -81,9 +81,8 @@ def _read_inventory(processes: bool) -> Inventory:
             gpus.extend(read)
     # the sort is stable: the slices of a GPU stay in NVML's order
     gpus.sort(key=lambda gpu: gpu.pci_bus_id)
-    # if every GPU is listed, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID (mostly NVML's too)
     is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
-    for number, gpu in enumerate(gpus):
+    for number, gpu in enumerate(gpus):  # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
         if gpu.cuda_index != (cuda_index := number if is_complete else None):
             gpus[number] = replace(gpu, cuda_index=cuda_index)
     return Inventory(
