@@ -97,7 +97,6 @@ bench:
     {{ python }} benchmarks/attempt_start.py
     {{ python }} benchmarks/selection_latency.py
     {{ python }} benchmarks/sweep.py
-    {{ python }} benchmarks/queue.py
     {{ python }} benchmarks/gpu_queue.py
     {{ python }} benchmarks/scheduler.py
     {{ python }} benchmarks/recovery.py

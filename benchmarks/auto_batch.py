@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit-mib", type=int, default=200)
     parser.add_argument("--at-most", type=int, default=256)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--one", nargs=2, metavar=("CONTESTANT", "OVERRIDES"))
     chosen = parser.parse_args()
     if chosen.one:
@@ -123,7 +124,7 @@ def main() -> None:
         return
     print("| model | contestant | probes | found | ÷ largest | seconds |")
     print("|---|---|---|---|---|---|")
-    for name, overrides in MODELS.items():
+    for name in chosen.only:
         rows = {}
         for contestant in ("robust-train", "doubling and bisection"):
             ended = subprocess.run(
@@ -136,7 +137,7 @@ def main() -> None:
                     str(chosen.at_most),
                     "--one",
                     contestant,
-                    json.dumps(overrides),
+                    json.dumps(MODELS[name]),
                 ],
                 # freed blocks go back at once, so that the limit is one on what is held
                 env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},

@@ -26,6 +26,8 @@ from pathlib import Path
 from goodput_trainer import STEP_SECONDS
 
 HERE = Path(__file__).resolve().parent
+# a contestant that has made none by then is broken
+FIRST_STEP_SECONDS = 60.0
 
 
 def command(contestant: str, folder: Path, megabytes: int) -> list[str]:
@@ -64,7 +66,7 @@ def kill(process: subprocess.Popen[bytes], folder: Path, target: str) -> None:
 
 
 def goodput(contestant: str, every: float, seconds: float, megabytes: int, target: str) -> float:
-    """Run one contestant for so many seconds; useful time ÷ wall time."""
+    """Run one contestant for so many seconds, or up to its first step; useful ÷ wall time."""
     rng = random.Random(every)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -83,18 +85,21 @@ def goodput(contestant: str, every: float, seconds: float, megabytes: int, targe
 
         began = time.monotonic()
         process, kill_at = start(), began + rng.expovariate(1 / every)
-        while (now := time.monotonic()) < began + seconds:
+        while (now := time.monotonic()) < began + seconds or not number_in(folder / "step"):
+            if now >= began + max(seconds, FIRST_STEP_SECONDS):
+                kill(process, folder, "all")
+                sys.exit(f"{contestant} has not made a step:\n{(folder / 'log').read_text()}")
             if now >= kill_at:
                 kill(process, folder, target)
                 kill_at += rng.expovariate(1 / every)
             if process.poll() is not None:
                 process = start()
             time.sleep(0.02)
-        useful = STEP_SECONDS * number_in(folder / "step")
+        useful = STEP_SECONDS * number_in(folder / "step") / (now - began)
         kill(process, folder, "all")
         process.wait()
         time.sleep(1)  # what was left of the job sees that its launcher has gone
-        return useful / seconds
+        return useful
 
 
 def main() -> None:

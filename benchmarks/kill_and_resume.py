@@ -30,10 +30,7 @@ from robust_train.execution.request import AttemptRequest
 from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.values import Outcome
-from robust_train.vision.prepare import preload_modules
 from robust_train.vision.trainer import train
-
-__all__ = ["preload_modules", "tells_its_process"]
 
 # checkpoints to wait for, and then seconds: from before the first step to within a save
 MOST_CHECKPOINTS = 3

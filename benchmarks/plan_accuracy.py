@@ -64,14 +64,14 @@ JOBS["cpu"] = {
 }
 
 
-def compare(device: str, batch_sizes: list[int]) -> list[float]:
+def compare(device: str, batch_sizes: list[int], only: list[str] | None) -> list[float]:
     """Print a table; returns the errors in percent, signs dropped."""
     beside = WORKSPACE_BYTES if device == "cuda" else 0
     print("| job | batch | predicted MiB | measured MiB | error |")
     print("| --- | --- | --- | --- | --- |")
     errors = []
-    for name, overrides in JOBS[device].items():
-        cfg = config(*overrides)
+    for name in (name for name in JOBS[device] if not only or name in only):
+        cfg = config(*JOBS[device][name])
         predictor, real = StepPredictor(cfg, device), RealSteps(cfg, device)
         for size in batch_sizes:
             predicted = predictor.predict(size).tensors_bytes + beside
@@ -94,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--batch-sizes", default="8,32,128")
+    parser.add_argument("--only", nargs="+", choices=[*JOBS["cpu"], *JOBS["cuda"]], metavar="JOB")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -105,7 +106,7 @@ def main() -> None:
             sys.exit(1)
     for device in [arguments.device] if arguments.device else ["cuda", "cpu"]:
         if device == "cpu" or has_gpu:
-            compare(device, sizes)
+            compare(device, sizes, arguments.only)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def child(name: str, job: Job, folder: Path) -> None:
     try:
         ending = contestant.run(job, folder)
     except Exception as error:
-        result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        result["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
         result["seconds"] = time.perf_counter() - started - ending.seconds_before
         result["cpu_seconds"] = time.process_time() - cpu_started

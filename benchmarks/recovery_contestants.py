@@ -112,14 +112,16 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
         "device": "cpu",
         "isolation": isolation,
         "min_batch_size": 1,
+        "reuse_known_batch": False,  # or it would have failed in the first run alone
         "training": {"batch_size": job.batch, "num_workers": 0},
         "job": job.as_json(),
     }
     summary = launch(attempt, cfg, run_dir=folder)
     events = [json.loads(line) for line in (folder / "journal.jsonl").open()]
-    first_line = next(event["at"] for event in events if event["event"] == "first_line")
+    recorded = [(e["event_name"], e["fields"]) for e in events if e["event"] == "user"]
+    first_line = next(fields["at"] for name, fields in recorded if name == "first_line")
     weights = torch.load(str(summary.result), weights_only=True)
-    ended = [event["figures"] for event in events if event["event"] == "figures"]
+    ended = [fields["figures"] for name, fields in recorded if name == "figures"]
     if isolation == "none":
         return Ending(weights, first_line - started)
     figures = {
@@ -131,10 +133,9 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
     return Ending(weights, first_line - started, figures)
 
 
-def preload_modules(cfg: Any) -> list[str]:
-    """What the fork server imports once, as it does for the built-in trainer."""
-    # every torch optimizer imports it when it is built: a second and more
-    return ["torch._dynamo", "robust_train.runfolder.checkpoints"]
+# What the fork server imports once, as it does for the built-in trainer. Every torch optimizer
+# imports the first when it is built: a second and more.
+preload_modules = ["torch._dynamo", "robust_train.runfolder.checkpoints"]
 
 
 def attempt(cfg: Any, run: Any) -> str:

@@ -25,8 +25,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-BLOCK_SECONDS = 1.0
-
 
 @dataclass
 class Block:
@@ -86,13 +84,20 @@ def block(step: Callable[[], None], count: int, device: str, interval: float | N
         return Block(wall, cpu, own)
 
 
-def measure(name: str, step: Callable[[], None], device: str, rounds: int, interval: float) -> None:
+def measure(
+    name: str,
+    step: Callable[[], None],
+    device: str,
+    rounds: int,
+    interval: float,
+    block_seconds: float,
+) -> None:
     """Print what the rounds say; twice without a sampler, to show how much the machine varies."""
     step()
     started = time.perf_counter()
     for _ in range(10):
         step()
-    count = max(int(10 * BLOCK_SECONDS / (time.perf_counter() - started)), 1)
+    count = max(int(10 * block_seconds / (time.perf_counter() - started)), 1)
     block(step, count, device, interval)
     ratios: dict[str, list[float]] = {"with it": [], "without it once more": []}
     own = []
@@ -121,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--interval-ms", type=float, default=100)
+    parser.add_argument("--block-seconds", type=float, default=1)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.measure:
@@ -128,12 +134,13 @@ def main() -> None:
         trained_on = "cpu" if os.environ.get("SIMULATED_NVML_STATE") else device
         for name, make in (("network", network), ("Python alone", python_alone)):
             step = make(trained_on)
-            measure(name, step, device, chosen.rounds, chosen.interval_ms / 1000)
+            interval = chosen.interval_ms / 1000
+            measure(name, step, device, chosen.rounds, interval, chosen.block_seconds)
         return
     from robust_train.gpu.inventory import read_inventory
 
     command = [sys.executable, __file__, f"--rounds={chosen.rounds}"]
-    command += [f"--interval-ms={chosen.interval_ms}"]
+    command += [f"--interval-ms={chosen.interval_ms}", f"--block-seconds={chosen.block_seconds}"]
     gpus = read_inventory(processes=False).gpus
     if gpus:
         print(f"on {gpus[0].name}, NVML and torch asked")

@@ -231,18 +231,18 @@ def _ticket(job: WaitingJob) -> int:
     return job.ticket
 
 
-def compare_users() -> None:
+def compare_users(days: int) -> None:
     print("| small user's jobs | order | small user waits | big user waits | all done after |")
     print("|---|---|---|---|---|")
     for count in (1, 4):
         for order in ("fair", "fifo"):
-            days = [waits_of_users(a_day(seed, count), 8, order) for seed in range(20)]
+            seen = [waits_of_users(a_day(seed, count), 8, order) for seed in range(days)]
             cells = []
             for user in (SMALL, BIG):
-                waits = [wait / 60 for found, _ in days for wait in found[user]]
+                waits = [wait / 60 for found, _ in seen for wait in found[user]]
                 middle, longest = statistics.median(waits), max(waits)
                 cells.append(f"{middle:.0f} min, longest {longest:.0f} min")
-            end = statistics.mean(end for _, end in days) / HOUR
+            end = statistics.mean(end for _, end in seen) / HOUR
             gpus = f"{count} GPU{'s' * (count > 1)}"
             print(f"| of {gpus} | {order} | {' | '.join(cells)} | {end:.1f} h |")
 
@@ -259,9 +259,10 @@ def main() -> None:
         help="seconds after which twice as many GPUs are held back for the head of the line",
     )
     parser.add_argument("--users", action="store_true", help="the two users alone")
+    parser.add_argument("--days", type=int, default=20, help="of the two users")
     arguments = parser.parse_args()
     if arguments.users:
-        compare_users()
+        compare_users(arguments.days)
         return
     scheduler._DOUBLES_EVERY_SECONDS = arguments.doubles_every
     for per_device, counts in ((1, (1,)), (8, (1,)), (1, (1,) * 9 + (2, 4, 8))):
@@ -282,7 +283,7 @@ def main() -> None:
             f"  mean wait ÷ strict order's: {_ratio(ours['mean_wait'], fifo['mean_wait'])}; "
             f"longest: {_ratio(ours['longest_wait'], fifo['longest_wait'])}"
         )
-    compare_users()
+    compare_users(arguments.days)
 
 
 def _ratio(ours: float, fifo: float) -> str:

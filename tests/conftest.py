@@ -89,6 +89,7 @@ _APART = (
     "test_devices.py",
     "test_several_ranks.py",
     "test_recovery_benchmark.py",
+    "test_benchmarks.py",
 )
 
 

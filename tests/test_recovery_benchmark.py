@@ -21,7 +21,7 @@ def test_in_step_recovery_repeats_one_step_and_a_hand_made_restart_begins_anew(t
         [
             sys.executable,
             str(ROOT / "benchmarks" / "recovery.py"),
-            *("--runs", "1", "--cases", "late", "--only", "in_step", "hand_made"),
+            *("--runs", "1", "--cases", "late", "--only", "in_step", "hand_made", "isolated"),
             *("--steps", str(STEPS), "--length", "88", "--json", str(results)),
         ],
         capture_output=True,
@@ -42,6 +42,8 @@ def test_in_step_recovery_repeats_one_step_and_a_hand_made_restart_begins_anew(t
 
     assert late["hand_made"]["samples_begun"] == (STEPS + 4) * batch
     assert late["hand_made"]["step_samples"] == [batch] * 3 + [batch // 2] * 2 * STEPS
+
+    assert late["isolated"]["step_samples"] == [batch] * (3 + STEPS)  # no checkpoint yet
 
     row = next(line for line in process.stdout.splitlines() if "hand-made" in line)
     assert "no (16)" in row

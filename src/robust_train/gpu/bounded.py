@@ -6,12 +6,12 @@ the call, and is left behind if it does not return; until it does no other call 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -51,7 +51,7 @@ class _Call:
         self._call = call
         # the kernel hands a signal to any thread that takes it, also while the main one blocks it
         with stops_blocked():
-            threading.Thread(target=self._run, daemon=True).start()
+            _thread.start_new_thread(self._run, ())  # Thread.start() waits until it runs
 
     def _run(self) -> None:
         try:

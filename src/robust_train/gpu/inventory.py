@@ -81,9 +81,10 @@ def _read_inventory(processes: bool) -> Inventory:
             gpus.extend(read)
     # the sort is stable: the slices of a GPU stay in NVML's order
     gpus.sort(key=lambda gpu: gpu.pci_bus_id)
-    if not skipped and not any(gpu.parent_uuid for gpu in gpus):
-        # every GPU is listed, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID
-        gpus = [replace(gpu, cuda_index=number) for number, gpu in enumerate(gpus)]
+    is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
+    for number, gpu in enumerate(gpus):  # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
+        if gpu.cuda_index != (cuda_index := number if is_complete else None):
+            gpus[number] = replace(gpu, cuda_index=cuda_index)
     return Inventory(
         tuple(gpus),
         tuple(skipped),
@@ -229,6 +230,7 @@ def _read_device(
         unified_memory=is_unified,
         unusable=unusable,
         mps=mps,
+        cuda_index=index,
     )
 
 
@@ -248,17 +250,15 @@ def _read_mode(nvml: Any, handle: Any, compute_mode: str) -> tuple[str | None, b
 
 def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int, bool]:
     """Return total, free and used bytes, and whether they are the host's."""
-    is_integrated = _INTEGRATED.search(static.name) is not None
+    problem = "NVML reports no memory for it (a total of 0)"
     try:
         memory = memory_info(nvml, handle)
+        if memory.total > 0:
+            return memory.total, memory.free, memory.used, False
     except nvml.NVMLError_NotSupported:
-        if not is_integrated:
-            raise _Unreadable("NVML does not report its memory (Not Supported)") from None
-        memory = None
-    if memory is not None and memory.total > 0:
-        return memory.total, memory.free, memory.used, False
-    if not is_integrated:
-        raise _Unreadable("NVML reports no memory for it (a total of 0)")
+        problem = "NVML does not report its memory (Not Supported)"
+    if _INTEGRATED.search(static.name) is None:
+        raise _Unreadable(problem)
     host = psutil.virtual_memory()
     return host.total, host.available, host.total - host.available, True
 

@@ -1,0 +1,101 @@
+"""Each benchmark runs with its smallest settings, ends with 0 and prints its figures.
+
+Every test starts the real command. So short, the figures themselves mean nothing: none is compared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from world import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+X = r"[\d.]+"  # a figure
+PACKING = rf"{X} s, {X} × perfect packing"
+
+# a command, and what its output has to match; " … " there is anything in between
+SMALLEST = {
+    "attempt_start.py --runs 1": rf"cold interpreter ÷ retry: {X} ×",
+    "auto_batch.py --only 'cnn, 96 × 96' --at-most 2": (
+        rf"robust-train \| 1 \| 2 \| {X} \| {X} … bisection \| 1 \| 2 \| {X} \| {X}"
+    ),
+    "goodput.py --every 5 --minutes 0.05": rf"ours +{X}\ntorchrun 300 s +{X}\ntorchrun 10 s +{X}",
+    "gpu_queue.py --rounds 2": rf"reservation: {X} ms … a poll … {X} ms … hand-over: median {X} ms",
+    "journal_bounds.py --events 4000 --folder journal": rf"36,000( +{X}){{5}}\n +4,000( +{X}){{5}}",
+    "micro_batch_overhead.py --steps 2": rf"micro_batches alone: {X} µs",
+    "micro_batch_overhead.py --frameworks --steps 5 --rounds 1": (
+        rf"accelerate: … × {X} … Lightning: … × {X} … transformers: … × {X}"
+    ),
+    "plan_accuracy.py --device cpu --batch-sizes 2 --only 'cnn, digits'": rf"mean error {X} %",
+    "published_queues.py --job-seconds 0.5": rf"gpu_queue: {PACKING}",
+    "queue_chaos.py --rounds 1 --launchers 6 --gpus 2": r"served=\d … nothing went wrong",
+    "ranks_overhead.py --sharded --steps 1": rf"with micro_batches: {X} ms … alone: {X} µs",
+    "requests_overhead.py --steps 5": rf"step of a run that takes them: {X} µs",
+    "sampler.py --rounds 2 --block-seconds 0.05": rf"network: … {X} % … Python alone: … {X} %",
+    "scheduler.py --jobs 40 --gpus 8 --days 1": rf"memory in use: {X}% … of 4 GPUs \| fifo \| {X}",
+    "selection_latency.py --rounds 2": rf"ratio: {X}",
+    "sharded_saves.py --megabytes 16 --saves 1": rf"time × {X}, memory × {X}",
+    "startup.py --runs 1 --job-seconds 0": rf"difference: [+-]{X} s",
+    "sweep.py --job-seconds 0.5 --poll-seconds 0.5": rf"sweep, … {PACKING} … poll … {PACKING}",
+}
+ON_A_GPU = {
+    "empty_cache.py --steps 5 --rounds 1": rf"as a run does: {X} ms",
+    "gpu_check.py nvml": "all as expected",
+}
+ELSEWHERE = {
+    "goodput_trainer.py": "goodput.py starts it",
+    "kill_and_resume.py": "training/test_the_same_result.py runs it",
+    "recovery.py": "test_recovery_benchmark.py runs it",
+}
+
+
+def run(command: str, folder: Path, **variables: str) -> str:
+    """Run a benchmark to its end; return what it printed."""
+    script, *options = shlex.split(command)
+    if "build_nvml" in (BENCHMARKS / script).read_text() and shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    ended = subprocess.run(
+        [sys.executable, BENCHMARKS / script, *options],
+        env={**os.environ, **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def has(output: str, figures: str) -> bool:
+    return re.search(figures.replace(" … ", r"[\s\S]*\s"), output) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SMALLEST)
+def test_a_benchmark_runs_and_prints_its_figures(command: str, tmp_path: Path) -> None:
+    output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert has(output, SMALLEST[command]), output
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+@pytest.mark.parametrize("command", ON_A_GPU)
+def test_one_that_needs_a_gpu_runs_on_one(command: str, tmp_path: Path) -> None:
+    output = run(command, tmp_path)
+    assert has(output, ON_A_GPU[command]), output
+
+
+def test_every_benchmark_is_run_by_a_test() -> None:
+    programs = {file.name for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
+    assert programs == {command.split()[0] for command in (*SMALLEST, *ON_A_GPU)} | {*ELSEWHERE}
