@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -46,6 +47,8 @@ _LARGE_IMPORTS = {
     "trainer": ("robust_train.vision.trainer",),
 }
 _FORKED_FROM = {"vision": "", "trainer": "vision"}
+_SHOW_STACKS = signal.SIGRTMAX - 1  # of no use to anybody else
+_LAST_WORDS_SECONDS = 1.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -88,7 +91,8 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read all that it prints until it ends."""
+        """Read all that it prints until it ends. Where that takes too long, it is killed with all
+        that it has started, and the error says where each of them stood."""
         texts = {}
         streams = (self.stdout, self.stderr)
         readers = [
@@ -101,12 +105,17 @@ class Command:
         deadline = None if timeout is None else time.monotonic() + timeout
         for reader in readers:
             reader.join(None if deadline is None else max(deadline - time.monotonic(), 0))
-            if reader.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.1))
+        is_late = any(reader.is_alive() for reader in readers)
+        if is_late:
+            _show_where_they_stand_and_kill(self.pid)
+            for reader in readers:
+                reader.join(_LAST_WORDS_SECONDS)
+        self.wait(None if deadline is None else max(deadline - time.monotonic(), 1.0))
         for stream in streams:
             stream.close()
-        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
+        stdout, stderr = (texts.get(stream, "") for stream in streams)
+        assert not is_late, f"{self.args} took more than {timeout:g} s\n{stdout}\n{stderr}"
+        return stdout, stderr
 
     def send_signal(self, signum: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -118,6 +127,25 @@ class Command:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def _show_where_they_stand_and_kill(pid: int) -> None:
+    """Have a command and what it has started print their stacks to its stderr, and kill them."""
+    import psutil  # the server forks from an interpreter that has only what commands import
+
+    pids = [pid]
+    with contextlib.suppress(psutil.Error):
+        pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    for one in pids:
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{one}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            if caught >> (_SHOW_STACKS - 1) & 1:
+                os.kill(one, _SHOW_STACKS)
+    time.sleep(_LAST_WORDS_SECONDS)
+    for one in pids:
+        with contextlib.suppress(OSError):
+            os.kill(one, signal.SIGKILL)
 
 
 def start(
@@ -143,11 +171,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python argv…`` to its end."""
     command = start(argv, cwd or Path.cwd(), environ, kind)
-    try:
-        stdout, stderr = command.communicate(timeout)
-    except subprocess.TimeoutExpired:
-        command.kill()
-        raise
+    stdout, stderr = command.communicate(timeout)
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
 
 
@@ -307,6 +331,7 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    faulthandler.register(_SHOW_STACKS, file=2)
     _adopt(request)
     if twin is not None:
         fork_server.subprocess = ForkServers(twin)
