@@ -342,6 +342,22 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     first = os.getcwd() if argv[0] in ("-c", "-m") else argv[0].rpartition("/")[0]
     paths = os.environ.get("PYTHONPATH", "").split(":")
     sys.path[:0] = [first, *filter(None, paths)]
+    _register_plugins(paths)
+
+
+def _register_plugins(paths: Sequence[str]) -> None:
+    """Have Hydra know the plugins in these folders: it has looked for plugins already."""
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.plugin import Plugin
+
+    for folder in (Path(path) / "hydra_plugins" for path in paths):
+        known = folder.parent.name == "src"  # ours are found at once
+        for package in () if known else folder.glob("*/__init__.py"):
+            module = importlib.import_module(f"hydra_plugins.{package.parent.name}")
+            for one in vars(module).values():
+                is_own = isinstance(one, type) and one.__module__ == module.__name__
+                if is_own and issubclass(one, Plugin):
+                    Plugins.instance().register(one)
 
 
 def _bear_twin(descriptors: Sequence[int]) -> tuple[int, socket.socket]:
