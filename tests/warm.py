@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -462,6 +463,8 @@ def _import_large(names: Sequence[str]) -> None:
     for name in set(sys.modules) - small:
         if name.partition(".")[0] not in sys.stdlib_module_names:
             _large[name] = sys.modules[name]
+    for finalizer in weakref.finalize._registry:  # torch's take a tenth of a second at each exit
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
 
