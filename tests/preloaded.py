@@ -20,7 +20,7 @@ def run(
     *arguments: str,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
-    timeout_seconds: float = 200,
+    timeout_seconds: float = 90,
 ) -> subprocess.CompletedProcess[str]:
     """What ``python -c program arguments…`` does, in this process's environment or in ``environ``.
 

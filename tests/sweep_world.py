@@ -32,8 +32,6 @@ class SweepWorld:
 
         ``trainer`` is one of :mod:`sweep_trainers`, or a dotted path.
         """
-        # an interpreter that has composed a config has looked for plugins already
-        self.world.alone |= RECORDING in more
         target = trainer if "." in trainer else f"sweep_trainers.{trainer}"
         at_once = [] if n_jobs is None else [f"hydra.launcher.n_jobs={n_jobs}"]
         launcher = [] if any(o.startswith("hydra/launcher=") for o in more) else ["gpu_queue"]

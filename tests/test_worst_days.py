@@ -36,7 +36,7 @@ TARGET = "trainer._target_=worst_day_trainers."
 SCRIPT = TESTS / "worst_day_trainers.py"
 BUILT_IN = (
     "model.width=8",
-    "training.epochs=5",
+    "training.epochs=2",
     "training.num_workers=1",
     "training.checkpoint_every_steps=10",
     "training.lr=1e-4",
@@ -108,9 +108,8 @@ class Day:
     def start(self) -> None:
         """Start the command and wait until it trains and has saved; there it is held."""
         self.hold.touch()
-        self.world.alone = True
-        self.process = self.world.start(*self.arguments)
         self.world.alone = self.kind.is_sweep
+        self.process = self.world.start(*self.arguments)
         wait_until(self._trains, f"the job trains: {self._ended_early}")
         root = psutil.Process(self.process.pid)
         self.pids = [root.pid, *(one.pid for one in root.children(recursive=True))]
@@ -147,7 +146,9 @@ class Day:
     def _of_this_job(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("READY_FILE") == str(self.ready_file):
+                # an environment cannot be read off a fork of a warm interpreter
+                is_here = process.cwd() == str(self.world.folder)
+                if is_here or process.environ().get("READY_FILE") == str(self.ready_file):
                     yield process
 
     def goes_on(self) -> None:

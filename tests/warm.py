@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -46,6 +48,8 @@ _LARGE_IMPORTS = {
     "trainer": ("robust_train.vision.trainer",),
 }
 _FORKED_FROM = {"vision": "", "trainer": "vision"}
+_SHOW_STACKS = signal.SIGRTMAX - 1  # of no use to anybody else
+_LAST_WORDS_SECONDS = 1.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -88,7 +92,8 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read all that it prints until it ends."""
+        """Read all that it prints until it ends. Where that takes too long, it is killed with all
+        that it has started, and the error says where each of them stood."""
         texts = {}
         streams = (self.stdout, self.stderr)
         readers = [
@@ -101,12 +106,17 @@ class Command:
         deadline = None if timeout is None else time.monotonic() + timeout
         for reader in readers:
             reader.join(None if deadline is None else max(deadline - time.monotonic(), 0))
-            if reader.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.1))
+        is_late = any(reader.is_alive() for reader in readers)
+        if is_late:
+            _show_where_they_stand_and_kill(self.pid)
+            for reader in readers:
+                reader.join(_LAST_WORDS_SECONDS)
+        self.wait(None if deadline is None else max(deadline - time.monotonic(), 1.0))
         for stream in streams:
             stream.close()
-        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
+        stdout, stderr = (texts.get(stream, "") for stream in streams)
+        assert not is_late, f"{self.args} took more than {timeout:g} s\n{stdout}\n{stderr}"
+        return stdout, stderr
 
     def send_signal(self, signum: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -118,6 +128,25 @@ class Command:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def _show_where_they_stand_and_kill(pid: int) -> None:
+    """Have a command and what it has started print their stacks to its stderr, and kill them."""
+    import psutil  # the server forks from an interpreter that has only what commands import
+
+    pids = [pid]
+    with contextlib.suppress(psutil.Error):
+        pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    for one in pids:
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{one}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            if caught >> (_SHOW_STACKS - 1) & 1:
+                os.kill(one, _SHOW_STACKS)
+    time.sleep(_LAST_WORDS_SECONDS)
+    for one in pids:
+        with contextlib.suppress(OSError):
+            os.kill(one, signal.SIGKILL)
 
 
 def start(
@@ -143,11 +172,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python argv…`` to its end."""
     command = start(argv, cwd or Path.cwd(), environ, kind)
-    try:
-        stdout, stderr = command.communicate(timeout)
-    except subprocess.TimeoutExpired:
-        command.kill()
-        raise
+    stdout, stderr = command.communicate(timeout)
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
 
 
@@ -309,6 +334,7 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
         os.close(descriptor)
     # the old one takes the file it was made for to be there still
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    faulthandler.register(_SHOW_STACKS, file=2)
     _adopt(request)
     if twin is not None:
         fork_server.subprocess = ForkServers(twin)
@@ -319,6 +345,22 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     first = os.getcwd() if argv[0] in ("-c", "-m") else argv[0].rpartition("/")[0]
     paths = os.environ.get("PYTHONPATH", "").split(":")
     sys.path[:0] = [first, *filter(None, paths)]
+    _register_plugins(paths)
+
+
+def _register_plugins(paths: Sequence[str]) -> None:
+    """Have Hydra know the plugins in these folders: it has looked for plugins already."""
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.plugin import Plugin
+
+    for folder in (Path(path) / "hydra_plugins" for path in paths):
+        known = folder.parent.name == "src"  # ours are found at once
+        for package in () if known else folder.glob("*/__init__.py"):
+            module = importlib.import_module(f"hydra_plugins.{package.parent.name}")
+            for one in vars(module).values():
+                is_own = isinstance(one, type) and one.__module__ == module.__name__
+                if is_own and issubclass(one, Plugin):
+                    Plugins.instance().register(one)
 
 
 def _bear_twin(descriptors: Sequence[int]) -> tuple[int, socket.socket]:
@@ -423,6 +465,8 @@ def _import_large(names: Sequence[str]) -> None:
     for name in set(sys.modules) - small:
         if name.partition(".")[0] not in sys.stdlib_module_names:
             _large[name] = sys.modules[name]
+    for finalizer in weakref.finalize._registry:  # torch's take a tenth of a second at each exit
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
 
