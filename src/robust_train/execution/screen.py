@@ -2,7 +2,7 @@
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
-On a terminal a :class:`.live_area.LiveArea` may hold the last lines.
+On a terminal an :class:`Area` may hold the last lines.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from robust_train.execution.live_area import LiveArea
+from typing import Protocol, TextIO
 
 _MOST_WAITING_BYTES = 1 << 20
 _LAST_CHANCE_SECONDS = 2.0
+
+
+class Area(Protocol):
+    """What holds the last lines of a terminal: a live area."""
+
+    def take(self, data: bytes, source: object = None) -> None:
+        """Take in what ``source`` writes."""
+
+    def settle(self, source: object) -> None:
+        """Take what ``source`` has written for finished."""
 
 
 class Screen:
@@ -37,7 +44,7 @@ class Screen:
     def __init__(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
         self.target = (status.st_dev, status.st_ino, status.st_rdev)
-        self.area: LiveArea | None = None  # what is shown below all output; None: nothing
+        self.area: Area | None = None  # what is shown below all output; None: nothing
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = self._is_unread = False
@@ -221,7 +228,7 @@ def open_closed_streams() -> None:
     os.close(descriptor)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def _unblocked(stream: TextIO) -> TextIO:
