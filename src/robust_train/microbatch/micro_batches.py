@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,13 @@ from robust_train.memory.cleanup import clear_frames, return_memory
 from robust_train.microbatch import record, splitting
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.ranks import SharedStep, is_sharded, ran_out_elsewhere
-from robust_train.microbatch.rewind import Models, StepStart, cut_graphs
+from robust_train.microbatch.rewind import Models, StepStart, Watch, cut_graphs
 from robust_train.microbatch.rng import GeneratorStates
 from robust_train.microbatch.sharded import RanOutElsewhere
 from robust_train.microbatch.size import MicroBatchSize
 from robust_train.readable import first_line
+from robust_train.speed.meter import SpeedMeter
 from robust_train.values import Failure, FailureKind
-
-if TYPE_CHECKING:
-    from robust_train.microbatch.batcher import MicroBatcher
 
 log = logging.getLogger("robust_train")
 
@@ -34,12 +32,24 @@ NO_WEIGHT = (
 )
 
 
+class Batcher(Protocol):
+    """What the parts of a batch need of :class:`robust_train.microbatch.batcher.MicroBatcher`."""
+
+    watch: Watch
+    speed: SpeedMeter
+    on_event: record.OnEvent
+    on_oom: Callable[[BaseException], None]
+
+    def step_number(self, *, begins: bool) -> int: ...
+    def probe(self, batches: MicroBatches, start: StepStart) -> Iterator[MicroBatch]: ...
+
+
 class MicroBatches:
     """The parts of one batch, to loop over; each loop has a loss and results of its own."""
 
     def __init__(
         self,
-        batcher: MicroBatcher,
+        batcher: Batcher,
         size: MicroBatchSize,
         parts: splitting.Parts,
         model: Models,

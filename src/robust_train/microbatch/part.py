@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,13 +10,19 @@ from torch import Tensor
 from robust_train.compat import autograd_sequence_number
 from robust_train.values import Failure
 
-if TYPE_CHECKING:
-    from robust_train.microbatch.micro_batches import MicroBatches
-
 NOT_ENTERED = (
     "a micro-batch was not used as a context manager; write `with micro:` around the loop's body, "
     "so that running out of memory can be repaired"
 )
+
+
+class Step(Protocol):
+    """What a part calls of :class:`robust_train.microbatch.batcher.MicroBatches`."""
+
+    def part_done(self, loss: Tensor | None, kept: list[Any]) -> None: ...
+    def part_failed(self, micro: MicroBatch, error: Exception) -> bool: ...
+    def must_have_no_gradients(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 class MicroBatch:
@@ -35,7 +41,7 @@ class MicroBatch:
 
     def __init__(
         self,
-        step: MicroBatches,
+        step: Step,
         data: Any,
         weight: float,
         start: int,

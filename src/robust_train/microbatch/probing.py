@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from robust_train.memory.holders import live_objects
 from robust_train.microbatch.part import MicroBatch
 from robust_train.microbatch.rewind import StepStart, cut_graphs
 from robust_train.readable import memory as shown
-
-if TYPE_CHECKING:
-    from robust_train.microbatch.micro_batches import MicroBatches
 
 log = logging.getLogger("robust_train")
 
@@ -140,8 +137,17 @@ class Prober:
         )
 
 
+class Splits(Protocol):
+    """What :func:`probe_parts` calls of a step."""
+
+    samples: int
+
+    def probe(self, size: int) -> MicroBatch: ...
+    def forget(self) -> None: ...
+
+
 def probe_parts(
-    search: BatchSearch, batches: MicroBatches, start: StepStart
+    search: BatchSearch, batches: Splits, start: StepStart
 ) -> Generator[MicroBatch, None, FoundBatchSize | None]:
     """Yield parts of a step's batch to measure; return what was found. Gradients, buffers and
     generators go back to the step's start after each, as they do when memory has run out. None
