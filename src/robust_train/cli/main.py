@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names and paths may hold what the locale has no character for
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(arguments)
         sys.stdout.flush()

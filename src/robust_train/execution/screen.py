@@ -228,7 +228,7 @@ def open_closed_streams() -> None:
     os.close(descriptor)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _unblocked(stream: TextIO) -> TextIO:
