@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from robust_train.config import schema
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \| .+ \|$", PAGE.read_text(), re.M))
 GROUPS = {
     "model": (
@@ -118,3 +120,25 @@ def _as_text_of_page(text: str) -> str:
         return f"{float(text):g}"
     except ValueError:
         return text
+
+
+def test_only_the_config_s_own_rooms_and_trainers_read_its_keys():
+    own = {"config", "settings.py", "project_template"}
+    trainers = {"vision", "planning", "integrations", "script/command.py"}  # they are given it
+    found = []
+    for path in (ROOT / "src/robust_train").rglob("*.py"):
+        name = str(path.relative_to(ROOT / "src/robust_train"))
+        if {name, name.partition("/")[0]} & (own | trainers):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id="cfg") | ast.Attribute(attr="cfg"), attr=key):
+                    found.append((name, key))
+                case ast.Subscript(value=ast.Name(id="cfg"), slice=ast.Constant(value=key)):
+                    found.append((name, key))
+                case ast.Call(
+                    func=ast.Attribute(attr="select"),
+                    args=[ast.Name(id="cfg" | "config"), ast.Constant(value=key), *_],
+                ):
+                    found.append((name, key))
+    assert [one for one in found if not str(one[1]).startswith(("hydra", "copy"))] == []
