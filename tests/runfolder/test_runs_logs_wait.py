@@ -213,3 +213,12 @@ def test_wait_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["wait"]) == 143
         timer.join()
     change_json(tmp_path / "live" / "state.json", state="running", exit_code=None)
+
+
+def test_without_any_run_each_list_names_where_there_may_be_some(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert main(["run", "list"]) == main(["runs"]) == 0
+    live, all_runs = capsys.readouterr().out.splitlines()
+    assert "robust-train runs lists earlier ones" in live
+    assert all_runs == f"no run of yours is on the list in {state_directory()}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from robust_train.cli.output import Parser, plain_lines, print_json
 from robust_train.events import Json
 from robust_train.readable import as_clock, shortened
-from robust_train.runfolder.run_list import DIED, Run, find_runs
+from robust_train.runfolder.run_list import DIED, Run, find_runs, state_directory
 from robust_train.runfolder.summary import read_summary
 from robust_train.sweep.sweep_table import short_result
 
@@ -26,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     meaning = f"older ones than the newest {USUALLY} as well"
     parser.add_argument("--all", action="store_true", help=meaning)
     arguments = parser.parse_args(argv)
-    return show(find_runs()[::-1], arguments.json, None if arguments.all else USUALLY)
+    found = find_runs()[::-1]
+    if not found and not arguments.json:
+        print(f"no run of yours is on the list in {state_directory()}")
+        return 0
+    return show(found, arguments.json, None if arguments.all else USUALLY)
 
 
 def show(runs: Sequence[Run], as_json: bool, most: int | None = None) -> int:
