@@ -106,17 +106,20 @@ class Command:
         deadline = None if timeout is None else time.monotonic() + timeout
         for reader in readers:
             reader.join(None if deadline is None else max(deadline - time.monotonic(), 0))
-        is_late = any(reader.is_alive() for reader in readers)
-        if is_late:
+        if any(reader.is_alive() for reader in readers):
+            code = self.poll()
+            how = "ran on" if code is None else f"had ended with {code}"
+            about = (
+                f"{self.args}: after {timeout:g} s it {how}; who can print: {_who_has(self.stdout)}"
+            )
             _show_where_they_stand_and_kill(self.pid)
             for reader in readers:
                 reader.join(_LAST_WORDS_SECONDS)
-        self.wait(None if deadline is None else max(deadline - time.monotonic(), 1.0))
+            raise AssertionError("\n".join((about, *map(str, texts.values()))))
+        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.1))
         for stream in streams:
             stream.close()
-        stdout, stderr = (texts.get(stream, "") for stream in streams)
-        assert not is_late, f"{self.args} took more than {timeout:g} s\n{stdout}\n{stderr}"
-        return stdout, stderr
+        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
 
     def send_signal(self, signum: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -128,6 +131,19 @@ class Command:
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
+
+
+def _who_has(stream: IO[str]) -> list[str]:
+    """Return the other processes that have a pipe open."""
+    pipe, found = os.readlink(f"/proc/self/fd/{stream.fileno()}"), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(one) == pipe for one in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += (
+                    [f"{process.name} {command[:120]}"] if int(process.name) != os.getpid() else []
+                )
+    return found
 
 
 def _show_where_they_stand_and_kill(pid: int) -> None:

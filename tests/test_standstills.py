@@ -1,0 +1,22 @@
+"""A command that stands still in a test says where."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import warm
+
+STANDS = """
+import threading
+def stands_here():
+    threading.Event().wait()
+stands_here()
+"""
+
+
+def test_a_command_that_takes_too_long_is_killed_and_each_stack_is_in_the_error():
+    with pytest.raises(AssertionError, match="in stands_here") as late:
+        warm.run(("-c", STANDS), os.environ, timeout=1)
+    assert "after 1 s it ran on" in str(late.value)
