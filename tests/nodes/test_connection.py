@@ -270,7 +270,7 @@ def test_an_attempt_that_a_signal_forestalls_has_ended(
     def run(*about: object, **more: object) -> None:
         runs.append(about)
         signal.raise_signal(signal.SIGTERM)  # the ranks have not begun yet
-        about[0]._signals.raise_if_received()  # as the fork server does
+        about[0].signals.raise_if_received()  # as the fork server does
 
     monkeypatch.setattr(ProcessExecutor, "run", run)
 

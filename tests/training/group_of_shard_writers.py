@@ -86,10 +86,10 @@ def names(folder: CheckpointFolder) -> list[str]:
 def with_one_copy(run_dir: Path) -> dict[str, Any]:
     """The second rank has no memory for a copy, so it writes before it trains on."""
     if dist.get_rank():
-        checkpoints._LARGEST_COPY, share = 0.0, checkpoints._LARGEST_COPY
+        checkpoints.LARGEST_COPY, share = 0.0, checkpoints.LARGEST_COPY
     seen = in_the_background(run_dir)
     if dist.get_rank():
-        checkpoints._LARGEST_COPY = share
+        checkpoints.LARGEST_COPY = share
     return seen
 
 

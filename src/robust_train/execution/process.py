@@ -59,7 +59,7 @@ class ProcessExecutor:
         self._trainer = trainer
         self._cfg = cfg
         self._run_dir = run_dir
-        self._signals = signals
+        self.signals = signals
         self._libraries = early_imports(cfg, libraries)
         self._unsafe: set[str] = set()
         self._server: ForkServer | None = None
@@ -93,7 +93,7 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             nonlocal progress
             progress = progress.after(event)
-            self._signals.is_over = isinstance(progress.ending, Finished)
+            self.signals.is_over = isinstance(progress.ending, Finished)
             if isinstance(event, ScriptStarted):
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))
@@ -103,7 +103,7 @@ class ProcessExecutor:
         try:
             server = self._ready_server(request.environ, tick)
             server.pump.start_log(request.log_file)
-            run = partial(server.run, request, on_event=take, signals=self._signals)
+            run = partial(server.run, request, on_event=take, signals=self.signals)
             exited = run(hold=hold, tick=tick, others=others)
             server.pump.end_log()
             tail = server.pump.tail
@@ -122,7 +122,7 @@ class ProcessExecutor:
         stacks = _stacks(request, keep=not runs_script or exited.stalled is not None)
         if exited.stalled is not None:
             on_event(Stalled(round(exited.stalled.seconds, 1), stacks))
-        was_stopped = self._signals.received is not None
+        was_stopped = self.signals.received is not None
         crash = None if exited.stalled is not None else native_stack_in(stacks or tail)
         printed = tail if crash is None or not stacks else f"{tail}\n{crash}"
         failure = failure_of(progress, exited, printed, was_stopped, oom_kills.killed)
@@ -156,7 +156,7 @@ class ProcessExecutor:
             return
         deadline = time.monotonic() + _SIGNAL_SECONDS
         is_stop = ending.failure.kind is FailureKind.INTERRUPTED
-        while is_stop and self._signals.received is None and time.monotonic() < deadline:
+        while is_stop and self.signals.received is None and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _start(self) -> ForkServer:

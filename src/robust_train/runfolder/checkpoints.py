@@ -27,7 +27,7 @@ from robust_train.runfolder.manifests import SUFFIX, read_manifests, size_of
 
 log = logging.getLogger("robust_train")
 
-_LARGEST_COPY = 0.25
+LARGEST_COPY = 0.25
 
 Content = dict[str, Any]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
 Share = Callable[[str, Tensor], Tensor]  # What a rank keeps of a tensor in a checkpoint, by name
@@ -113,7 +113,7 @@ def _host_copy(content: Content, copies: int) -> Content | None:
     than a quarter of what is available."""
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
     needed = copies * sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
-    if needed > _LARGEST_COPY * read_host_memory().available:
+    if needed > LARGEST_COPY * read_host_memory().available:
         return None
     try:
         return named_map(lambda _, tensor: tensor.detach().to("cpu", copy=True), content)
