@@ -24,6 +24,7 @@ from robust_train.execution.signals import SignalWatch
 from robust_train.execution.trainer_ref import TrainerRef
 from robust_train.nodes import connection as module
 from robust_train.nodes import follow, follower
+from robust_train.nodes import leader as leader_module
 from robust_train.nodes.connection import (
     HOST_VARIABLE,
     LEADER_FILE,
@@ -232,17 +233,17 @@ def test_what_has_to_be_the_same_is_compared(key: str):
 BEGIN = Begin(3, AttemptSpec((), 8, 1, 2), "a job", 1234)
 
 
-def follow_one_that(leads: Callable[[Connection], None], run_dir: Path) -> None:
+def follow_one_that(leads: Callable[..., None], run_dir: Path) -> None:
     """Follow a leader that does this, then ends the job."""
     node_1 = Follower("node_trainers.four_steps", complete(KEYS), run_dir, Place(1, 2))
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def lead() -> None:
             line = Connection(listener.accept()[0], "a secret", leads=True)
-            (greeting,) = line.receive(10)
-            assert isinstance(greeting, Hello)
             try:
-                leads(line)
+                (greeting, *early) = line.receive(10)
+                assert isinstance(greeting, Hello)
+                leads(line, *early)
             finally:
                 line.send(Done("completed", 0, None))
 
@@ -298,10 +299,36 @@ def test_a_signal_at_the_greeting_stops_the_job_and_costs_it_no_node(
 
     monkeypatch.setattr(follower, "hello", hello_and_a_signal)
 
-    def lead(line: Connection) -> None:
-        assert next_of(line) == Stop(signal.SIGTERM)
+    def lead(line: Connection, *early: Message) -> None:
+        assert (*early, *(early or line.receive(60)))[0] == Stop(signal.SIGTERM)
 
     follow_one_that(lead, tmp_path)
+
+
+def test_the_leader_takes_what_comes_together_with_a_greeting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    has_sent = threading.Event()
+
+    class Late(Connection):
+        def __init__(self, *about: object, **more: object) -> None:
+            super().__init__(*about, **more)
+            has_sent.wait(30)
+
+    def greet_and_stop() -> Connection:
+        line = follower_of(tmp_path, 1)
+        line.send(Stop(signal.SIGTERM))
+        has_sent.set()
+        return line
+
+    monkeypatch.setattr(leader_module, "Connection", Late)
+    signals = Mock(received=None)
+    leader = Leader(complete({"num_nodes": 2}), 2, 3600, tmp_path, signals, Mock())
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(greet_and_stop)
+        leader.gather()
+        there.result().close()
+    signals.deliver.assert_called_once()
 
 
 def test_a_signal_before_there_is_a_leader_ends_the_follower(

@@ -88,13 +88,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             )
         self._restored = restored
         self.position = ResumePosition(**restored["position"])
-        loops = checkpoint["loops"]
-        loops["fit_loop"] = loops_at(
-            loops["fit_loop"],
-            self.position,
-            self.shares.at_once,
-            is_manual=not pl_module.automatic_optimization,
-        )
+        loops, is_manual = checkpoint["loops"], not pl_module.automatic_optimization
+        about = self.position, self.shares.at_once
+        loops["fit_loop"] = loops_at(loops["fit_loop"], *about, is_manual=is_manual)
         self._set_order()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

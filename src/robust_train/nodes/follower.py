@@ -88,7 +88,8 @@ class Follower:
         with self._signals, contextlib.ExitStack() as stack:
             # the leader is sent a signal, and ends the job
             stack.enter_context(self._signals.handed_to(lambda signum: None))
-            stack.callback(self._release)
+            stack.callback(self._devices.release)
+            stack.callback(self._executor.close, keep_server=False)
             if self._meet():
                 stack.callback(self._connection.close)
             while (done := self._done) is None:
@@ -104,10 +105,6 @@ class Follower:
         reason = f": {done.reason}" if done.reason else ""
         log.info("node %d: %s%s", self._place.node, done.status, reason)
         return Summary(done.status, self._run_dir, done.reason)
-
-    def _release(self) -> None:
-        self._executor.close(keep_server=False)
-        self._devices.release()
 
     # --- the leader -------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class Leader:
             connection = Connection(listener.accept()[0], self._secret, leads=True)
         except (OSError, EOFError, multiprocessing.AuthenticationError):
             return
-        hello = next(iter(connection.receive(_GREETING_SECONDS)), None)
+        hello, *more = connection.receive(_GREETING_SECONDS) or (None,)
         if not isinstance(hello, messages.Hello):
             connection.close()
             return
@@ -170,6 +170,8 @@ class Leader:
                     f"{new.name} has {key}={theirs.get(key)}, node 0 has {key}={ours.get(key)}: "
                     "start the same command, with the same versions, on all nodes"
                 )
+        for message in more:  # a signal that came as it greeted
+            self._take(new, message)
 
     def acquire(self, own: Callable[[], Group], tick: Tick) -> Group:
         """Return this node's GPUs once all nodes have theirs.

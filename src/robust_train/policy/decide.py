@@ -140,11 +140,9 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 
 
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
-    def split(spec: AttemptSpec) -> tuple[int, ...]:
-        return spec.batch_size, spec.gradient_accumulation_steps, spec.ranks
-
-    # fewer GPUs have the others' samples as well
-    return split(retry.spec) == split(context.last) and retry.action != "fewer_gpus"
+    specs = retry.spec, context.last
+    splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
+    return len(splits) == 1 and retry.action != "fewer_gpus"  # have the others' samples as well
 
 
 def _why_give_up(context: FailureContext) -> str:
