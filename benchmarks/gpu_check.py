@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
 import json
 import os
 import signal
@@ -36,6 +35,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from robust_train.execution.fork_guard import cuda_is_started  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
@@ -133,12 +133,9 @@ def probe_nvml() -> Checks:
 
 def probe_guard() -> Checks:
     """CUDA is untouched until it is used, so that a fork can still choose its GPU and settings."""
-    for name in ("fork_guard", "cuda_guard"):
-        if (ROOT / f"src/robust_train/execution/{name}.py").exists():
-            started = importlib.import_module(f"robust_train.execution.{name}").cuda_is_started
-    yield equal("CUDA started by importing torch", False, started())
+    yield equal("CUDA started by importing torch", False, cuda_is_started())
     torch.cuda.device_count()
-    yield equal("… by device_count()", False, started())
+    yield equal("… by device_count()", False, cuda_is_started())
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -160,7 +157,7 @@ def probe_guard() -> Checks:
     )
     torch.cuda.is_available()
     torch.ones(1, device="cuda")
-    yield equal("CUDA started by a tensor", True, started())
+    yield equal("CUDA started by a tensor", True, cuda_is_started())
 
 
 def probe_context() -> Checks:

@@ -20,8 +20,7 @@ def why_not_fork(threads_before: int) -> str | None:
     OpenBLAS ends its threads before a fork and starts them again at need, so those that outlast one
     count.
     """
-    torch = sys.modules.get("torch")
-    if (torch is not None and torch.cuda.is_initialized()) or started_driver() is not None:
+    if cuda_is_started():
         return "starts CUDA when it is imported"
     if threads() > threads_before and _threads_after_a_fork() > threads_before:
         return "starts a thread when it is imported"
@@ -34,3 +33,9 @@ def _threads_after_a_fork() -> int:
         os._exit(0)
     os.waitpid(pid, 0)
     return threads()
+
+
+def cuda_is_started() -> bool:
+    """Return whether anything here has initialised CUDA, by torch or the driver alone."""
+    torch = sys.modules.get("torch")
+    return (torch is not None and torch.cuda.is_initialized()) or started_driver() is not None

@@ -131,7 +131,7 @@ class Training:
             run,
             keep=keep,
             write_folder=folder_writer() if is_sharded else None,
-            copies=run.world_size // cfg.num_nodes if is_sharded else 1,
+            copies=run.world_size // (cfg.get("num_nodes") or 1) if is_sharded else 1,
         )
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
