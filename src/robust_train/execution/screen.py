@@ -194,6 +194,7 @@ class _RawScreen(io.RawIOBase):
 @contextlib.contextmanager
 def never_blocking_output() -> Iterator[None]:
     """Have this process's own prints and log lines go to screens, within the block."""
+    open_closed_streams()
     old = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = new = _unblocked(old[0]), _unblocked(old[1])
     own = {one.fileno(): one for one, was in zip(new, old, strict=True) if one is not was}
