@@ -37,6 +37,7 @@ from robust_train.events import (
 from robust_train.execution import rank, wire
 from robust_train.execution.attempt_output import AttemptLog
 from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
+from robust_train.execution.hydra_state import lose_lines_quietly
 from robust_train.execution.progress import AttemptProgress
 from robust_train.execution.screen import Screen, never_blocking_output
 from robust_train.execution.signals import stop_signal
@@ -446,3 +447,21 @@ def test_events_that_have_a_rank_are_sent_by_every_rank():
     sent: list[Event] = []
     rank.report_of(1, sent.append)(MemoryTight(step=4, alloc_retries=2))
     assert sent == [MemoryTight(step=4, alloc_retries=2, rank=1)]
+
+
+def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(
+    capsys: pytest.CaptureFixture[str],
+):
+    handler, root = logging.FileHandler("/dev/full"), logging.getLogger()
+    root.addHandler(handler)
+    lose_lines_quietly()
+    root.removeHandler(handler)
+
+    def error_after(message: str, *arguments: object) -> str:
+        handler.handle(logging.LogRecord("x", logging.INFO, "x.py", 1, message, arguments, None))
+        return capsys.readouterr().err
+
+    assert error_after("a line") == ""
+    assert "a mistake" in error_after("a mistake: %d", "no number"), "that is the program's"
+    with pytest.raises(OSError, match="No space left"):
+        handler.close()

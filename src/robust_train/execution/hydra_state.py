@@ -7,6 +7,7 @@ import logging
 import logging.config
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -24,6 +25,7 @@ _OF_SWEEPS = "[%(asctime)s][HYDRA] %(message)s"
 def logged_to_screen() -> Iterator[None]:
     """Show the launcher's lines within the block, unless the program has set up logging itself."""
     with never_blocking_output():
+        lose_lines_quietly()
         logger = logging.getLogger("robust_train")
         if logger.hasHandlers():
             yield
@@ -73,7 +75,21 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         settings = OmegaConf.to_container(logging_cfg, resolve=True)
         assert isinstance(settings, dict)
         logging.config.dictConfig({str(key): value for key, value in settings.items()})
+    lose_lines_quietly()
     shorten_lines_on_terminals()
+
+
+def lose_lines_quietly() -> None:
+    """Have log files drop lines that a full disk does not take: logging prints a traceback for each
+    of them, on the screen, where the line itself is shown as well."""
+
+    def drop(handler: logging.Handler, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            type(handler).handleError(handler, record)
+
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            setattr(handler, "handleError", partial(drop, handler))  # noqa: B010
 
 
 class _ShortLines(logging.Formatter):
