@@ -96,6 +96,7 @@ class Run:
         saving: when the next checkpoint is due, and what was saved.
         speed: measures how fast the steps follow each other.
         trackers: notes which run of an experiment tracker is this job's.
+        steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
         keeps_batch: why no attempt may split the batch in another way, None where it may.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
@@ -148,7 +149,7 @@ class Run:
         self.batch_search: BatchSearch | None = None
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
-        self._steps_before = 0
+        self.steps_before = 0
         self._next_progress = 0.0
         self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
         self._stop_requested = False  # no Event: a signal's handler may interrupt itself
@@ -253,7 +254,7 @@ class Run:
 
     def started(self, step: int) -> None:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
-        self._steps_before = step = int(step)
+        self.steps_before = step = int(step)
         self.report(TrainingStarted(step))
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
@@ -347,7 +348,7 @@ class Run:
         return self._micro_batch_plan.samples if self.has_read("batch_size") else None
 
     def _step_now(self) -> int:
-        return 1 + (self._steps_before if self.last_step is None else self.last_step)
+        return 1 + (self.steps_before if self.last_step is None else self.last_step)
 
     def _micro_batch_event(self, event: Event) -> None:
         if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
@@ -371,7 +372,7 @@ class Run:
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
-        step = self._steps_before if self.last_step is None else self.last_step
+        step = self.steps_before if self.last_step is None else self.last_step
         self.report(EpochEnded(int(epoch), step, plain(scalars)))
         self.speed.pause()
         if self.memory_keeper is not None:

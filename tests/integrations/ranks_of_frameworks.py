@@ -40,18 +40,10 @@ def data(samples: int) -> torch.Tensor:
     return torch.arange(1.0, samples + 1)[:, None] / samples
 
 
-class RunOfATest(Run):
-    started_from = 0
-
-    def started(self, step: int) -> None:
-        self.started_from = step
-        super().started(step)
-
-
 class Line(torch.nn.Module):
     """Writes down what it is trained on."""
 
-    def __init__(self, run: RunOfATest) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(1, 1)
@@ -62,7 +54,7 @@ class Line(torch.nn.Module):
         if self.training:
             step = self.run.last_step
             if step is None:
-                step = self.run.started_from
+                step = self.run.steps_before
             self.seen += [(step, value) for value in x.flatten().tolist()]
         errors = (self.layer(x) - 1) ** 2
         if labels is None:
@@ -169,7 +161,7 @@ def attempt(which: str, folder: Path, how: tuple[int, ...], resume: Path | None 
 
     def work(rank: int) -> dict[str, Any]:
         events: list[dict[str, Any]] = []
-        run = RunOfATest(
+        run = Run(
             run_dir=folder,
             resume_checkpoint=resume,
             report=lambda event: events.append(event.as_json()),

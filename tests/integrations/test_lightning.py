@@ -316,7 +316,8 @@ def test_memory_that_runs_out_in_manual_optimization_costs_an_attempt(
     assert ended.returncode == 0, ended.output
     first, second = ended.attempts
     assert "allocate memory" in first["message"]
-    assert second["start_step"] == 2
+    # the other rank may not have marked the last one yet
+    assert second["start_step"] in ({1, 2} if ranks else {2})
     sizes = (second["batch_size"], second["gradient_accumulation_steps"])
     assert (first["action"], sizes) == (
         ("halve_batch", (2, 2)) if accumulates else ("retry", (4, 1))
