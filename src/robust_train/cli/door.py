@@ -101,7 +101,8 @@ def _see_modules_here() -> None:
 
 
 def _prepare_process() -> None:
-    """End this process without a traceback at a signal that comes before or after the job."""
+    """Open closed standard streams, which Hydra takes to be there; end this process without a
+    traceback at a signal that comes before or after the job."""
     from robust_train.execution.screen import open_closed_streams
 
     open_closed_streams()

@@ -20,7 +20,7 @@ from typing import Any
 
 from robust_train.execution.trainer_ref import MAIN_MODULE, TrainerRef
 
-PRELOAD = "preload_modules"
+_PRELOAD = "preload_modules"
 """A list of more modules to import early: a constant of the trainer's module, or a config key."""
 
 _KINDS_OF_NAMES = ("name", "asname", "id", "attr")
@@ -227,7 +227,7 @@ def _never_holds(test: ast.expr) -> bool:
 
 def _preload_list(tree: ast.Module) -> list[str]:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and PRELOAD in map(ast.unparse, node.targets):
+        if isinstance(node, ast.Assign) and _PRELOAD in map(ast.unparse, node.targets):
             try:
                 value = ast.literal_eval(node.value)
             except ValueError:

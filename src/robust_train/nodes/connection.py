@@ -27,7 +27,7 @@ from robust_train.queue.queue_dir import boot_name
 LEADER_FILE = "leader.json"
 HOST_VARIABLE = "ROBUST_TRAIN_NODE_HOST"
 _CONNECT_SECONDS = 3.0
-_TELL_SECONDS = 10.0
+_REFUSAL_SECONDS = 10.0
 _MOST_BYTES = 4 << 20
 _SILENT_SECONDS = 15  # a node that acknowledges nothing for so long is lost
 _KEEPALIVE = {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 2, "USER_TIMEOUT": _SILENT_SECONDS * 1000}
@@ -143,7 +143,7 @@ def connect(run_dir: Path) -> Connection | None:
 
 def send_refusal(run_dir: Path, node: int, problem: str) -> None:
     """Send the leader, if it appears soon, why this node cannot follow."""
-    until = time.monotonic() + _TELL_SECONDS
+    until = time.monotonic() + _REFUSAL_SECONDS
     while (leader := connect(run_dir)) is None and time.monotonic() < until:
         time.sleep(TICK_SECONDS)
     if leader is not None:

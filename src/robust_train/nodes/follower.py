@@ -211,8 +211,8 @@ class Follower:
         except JobInterrupted as error:  # before it had begun
             return messages.Ended(order.number, Failure(FailureKind.INTERRUPTED, str(error)))
         self._devices.ended(self._group, _on_this_node(outcome, request), ())
-        texts = [text and text[-_MOST_OUTPUT:] for text in (outcome.output, outcome.traceback)]
-        outcome = replace(outcome, output=texts[0] or "", traceback=texts[1])
+        traceback = outcome.traceback and outcome.traceback[-_MOST_OUTPUT:]
+        outcome = replace(outcome, output=outcome.output[-_MOST_OUTPUT:], traceback=traceback)
         return ended_by(order.number, outcome, was_ended=self._end_in is not None)
 
     def _request(self, order: messages.Begin) -> AttemptRequest:
