@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from robust_train.config import attempt, names
+from robust_train.config import names, schema
 from robust_train.config.batch import memory_settings
 from robust_train.config.retry_rules import retry_rules
 from robust_train.config.schema import RobustConfig
@@ -63,7 +63,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
             "detach=true: only a command goes on in the background, not a call of launch(); start "
             "the program with nohup, or use robust-train run --detach -- PROGRAM"
         )
-    is_script = attempt.is_script(cfg)
+    is_script = schema.is_script(cfg)
     names, stalls = cfg.cuda_visible_devices, cfg.stall_timeout_minutes
     return LauncherSettings(
         num_nodes=cfg.num_nodes,
@@ -81,7 +81,7 @@ def launcher_settings(cfg: DictConfig) -> LauncherSettings:
 def _has_batch(cfg: DictConfig) -> bool:
     """Return whether the trainer is given a batch size: 1 is also what scripts without one have."""
     is_one = cfg.training.batch_size == cfg.training.gradient_accumulation_steps == 1
-    return not attempt.is_script(cfg) or not is_one or "batch_size" in _placeholders(cfg)
+    return not schema.is_script(cfg) or not is_one or "batch_size" in _placeholders(cfg)
 
 
 def _placeholders(cfg: DictConfig) -> set[str]:
@@ -105,7 +105,7 @@ def policy_settings(
 
     ``can_checkpoint``: the trainer's source reads ``training.gradient_checkpointing``.
     """
-    is_script = attempt.is_script(cfg)
+    is_script = schema.is_script(cfg)
     can_checkpoint |= _is_built_in(cfg) or "gradient_checkpointing" in _placeholders(cfg)
     is_free = exported_expandable_segments(os.environ) is None
     expandable_segments = use_expandable_segments(
@@ -215,7 +215,7 @@ def batch_settings(cfg: DictConfig, trainer: str | Callable[..., Any]) -> BatchS
         memory_settings=memory_settings(cfg),
         memory_share=cfg.memory.fraction / cfg.gpu_jobs_per_device,
         reuse_known_batch=cfg.reuse_known_batch,
-        is_script=attempt.is_script(cfg),
+        is_script=schema.is_script(cfg),
     )
 
 

@@ -8,14 +8,9 @@ from dataclasses import dataclass, field
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from robust_train.config.plans import MicroBatchPlan, SavePlan
-from robust_train.config.schema import MemoryConfig, complete
+from robust_train.config.schema import MemoryConfig, complete, is_script
 from robust_train.errors import ConfigError
 from robust_train.values import AttemptSpec
-
-
-def is_script(cfg: DictConfig) -> bool:
-    """Return whether the trainer is a program of the user's."""
-    return OmegaConf.select(cfg, "trainer.argv") is not None
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,11 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     return merged
 
 
+def is_script(cfg: DictConfig) -> bool:
+    """Return whether the trainer is a program of the user's."""
+    return OmegaConf.select(cfg, "trainer.argv") is not None
+
+
 def validate(cfg: DictConfig) -> None:
     """Check the ranges that types cannot express, of a config whose values are resolved. Raises
     ConfigError: with one line naming the key, its value and what is accepted."""
@@ -357,7 +362,7 @@ def _validate_launcher(cfg: DictConfig) -> None:
             f"num_gpus={cfg.num_gpus}: every GPU needs a process of its own; leave isolation=none "
             "out, or use num_gpus=1"
         )
-    if cfg.isolation == "none" and OmegaConf.select(cfg, "trainer.argv") is not None:
+    if cfg.isolation == "none" and is_script(cfg):
         raise ConfigError("isolation=none: a script (trainer.argv) has a process of its own anyway")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from robust_train.batch.search import BatchSearch
-from robust_train.config.attempt import attempt_config, is_script
+from robust_train.config.attempt import attempt_config
+from robust_train.config.schema import is_script
 from robust_train.execution import flight_recorder
 from robust_train.execution.environment import attempt_environment
 from robust_train.execution.hydra_state import hydra_config

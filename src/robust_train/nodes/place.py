@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config.attempt import is_script
+from robust_train.config.schema import is_script
 from robust_train.errors import ConfigError
 from robust_train.settings import EarlySettings, early_settings
 from robust_train.values import UNDER_SUBMITIT
