@@ -12,10 +12,6 @@ _default:
 check *args:
     @{{ python }} -m robust_train.cli.main gpus "$@"
 
-# Memory that a job will take, and where it fits: just plan model=lora dataset=flowers102
-plan *overrides:
-    @{{ python }} -m robust_train.cli.main plan "$@"
-
 # Who runs and who waits on this host, and why
 queue *args:
     @{{ python }} -m robust_train.cli.main queue "$@"
@@ -80,11 +76,16 @@ test-all:
 proved:
     {{ python }} tests/proved.py
 
-# Lint, format check and types
+# The values of configs/*.yaml and the tables of docs/configuration.md, from the schema
+keys:
+    {{ python }} tests/keys.py
+
+# Lint, format check, types, and what may import what
 lint:
     {{ python }} -m ruff check .
     {{ python }} -m ruff format --check .
     {{ python }} -m mypy
+    {{ python }} -c "from importlinter.cli import lint_imports_command as lint; lint()"
 
 # Put the sources into the house format
 format:
@@ -100,7 +101,6 @@ bench:
     {{ python }} benchmarks/gpu_queue.py
     {{ python }} benchmarks/scheduler.py
     {{ python }} benchmarks/recovery.py
-    {{ python }} benchmarks/plan_accuracy.py
 
 # On a machine with a GPU: what was expected there against what is seen, in ten minutes
 gpu-check *probes:

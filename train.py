@@ -5,7 +5,7 @@ Configuration: configs/config.yaml.
 """
 
 try:
-    from robust_train.cli.door import open_plain
+    from robust_train.cli.train import open_plain
 except ModuleNotFoundError as error:
     if error.name != "robust_train":
         raise

@@ -4,7 +4,7 @@ Configuration: configs/robust.yaml. Without arguments it trains a small network 
 """
 
 try:
-    from robust_train.cli.door import open_robust
+    from robust_train.cli.train import open_robust
 except ModuleNotFoundError as error:
     if error.name != "robust_train":
         raise

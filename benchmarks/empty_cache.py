@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from robust_train.config.attempt import AttemptSettings
-from robust_train.config.schema import MemoryConfig
+from robust_train.attempt.memory_upkeep import AttemptMemory
+from robust_train.attempt.run import Run
+from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.memory.cleanup import return_memory
-from robust_train.memory.steering import AttemptMemory
-from robust_train.run import Run
 
 AfterStep = Callable[[int], None]
 
@@ -52,7 +51,7 @@ def steered(folder: Path) -> AfterStep:
     """As a run does it."""
     run = Run(run_dir=folder)
     memory = MemoryConfig(sample_interval_ms=0, fraction=1.0)
-    run.memory_keeper = AttemptMemory(run, AttemptSettings("cuda:0", memory=memory))
+    run.memory_keeper = AttemptMemory(run, RobustConfig(device="cuda:0", memory=memory))
     steps = itertools.count(1)
     return lambda number: run.progress(next(steps))
 

@@ -35,23 +35,21 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from robust_train.execution.fork_guard import cuda_is_started  # noqa: E402
+from robust_train.attempt.memory_upkeep import AllocRetries  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
+from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
 from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
 from robust_train.memory.cleanup import return_memory  # noqa: E402
 from robust_train.memory.cuda import alloc_retries  # noqa: E402
-from robust_train.memory.in_use import memory_in_use  # noqa: E402
-from robust_train.memory.pacing import AllocRetries  # noqa: E402
-from robust_train.memory.sampler import Sampler  # noqa: E402
-from robust_train.microbatch.batcher import MicroBatcher  # noqa: E402
-from robust_train.microbatch.oom_handler import retry_on_oom  # noqa: E402
-from robust_train.microbatch.probing import (  # noqa: E402
-    optimizer_state_bytes,
-    optimizer_step_bytes,
-)
-from robust_train.values import GIB, MIB, FailureKind  # noqa: E402
+from robust_train.memory.samples import Sampler  # noqa: E402
+from robust_train.memory.stats import memory_in_use  # noqa: E402
+from robust_train.model.failure import FailureKind  # noqa: E402
+from robust_train.readable import GIB, MIB  # noqa: E402
+from robust_train.step.batcher import MicroBatcher  # noqa: E402
+from robust_train.step.oom_handler import retry_on_oom  # noqa: E402
+from robust_train.step.probing import optimizer_state_bytes, optimizer_step_bytes  # noqa: E402
 from robust_train.vision.step import _step_or_undo  # noqa: E402
 
 TOTAL_SECONDS = 570
@@ -132,10 +130,10 @@ def probe_nvml() -> Checks:
 
 
 def probe_guard() -> Checks:
-    """CUDA is untouched until it is used, so that a fork can still choose its GPU and settings."""
-    yield equal("CUDA started by importing torch", False, cuda_is_started())
+    """CUDA is untouched until it is used, so a standby can still choose its GPU and settings."""
+    yield equal("CUDA started by importing torch", False, started_driver() is not None)
     torch.cuda.device_count()
-    yield equal("… by device_count()", False, cuda_is_started())
+    yield equal("… by device_count()", False, started_driver() is not None)
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -157,7 +155,7 @@ def probe_guard() -> Checks:
     )
     torch.cuda.is_available()
     torch.ones(1, device="cuda")
-    yield equal("CUDA started by a tensor", True, cuda_is_started())
+    yield equal("CUDA started by a tensor", True, started_driver() is not None)
 
 
 def probe_context() -> Checks:
@@ -249,15 +247,18 @@ def step_of(kind: str) -> Checks:
     def step(size: int, most: int | None) -> tuple[list[torch.Tensor], int]:
         Late.most = most
         torch.manual_seed(1)
-        parts = MicroBatcher(size).micro_batches(x, model)
-        for micro in parts:
-            with micro:
-                with torch.autocast("cuda", half, enabled="16" in kind):
-                    loss = Late.apply(model(micro.data.cuda(non_blocking=True))).mean()
-                micro.backward(loss, scaler=scaler if scaler.is_enabled() else None)
+
+        def loss_of(part: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", half, enabled="16" in kind):
+                return Late.apply(model(part.cuda(non_blocking=True))).mean()
+
+        changes: list[object] = []
+        MicroBatcher(size, on_event=changes.append).backward(
+            loss_of, x, model, backward=lambda loss: scaler.scale(loss).backward()
+        )
         gradients = [p.grad.clone() for p in net.parameters()]
         net.zero_grad()
-        return gradients, parts.repeats
+        return gradients, len(changes)
 
     expected, _ = step(8, None)
     before = torch.cuda.memory_allocated()
@@ -397,9 +398,7 @@ def probe_buffers() -> Checks:
         model.zero_grad()
 
     def ours() -> None:
-        for micro in batcher.micro_batches(x, model):
-            with micro:
-                micro.backward(model(micro.data).mean())
+        batcher.backward(lambda part: model(part).mean(), x, model)
         model.zero_grad()
 
     copies = {}
@@ -416,7 +415,7 @@ def probe_buffers() -> Checks:
     yield below("more copies a step, 53 BatchNorms", 10, copies[ours] - copies[plain])
     pairs = [(milliseconds(plain, 10), milliseconds(ours, 10)) for _ in range(7)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    yield figure("step, plain and with micro_batches", f"{before:.2f} ms, {after:.2f} ms")
+    yield figure("step, plain and with run.backward", f"{before:.2f} ms, {after:.2f} ms")
 
 
 def probe_ranks() -> Checks:
@@ -453,13 +452,12 @@ def _rank(rank: int, how: str, folder: str) -> None:
     x = torch.randn(side(65536), side(2048), generator=generator, device="cpu")
 
     def step(size: int) -> tuple[list[torch.Tensor], int]:
-        parts = MicroBatcher(size).micro_batches(x, model)
-        for micro in parts:
-            with micro:
-                micro.backward(model(micro.data.cuda()).square().mean())
+        changes: list[object] = []
+        batcher = MicroBatcher(size, on_event=changes.append)
+        batcher.backward(lambda part: model(part.cuda()).square().mean(), x, model)
         gradients = [p.grad.clone() for p in net.parameters()]
         net.zero_grad()
-        return gradients, parts.repeats
+        return gradients, len(changes)
 
     expected, _ = step(side(4096))
     torch.cuda.empty_cache()

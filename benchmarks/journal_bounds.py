@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from robust_train.events import CheckpointSaved, MemoryReported, Progress
+from robust_train.folder import journal as journal_module
+from robust_train.folder.journal import AttemptStarted, Journal, read_earlier
+from robust_train.model.events import CheckpointSaved, MemoryReported, Progress
+from robust_train.model.spec import AttemptSpec
 from robust_train.report.sources import read_sources
-from robust_train.runfolder import journal as journal_module
-from robust_train.runfolder.journal import AttemptStarted, Journal, read_earlier
 
 AN_HOUR = 36_000
 A_DAY_BEGINS = 1.7e9
@@ -44,7 +45,7 @@ def write(folder: Path, events: int) -> float:
     journal_module.time = TenASecond()  # type: ignore[assignment]
     began = time.process_time()
     journal = Journal(folder / "journal.jsonl")
-    journal.write(AttemptStarted("cpu", 64, 1), 1)
+    journal.write(AttemptStarted(AttemptSpec((), 64, 1)), 1)
     for step in range(events):
         if step % 3000 == 0:
             journal.write(CheckpointSaved(f"checkpoints/step-{step:08d}.pt", step), 1)

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_module
 
-from robust_train.events import CheckpointSaved, Event, TrainingStarted, UserEvent
-from robust_train.execution import at_hand
-from robust_train.execution.library_imports import libraries_of
-from robust_train.execution.process import ProcessExecutor
-from robust_train.execution.request import AttemptRequest
-from robust_train.execution.signals import SignalWatch
-from robust_train.execution.trainer_ref import TrainerRef
-from robust_train.values import Outcome
+from robust_train.config.checks import checked
+from robust_train.config.request import AttemptRequest
+from robust_train.config.trainer_ref import TrainerRef
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.process import ProcessExecutor
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import CheckpointSaved, Event, Finished, TrainingStarted, UserEvent
+from robust_train.model.spec import AttemptSpec
 from robust_train.vision.trainer import train
 
 # checkpoints to wait for, and then seconds: from before the first step to within a save
@@ -83,7 +83,7 @@ class Killer:
 
 
 def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict[str, Any]:
-    """Run to the end with so many kills; the outcome's result, and what was survived."""
+    """Run to the end with so many kills; the trainer's result, and what was survived."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose(
             "robust",
@@ -98,35 +98,43 @@ def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict
     run_dir.mkdir(parents=True)
     rng = random.Random(seed)
     trainer = TrainerRef("kill_and_resume.tells_its_process")
-    executor = ProcessExecutor(trainer, libraries_of(trainer), cfg, run_dir, SignalWatch())
+    executor = ProcessExecutor(trainer, cfg, SignalWatch(), has_standby=True)
     executor.prepare()
     checkpoint: Path | None = None
-    killed = attempt = 0
+    killed = number = 0
     while True:
-        attempt += 1
+        number += 1
+        attempt = Attempt(number, AttemptSpec((), cfg.training.batch_size, 1))
         killer = Killer(rng if killed < kills else None)
-        outcome: Outcome = executor.run(
+
+        def take(event: Event, killer: Killer = killer) -> None:
+            nonlocal attempt
+            attempt = attempt.after(event)
+            killer(event)
+
+        process_exit = executor.run(
             AttemptRequest(
                 trainer=trainer,
                 cfg=cfg,
                 hydra_cfg=None,
-                attempt=attempt,
+                config=checked(cfg),
+                attempt=number,
                 run_dir=run_dir,
                 resume_checkpoint=checkpoint,
                 environ={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                 cwd=os.getcwd(),
             ),
-            killer,
+            take,
         )
         killer.end()
         checkpoint = killer.checkpoint or checkpoint
-        if outcome.failure is None:
+        if isinstance(attempt.ending, Finished):
             break
-        if "SIGKILL" not in outcome.failure.message:
-            raise RuntimeError(f"{outcome.failure.message}\n{outcome.traceback}")
+        if process_exit.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"{attempt.ending}\n{process_exit.output}")
         killed += 1
-    executor.close(keep_server=True)
-    return {**outcome.result, "kills": killed}
+    executor.close()
+    return {**attempt.result, "kills": killed}
 
 
 def main() -> None:
@@ -145,7 +153,6 @@ def main() -> None:
             torch.load(result["checkpoint"], weights_only=True)["model"]
             for result in (whole, killed)
         )
-    at_hand.discard()
     same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     print(
         json.dumps(

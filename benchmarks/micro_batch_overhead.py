@@ -1,4 +1,4 @@
-"""What ``run.micro_batches`` costs a step in which memory suffices; with ``--frameworks``, what the
+"""What ``run.backward`` costs a step in which memory suffices; with ``--frameworks``, what the
 integrations cost a step of accelerate, Lightning and transformers.
 
 Run: python benchmarks/micro_batch_overhead.py [--steps 200] [--device cpu]
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.step.batcher import MicroBatcher
 
 
 def small_cnn() -> nn.Module:
@@ -40,7 +40,7 @@ Step = Callable[[], None]
 
 
 def steps_to_compare(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, Step, Step]:
-    """A plain step, one with ``micro_batches``, and the latter without any work in it."""
+    """A plain step, one with ``backward``, and the latter without any work in it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batcher = MicroBatcher(len(x))
 
@@ -49,18 +49,19 @@ def steps_to_compare(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tupl
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
+    def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        part, labels = batch
+        return nn.functional.cross_entropy(model(part), labels)
+
     def split() -> None:
         optimizer.zero_grad()
-        for micro in batcher.micro_batches((x, y), model):
-            with micro:
-                part, labels = micro.data
-                micro.backward(nn.functional.cross_entropy(model(part), labels))
+        batcher.backward(loss_of, (x, y), model)
         optimizer.step()
 
+    zero = torch.zeros((), device=x.device)
+
     def nothing() -> None:
-        for micro in batcher.micro_batches((x, y), model):
-            with micro:
-                pass
+        batcher.backward(lambda part: zero, (x, y), model, backward=lambda loss: None)
 
     return plain, split, nothing
 
@@ -136,8 +137,8 @@ def main() -> None:
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
     alone = statistics.median(seconds(nothing) for _ in range(chosen.steps))
     print(f"plain step: {before * 1e3:.3f} ms (median of {chosen.steps}, interleaved)")
-    print(f"with micro_batches: {after * 1e3:.3f} ms ({100 * (after / before - 1):+.2f} %)")
-    print(f"micro_batches alone: {alone * 1e6:.0f} µs ({100 * alone / before:.2f} %; goal: 1 %)")
+    print(f"with backward: {after * 1e3:.3f} ms ({100 * (after / before - 1):+.2f} %)")
+    print(f"backward alone: {alone * 1e6:.0f} µs ({100 * alone / before:.2f} %; goal: 1 %)")
 
 
 if __name__ == "__main__":

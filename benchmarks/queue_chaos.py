@@ -1,9 +1,8 @@
 """64 launchers at once on 8 simulated GPUs, a third of them killed at random: what goes wrong.
 
-Each launcher stands in the host's line and then runs a trainer that takes memory of a device which
-refuses to be over-committed. What inotify, the kernel's locks, the device and the members' own
-clocks saw is judged by a checker that shares no code with the queue, and that says what a lawful
-pass is (tests/host_queue/witness.py). Every other round has up to three jobs a GPU; half of the
+Each launcher queues and then runs a trainer that takes memory of a device which refuses to be
+over-committed. What the device and the members saw is judged by a checker that shares no code with
+the queue (tests/host_queue/chaos.py). Every other round has up to three jobs a GPU; half of the
 rounds have jobs of one, two and four GPUs.
 Needs a C compiler, no GPU.
 
@@ -14,11 +13,13 @@ Goal: no fault of any kind.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,6 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import chaos
-    import witness
 
     from simulated_nvml import Gpu, Machine, build_nvml
 
@@ -48,14 +48,14 @@ def main() -> None:
             environ = machine.environment(PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'src'}")
             del environ["SIMULATED_NVML_CALLS"]
             log = folder / "log"
-            told = chaos.Chaos(
+            what = chaos.Chaos(
                 str(log), arguments.launchers, per_device=per_device, counts=counts, seed=seed
             )
             started = time.monotonic()
-            command = [sys.executable, chaos.__file__, chaos.as_argument(told)]
+            command = [sys.executable, chaos.__file__, json.dumps(asdict(what))]
             subprocess.run(command, env=environ, check=True)
             seconds = time.monotonic() - started
-            verdict = witness.judge(log.read_text().splitlines())
+            verdict = chaos.judge(log.read_text().splitlines())
             if verdict.faults:
                 kept = Path(tempfile.gettempdir()) / f"queue_chaos-{seed}.jsonl"
                 print(f"log: {shutil.copy(log, kept)}")

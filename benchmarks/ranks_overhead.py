@@ -1,5 +1,5 @@
 """What agreeing on memory costs a step that several processes share: the wrapper's own step
-(DistributedDataParallel, or FSDP2) against one with ``run.micro_batches``, side by side.
+(DistributedDataParallel, or FSDP2) against one with ``run.backward``, side by side.
 
 Run: python benchmarks/ranks_overhead.py [--sharded] [--ranks 2] [--steps 100]   (gloo, on the CPU)
 """
@@ -18,7 +18,7 @@ from micro_batch_overhead import small_cnn, steps_to_compare
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.microbatch import ranks
+from robust_train.step import ranks
 
 
 def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
@@ -38,9 +38,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     group = ranks.here()
     assert group is not None
-    report = ranks.RankReport(
-        ranks.State.THROUGH, 0, 64, 64.0, (True,) * len(list(model.parameters()))
-    )
+    report = ranks.RankReport(None, 64, (True,) * len(list(model.parameters())))
 
     def seconds(step: Callable[[], object]) -> float:
         dist.barrier()
@@ -52,11 +50,13 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
         plain(), split()
     pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    alone = statistics.median(seconds(lambda: group.exchange(report)) for _ in range(chosen.steps))
+    alone = statistics.median(
+        seconds(lambda: group.exchange(report, 64.0)) for _ in range(chosen.steps)
+    )
     if rank == 0:
         print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")
         print(f"the wrapper's own step: {before * 1e3:.3f} ms")
-        print(f"with micro_batches: {after * 1e3:.3f} ms (× {after / before:.3f})")
+        print(f"with run.backward: {after * 1e3:.3f} ms (× {after / before:.3f})")
         print(f"the agreement alone: {alone * 1e6:.0f} µs (× {alone / before:.4f} of a step)")
     dist.destroy_process_group()
 

@@ -79,15 +79,13 @@ def hand_made(job: Job, folder: Path) -> Ending:
 
 
 def in_step(job: Job, folder: Path) -> Ending:
-    """The plain loop with the three lines that make a step repeatable."""
+    """The plain loop with the line that makes a step repeatable."""
     from robust_train import MicroBatcher
 
     batcher = MicroBatcher()
     network, optimizer = build(job)
     for batch in loader(job, job.batch):
-        for micro in batcher.micro_batches(batch, network):
-            with micro:
-                micro.backward(network(**micro.data)["loss"])
+        batcher.backward(lambda part: network(**part)["loss"], batch, network)
         optimizer.step()
         optimizer.zero_grad()
     return Ending(network.state_dict())
@@ -112,7 +110,6 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
         "device": "cpu",
         "isolation": isolation,
         "min_batch_size": 1,
-        "reuse_known_batch": False,  # or it would have failed in the first run alone
         "training": {"batch_size": job.batch, "num_workers": 0},
         "job": job.as_json(),
     }
@@ -135,7 +132,7 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
 
 # What the fork server imports once, as it does for the built-in trainer. Every torch optimizer
 # imports the first when it is built: a second and more.
-preload_modules = ["torch._dynamo", "robust_train.runfolder.checkpoints"]
+preload_modules = ["torch._dynamo", "robust_train.attempt.checkpoints"]
 
 
 def attempt(cfg: Any, run: Any) -> str:
@@ -153,7 +150,7 @@ def attempt(cfg: Any, run: Any) -> str:
 
 
 def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
-    from robust_train.runfolder.checkpoints import CheckpointFolder, read_newest
+    from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 
     network, optimizer = build(job)
     folder = CheckpointFolder(run, keep=2)
@@ -189,15 +186,13 @@ OURS_AND_PLAIN = {
     "ideal": Contestant("ideal: knew the micro-batch", ideal),
     "unlimited": Contestant("memory without limit", unlimited, is_limited=False),
     "hand_made": Contestant("hand-made: from scratch at half the batch", hand_made),
-    "in_step": Contestant(
-        "**robust-train, in the step**", in_step, ("robust_train.microbatch.batcher",)
-    ),
+    "in_step": Contestant("**robust-train, in the step**", in_step, ("robust_train.step.batcher",)),
     "inline": Contestant(
         "**robust-train, attempts inline**",
         inline,
-        ("robust_train.launcher", "robust_train.runfolder.checkpoints"),
+        ("robust_train.launcher.entry", "robust_train.attempt.checkpoints"),
     ),
     "isolated": Contestant(
-        "**robust-train, attempts in processes**", isolated, ("robust_train.launcher",)
+        "**robust-train, attempts in processes**", isolated, ("robust_train.launcher.entry",)
     ),
 }

@@ -92,9 +92,7 @@ def accelerate_in_step(job: Job, folder: Path) -> Ending:
     loop = RobustLoop(accelerator, network, batches, cfg=cfg, run=run)
     for _ in loop.epochs(1):
         for batch in loop.batches():
-            for micro in loop.micro_batches(batch):
-                with micro:
-                    micro.backward(network(**micro.data)["loss"])
+            loop.backward(lambda part: network(**part)["loss"], batch)
             optimizer.step()
             optimizer.zero_grad()
     return Ending(network.state_dict())
@@ -175,7 +173,8 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
     """Return the config and the run of an attempt that saves at its end alone."""
     from omegaconf import OmegaConf
 
-    from robust_train.run import MicroBatchPlan, Run
+    from robust_train.attempt.run import MicroBatchPlan, Run
+    from robust_train.config.checks import unchecked
 
     training = {
         "batch_size": job.batch,
@@ -190,7 +189,7 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
     }
     cfg = OmegaConf.create({"device": "cpu", "min_batch_size": 1, "training": training})
     run = Run(run_dir=folder)
-    run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     return cfg, run
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from robust_train.run import Run
-from robust_train.runfolder.attempt_requests import AttemptRequests
-from robust_train.runfolder.requests import open_requests
+from robust_train.attempt.requests import AttemptRequests
+from robust_train.attempt.run import Run
+from robust_train.folder.requests import open_requests
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def python_alone(device: str) -> Callable[[], None]:
 
 def block(step: Callable[[], None], count: int, device: str, interval: float | None) -> Block:
     """So many steps, with a sampler or without."""
-    from robust_train.memory.sampler import Sampler
+    from robust_train.memory.samples import Sampler
 
     with tempfile.TemporaryDirectory() as folder:
         sampler = (

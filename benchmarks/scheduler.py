@@ -25,11 +25,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from robust_train.queue import scheduler
-from robust_train.queue.order import GpuReservation, QueueRules, WaitingJob
-from robust_train.queue.scheduler import plan
-from robust_train.queue.usage import recent_hours
-from robust_train.values import MIB, GpuInfo
+from robust_train.model.gpu import GpuInfo
+from robust_train.queue import plan as plans
+from robust_train.queue.plan import plan
+from robust_train.queue.registry import QueuedJob
+from robust_train.readable import MIB
 
 TOTAL = 40000
 
@@ -71,17 +71,38 @@ def workload(
     ]
 
 
+def queued(job: Job, gpus: tuple[str, ...], now: float, per_device: int) -> QueuedJob:
+    """Return a job as one that waits."""
+    return QueuedJob(
+        id=str(job.number),
+        ticket=job.number,
+        owner=job.user,
+        reserved_bytes=job.need * MIB,
+        count=job.count,
+        jobs_per_device=per_device,
+        only=gpus,
+        queued_at=now,
+        polled_at=float("inf"),
+    )
+
+
+def started_on(job: QueuedJob, group: Sequence[GpuInfo], now: float) -> QueuedJob:
+    """Return a job that has taken all it needs on its GPUs."""
+    running = job.on([gpu.uuid for gpu in group])
+    return replace(running, taken_bytes=(job.reserved_bytes,) * job.count, since=now)
+
+
 def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) -> dict[str, float]:
     """Run the workload; without ``passing`` nobody starts before those who came earlier."""
     machine = {
         f"GPU-{n:04}": GpuInfo(f"GPU-{n:04}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0)
         for n in range(gpus)
     }
-    everywhere = frozenset(machine)
+    everywhere = tuple(machine)
     events = [(job.arrives, 0, job.number) for job in jobs]
     heapq.heapify(events)
-    waiting: dict[str, WaitingJob] = {}
-    running: dict[str, list[GpuReservation]] = {}
+    waiting: dict[str, QueuedJob] = {}
+    running: dict[str, QueuedJob] = {}
     waits: list[float] = []
     costs: list[float] = []
     used_area = demand_area = busy_area = 0.0
@@ -99,42 +120,33 @@ def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) 
         name = str(number)
         if kind == 0:
             demand += job.memory
-            size = job.need * MIB
-            waiting[name] = WaitingJob(name, number, size, everywhere, per_device, now, job.count)
+            waiting[name] = queued(job, everywhere, now, per_device)
         else:
             used -= job.memory
-            for ended in running.pop(name):
-                assert ended.gpu is not None
-                here = machine[ended.gpu]
-                machine[ended.gpu] = replace(
-                    here, free_bytes=here.free_bytes + ended.reserved_bytes
-                )
-                jobs_on[ended.gpu] -= 1
-        holdings = [holding for group in running.values() for holding in group]
-        started = time.perf_counter()
-        decided = plan(waiting.values(), holdings, list(machine.values()), now)
-        costs.append(time.perf_counter() - started)
+            ended = running.pop(name)
+            for uuid in ended.gpus:
+                here = machine[uuid]
+                machine[uuid] = replace(here, free_bytes=here.free_bytes + ended.reserved_bytes)
+                jobs_on[uuid] -= 1
+        started = time.process_time()
+        decided = plan([*waiting.values(), *running.values()], list(machine.values()), now)
+        costs.append(time.process_time() - started)
         for granted, group in decided.groups.items():
-            if (
-                not passing
-                and decided.first is not None
-                and waiting[granted].ticket > int(decided.first)
-            ):
+            is_later = decided.first is not None and int(granted) > int(decided.first)
+            if is_later and not passing:
                 continue
             waiter = waiting.pop(granted)
             one = jobs[int(granted)]
             used, demand = used + one.memory, demand - one.memory
-            size = waiter.need_bytes
             assert len(group) == waiter.count
             for gpu in group:
                 here = machine[gpu.uuid]
-                assert here.free_bytes >= size, "over-committed"
-                machine[gpu.uuid] = replace(here, free_bytes=here.free_bytes - size)
+                assert here.free_bytes >= waiter.reserved_bytes, "over-committed"
+                machine[gpu.uuid] = replace(
+                    here, free_bytes=here.free_bytes - waiter.reserved_bytes
+                )
                 jobs_on[gpu.uuid] += 1
-            running[granted] = [
-                GpuReservation(granted, gpu.uuid, size, size, per_device, now, ticket=waiter.ticket)
-                for gpu in group
-            ]
+            running[granted] = started_on(waiter, group, now)
             waits.append(now - one.arrives)
             heapq.heappush(events, (now + one.seconds, 1, one.number))
     assert len(waits) == len(jobs), "somebody was never served"
@@ -176,59 +188,33 @@ def waits_of_users(
     machine = [
         GpuInfo(f"GPU-{n}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0) for n in range(gpus)
     ]
-    everywhere = frozenset(gpu.uuid for gpu in machine)
+    everywhere = tuple(gpu.uuid for gpu in machine)
     events = [(job.arrives, 0, job.number) for job in jobs]
     heapq.heapify(events)
-    waiting: dict[str, WaitingJob] = {}
-    running: dict[str, list[GpuReservation]] = {}
+    waiting: dict[str, QueuedJob] = {}
+    running: dict[str, QueuedJob] = {}
     waits: dict[int, list[float]] = {BIG: [], SMALL: []}
-    hours: dict[int, dict[int, float]] = {BIG: {}, SMALL: {}}
-    before = now = 0.0
+    now = 0.0
     while events:
         now, kind, number = heapq.heappop(events)
-        for mine in running.values():  # what each user has had since the last event
-            had, hour = hours[mine[0].user], int(now // HOUR)
-            had[hour] = had.get(hour, 0.0) + len(mine) * (now - before)
-        before, job = now, jobs[number]
         if kind == 0:
-            size, about = job.need * MIB, (job.count, job.user, str(job.user))
-            waiting[str(number)] = WaitingJob(str(number), number, size, everywhere, 1, now, *about)
+            job = queued(jobs[number], everywhere, now, 1)
+            # within one user it is first come, first served
+            waiting[job.id] = job if order == "fair" else replace(job, owner=0)
         else:
             del running[str(number)]
-        holdings = [holding for mine in running.values() for holding in mine]
-        busy = {holding.gpu for holding in holdings}
+        busy = {uuid for job in running.values() for uuid in job.gpus}
         free = [
             replace(gpu, free_bytes=gpu.free_bytes - (gpu.uuid in busy) * 30000 * MIB)
             for gpu in machine
         ]
-        used = {user: recent_hours(had, now) for user, had in hours.items()}
-        decided = plan(waiting.values(), holdings, free, now, QueueRules(order, used=used))
-        for waiter in (w for w in decided.order if w.id in decided.groups):
-            one = jobs[int(waiter.id)]
-            del waiting[waiter.id]
-            group = decided.groups[waiter.id]
-            running[waiter.id] = [
-                GpuReservation(
-                    *(waiter.id, gpu.uuid, waiter.need_bytes, waiter.need_bytes),
-                    since=now,
-                    ticket=waiter.ticket,
-                    user=waiter.user,
-                )
-                for gpu in group
-            ]
+        decided = plan([*waiting.values(), *running.values()], free, now)
+        for granted, group in decided.groups.items():
+            one = jobs[int(granted)]
+            running[granted] = started_on(waiting.pop(granted), group, now)
             waits[one.user].append(now - one.arrives)
             heapq.heappush(events, (now + one.seconds, 1, one.number))
-            for user in waits:  # as a waiting job counts for itself who overtakes it
-                own = min(
-                    (w for w in waiting.values() if w.user == user), key=_ticket, default=None
-                )
-                if own is not None and user != waiter.user and own.ticket < waiter.ticket:
-                    waiting[own.id] = replace(own, overtaken=own.overtaken + 1)
     return waits, now
-
-
-def _ticket(job: WaitingJob) -> int:
-    return job.ticket
 
 
 def compare_users(days: int) -> None:
@@ -255,8 +241,8 @@ def main() -> None:
     parser.add_argument(
         "--doubles-every",
         type=float,
-        default=scheduler._DOUBLES_EVERY_SECONDS,
-        help="seconds after which twice as many GPUs are held back for the head of the line",
+        default=plans._DOUBLES_EVERY_SECONDS,
+        help="seconds after which twice as many GPUs are kept for the first waiting job",
     )
     parser.add_argument("--users", action="store_true", help="the two users alone")
     parser.add_argument("--days", type=int, default=20, help="of the two users")
@@ -264,7 +250,7 @@ def main() -> None:
     if arguments.users:
         compare_users(arguments.days)
         return
-    scheduler._DOUBLES_EVERY_SECONDS = arguments.doubles_every
+    plans._DOUBLES_EVERY_SECONDS = arguments.doubles_every
     for per_device, counts in ((1, (1,)), (8, (1,)), (1, (1,) * 9 + (2, 4, 8))):
         jobs = workload(arguments.jobs, arguments.gpus, arguments.load, per_device, counts)
         ours = simulate(jobs, arguments.gpus, per_device, passing=True)

@@ -209,9 +209,20 @@ class Page:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def point_at(self, x: float, y: float) -> None:
-        """Move the pointer there."""
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    def until(self, expression: str) -> Any:
+        """Evaluate an expression until its value is true; return the value."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < deadline, f"never true: {expression}"
+        return value
+
+    def point_at(self, x: float, y: float, button: str = "none") -> None:
+        """Move the pointer, with a button held down if one is named."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, button=button)
+
+    def press(self, what: str, x: float, y: float, clicks: int = 1) -> None:
+        """Press or release the left button: ``mousePressed`` or ``mouseReleased``."""
+        self.call("Input.dispatchMouseEvent", type=what, x=x, y=y, button="left", clickCount=clicks)
 
     def close(self) -> None:
         """Show it no longer."""

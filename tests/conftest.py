@@ -17,11 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import warm
-from robust_train.execution import fork_server
+from robust_train.launcher import interpreters
 from world import World
 
 # launches in the test's process
-fork_server.subprocess = warm.ForkServers()
+interpreters.subprocess = warm.Reapers()
 
 pytest_plugins = ["simulated_nvml.fixtures"]
 

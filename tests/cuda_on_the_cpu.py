@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from robust_train.memory import holders
-from robust_train.values import GIB, MIB
+from robust_train.memory import tensors as holders
+from robust_train.readable import GIB, MIB
 
 TOTAL = 139 * GIB
 FAULT = "CUDA error: an illegal memory access was encountered"

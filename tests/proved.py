@@ -17,13 +17,13 @@ BEGIN, END = "<!-- what the tests prove: just proved -->\n", "<!-- end -->\n"
 
 FRAMEWORKS = (
     "built-in trainer",
-    "functions (`run.micro_batches`)",
+    "functions (`run.backward`)",
     "accelerate",
     "Lightning",
     "transformers",
     "scripts",
 )
-PLACES = ("one GPU", "several GPUs", "FSDP2", "several machines")
+PLACES = ("one GPU", "several GPUs", "FSDP2", "under torchrun")
 HOWS = ("in the step", "new attempt", "refused")
 OWN_AFFAIRS = {("scripts", "FSDP2")}
 """What the launcher knows nothing of."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.errors import Interrupted
+from robust_train.model.errors import Interrupted
 
 WIDE = 1 << 18
 """Numbers of one sample's activation: 1 MiB."""
@@ -60,10 +60,7 @@ def _train(cfg, run):
     for step in range(1, 4):
         generator = torch.Generator().manual_seed(10 * step + run.rank)
         x = torch.randn(cfg.training.batch_size, 4, generator=generator)
-        for micro in run.micro_batches(x, model):
-            with micro:
-                wide = model(micro.data).repeat(1, WIDE)
-                micro.backward((wide * 2).mean())
+        run.backward(lambda part: (model(part).repeat(1, WIDE) * 2).mean(), x, model)
         with torch.no_grad():  # an optimizer's import would be most of the test's time
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -156,11 +153,13 @@ def is_slow_on_rank_1(cfg, run):
     """Eight steps; the second rank takes longer for its part of each."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(4, 1))
+
+    def loss_of(part):
+        time.sleep(0.1 * run.rank)
+        return model(part).mean()
+
     for step in range(1, 9):
-        for micro in run.micro_batches(torch.ones(4, 4), model):
-            with micro:
-                time.sleep(0.1 * run.rank)
-                micro.backward(model(micro.data).mean())
+        run.backward(loss_of, torch.ones(4, 4), model)
         run.progress(step)
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from robust_train.errors import Interrupted
+from robust_train.model.errors import Interrupted
 
 
 def counts(cfg, run):

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from robust_train.errors import UserError
+from robust_train.model.errors import UserError
 
 PATIENCE_SECONDS = 60
 
@@ -99,7 +99,7 @@ def works_until_told(cfg, run):
     path = run.checkpoint_dir / "when-told"
     path.touch()
     run.checkpoint_saved(path, 1)
-    from robust_train.errors import Interrupted
+    from robust_train.model.errors import Interrupted
 
     raise Interrupted
 
@@ -118,7 +118,7 @@ def saves_slowly_when_told(cfg, run):
             time.sleep(0.2)
             file.write(letter)
     run.checkpoint_saved(path, 1)
-    from robust_train.errors import Interrupted
+    from robust_train.model.errors import Interrupted
 
     raise Interrupted
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from robust_train.config.batch import settle
-from robust_train.config.schema import complete
-from robust_train.errors import ConfigError
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.model.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,11 @@ from robust_train.errors import ConfigError
 def test_numbers_take_the_place_of_what_was_typed(training, expected):
     training = dict(training)
     cfg = complete({"num_gpus": training.pop("num_gpus", 1), "training": training})
-    is_auto = settle(cfg)
+    config = checked(cfg)
     assert (
-        is_auto,
-        cfg.training.batch_size,
-        cfg.training.gradient_accumulation_steps,
+        config.finds_batch_size,
+        config.training.batch_size,
+        config.training.gradient_accumulation_steps,
     ) == expected
 
 
@@ -46,11 +46,11 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
         ),
         (
             {"training": {"batch_size": 24, "effective_batch_size": 64}},
-            ["training.effective_batch_size=64", "no multiple of training.batch_size=24"],
+            ["training.effective_batch_size=64", "not a multiple of training.batch_size=24"],
         ),
         (
             {"training": {"batch_size": 128, "effective_batch_size": 64}},
-            ["training.effective_batch_size=64", "no multiple"],
+            ["training.effective_batch_size=64", "not a multiple"],
         ),
         (
             {
@@ -73,7 +73,7 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
         ),
         (
             {"training": {"batch_size": "auto"}, "num_gpus": 3},
-            ["training.effective_batch_size=64", "no multiple of num_gpus=3"],
+            ["training.effective_batch_size=64", "not a multiple of num_gpus=3"],
         ),
         (
             {"training": {"batch_size": 16, "effective_batch_size": 64}, "num_gpus": 3},
@@ -83,7 +83,7 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
 )
 def test_what_cannot_be_meant_is_refused_with_key_and_remedy(cfg, words):
     with pytest.raises(ConfigError) as refused:
-        settle(complete(cfg))
+        checked(complete(cfg))
     message = str(refused.value)
     assert len(message.splitlines()) == 1
     for word in words:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.batch.search import (
+from robust_train.policy.batch_search import (
     MARGIN,
     MOST_PROBES,
     BatchSearch,
@@ -19,7 +19,7 @@ from robust_train.batch.search import (
     micro_batch_sizes,
     next_size,
 )
-from robust_train.values import MIB
+from robust_train.readable import MIB
 
 # how good an answer is has rare exceptions, where a last probe is spent in vain
 same_machines = settings(derandomize=True)

@@ -31,14 +31,13 @@ SMALLEST = {
     "goodput.py --every 5 --minutes 0.05": rf"ours +{X}\ntorchrun 300 s +{X}\ntorchrun 10 s +{X}",
     "gpu_queue.py --rounds 2": rf"reservation: {X} ms … a poll … {X} ms … hand-over: median {X} ms",
     "journal_bounds.py --events 4000 --folder journal": rf"36,000( +{X}){{5}}\n +4,000( +{X}){{5}}",
-    "micro_batch_overhead.py --steps 2": rf"micro_batches alone: {X} µs",
+    "micro_batch_overhead.py --steps 2": rf"backward alone: {X} µs",
     "micro_batch_overhead.py --frameworks --steps 5 --rounds 1": (
         rf"accelerate: … × {X} … Lightning: … × {X} … transformers: … × {X}"
     ),
-    "plan_accuracy.py --device cpu --batch-sizes 2 --only 'cnn, digits'": rf"mean error {X} %",
     "published_queues.py --job-seconds 0.5": rf"gpu_queue: {PACKING}",
     "queue_chaos.py --rounds 1 --launchers 6 --gpus 2": r"served=\d … nothing went wrong",
-    "ranks_overhead.py --sharded --steps 1": rf"with micro_batches: {X} ms … alone: {X} µs",
+    "ranks_overhead.py --sharded --steps 1": rf"with run.backward: {X} ms … alone: {X} µs",
     "requests_overhead.py --steps 5": rf"step of a run that takes them: {X} µs",
     "sampler.py --rounds 2 --block-seconds 0.05": rf"network: … {X} % … Python alone: … {X} %",
     "scheduler.py --jobs 40 --gpus 8 --days 1": rf"memory in use: {X}% … of 4 GPUs \| fifo \| {X}",

@@ -18,9 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import preloaded
 import warm
 from robust_train import current_run
-from robust_train.cli import run_script as run_command
-from robust_train.cli.main import COMMANDS
-from robust_train.config.batch import settle
+from robust_train.cli.main import find, parse
+from robust_train.cli.run_script import overrides_of
+from robust_train.config.checks import checked
 from world import World
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,7 +176,7 @@ def _compose(config: str, words: list[str]) -> None:
             kept.append(one.input_line if first is None else f"{one.key_or_group}={first}")
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose(config, overrides=kept)
-    settle(cfg)
+    checked(cfg)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -188,15 +188,11 @@ def test_every_command_parses(page: Path):
                 _compose("robust", rest)
             case [_, "train.py", *rest]:
                 _compose("config", rest)
-            case ["robust-train", "run", *rest] if "--" in rest:
-                split = rest.index("--")
-                options = run_command.command_parser().parse_args(rest[:split])
-                run_command.overrides_of(options, rest[split + 1 :])
-            case ["robust-train", command, *rest]:
-                module = COMMANDS[command].partition(":")[0]
-                source = (ROOT / "src/robust_train/cli" / f"{module}.py").read_text()
-                for option in rest:
-                    assert not option.startswith("--") or f'"{option}"' in source, words
+            case ["robust-train", *rest]:
+                command, rest = find(rest[: rest.index(">")] if ">" in rest else rest)
+                arguments = parse(command, rest)
+                if command.name == "run":
+                    overrides_of(arguments)
             case ["just", recipe, *_]:
                 assert recipe in recipes
 

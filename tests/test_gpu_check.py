@@ -11,8 +11,9 @@ import torch
 
 from cuda_on_the_cpu import cuda_on_the_cpu
 from robust_train.cli.gpu_probe import exercise
-from robust_train.memory import in_use
-from robust_train.values import GIB, MIB, GpuInfo, GpuProcess, Inventory
+from robust_train.memory import stats as in_use
+from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
+from robust_train.readable import GIB, MIB
 from world import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks/gpu_check.py")

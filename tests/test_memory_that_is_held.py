@@ -1,7 +1,8 @@
-"""Who holds a tensor, by the name that a person knows it by; and inline attempts that ask."""
+"""Which variable holds a tensor; and inline attempts that name it."""
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 
@@ -10,9 +11,8 @@ import torch
 from torch import nn
 
 from robust_train import launch
-from robust_train.errors import TrainerFailed
-from robust_train.memory import holders
-from robust_train.memory.holders import holders_of
+from robust_train.memory.tensors import frames_of, running_frames, variables_of
+from robust_train.model.errors import TrainerFailed
 from robust_train.vision.step import Precision, apply_gradients
 
 pytestmark = pytest.mark.usefixtures("whole_heap")
@@ -25,17 +25,14 @@ class Owner:
         self.value = value
 
 
-class Slotted:
-    __slots__ = ("value",)
-
-
 def new_tensor():
     return torch.zeros(3)
 
 
 def the_holder(tensor_of):
-    """Of a tensor that nothing here refers to while it is looked for."""
-    return holders_of([tensor_of()])[0]
+    """The variable that leads to a tensor; None if there is none."""
+    found = variables_of(running_frames())
+    return found.get(id(tensor_of()), (None, None))[1]
 
 
 def test_a_list_of_a_module_is_named():
@@ -64,40 +61,53 @@ def test_an_optimizer_s_state_is_named_without_the_numbers_of_its_parameter():
     assert name.startswith("table[Parameter]['momentum'] (")
 
 
-def test_a_module_s_weight_is_named_as_its_user_writes_it(monkeypatch: pytest.MonkeyPatch):
-    # a session of thousands of tests, which is met on the way, is larger than a user's program
-    monkeypatch.setattr(holders, "MOST_PATHS", 2_000_000)
+def test_a_module_s_weight_and_its_gradient_are_named_as_their_user_writes_them():
     model = nn.Sequential(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
     assert the_holder(lambda: model[0].weight).startswith("model.0.weight (")
+    assert the_holder(lambda: model[0].weight.grad).startswith("model.0.weight.grad (")
 
 
-def test_a_function_s_closure_is_named():
-    def make():
-        inside = new_tensor()
-        return lambda: inside
+def test_the_variables_of_a_failed_function_and_of_its_causes_are_named():
+    def inner():
+        activations = [new_tensor()]
+        raise ValueError(activations[0].shape)
 
-    KEPT.append(make())
-    assert "inside (closure of" in the_holder(lambda: KEPT[0]())
-    KEPT.clear()
+    def outer():
+        try:
+            inner()
+        except ValueError as error:
+            raise RuntimeError from error
 
-
-def test_a_slot_is_named_by_its_owner():
-    owner = Slotted()
-    owner.value = new_tensor()
-    assert the_holder(lambda: owner.value).startswith("owner (local variable")
-
-
-def test_what_nothing_holds_is_said_so():
-    name = holders_of([new_tensor()])[0]
-    assert name == "no Python object"
+    with pytest.raises(RuntimeError) as raised:
+        outer()
+    names = [name for _, name in variables_of(frames_of(raised.value)).values()]
+    assert any(name.startswith("activations[0] (local variable of inner, ") for name in names)
 
 
-def test_looking_for_a_holder_holds_nothing_itself():
-    tensor = new_tensor()
-    gone = weakref.ref(tensor)
-    holders_of([tensor])
-    del tensor
-    assert gone() is None
+def test_a_tensor_that_no_variable_leads_to_has_no_holder():
+    assert the_holder(new_tensor) is None
+
+
+def test_a_search_for_holders_is_bounded():
+    many = [[number] for number in range(100_000)]
+    last = new_tensor()
+    many.append(last)
+    del last
+    assert the_holder(lambda: many[-1]) is None
+
+
+def test_a_search_for_holders_holds_nothing_itself():
+    def holds() -> weakref.ref[torch.Tensor]:
+        tensor = new_tensor()
+        variables_of(running_frames())
+        return weakref.ref(tensor)
+
+    gc.disable()
+    try:
+        assert holds()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_inline_attempt_that_left_memory_behind_says_what_holds_it(tmp_path, caplog):
@@ -120,11 +130,11 @@ def test_an_inline_attempt_that_left_memory_behind_says_what_holds_it(tmp_path, 
     )
     KEPT.clear()
     assert summary.result == "trained"
-    assert "4.0 MiB float32 (64, 16384), held by" in caplog.text
+    assert "4.0 MiB float32 (64, 16384) on cpu" in caplog.text
     events = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()]
     held = [event for event in events if event["event"] == "memory_held"]
     assert len(held) == 1
-    assert "KEPT[0]" in held[0]["description"]
+    assert "4.0 MiB more on cpu than before the first try" in held[0]["description"]
 
 
 class NoRoomForState(torch.optim.AdamW):

@@ -9,7 +9,7 @@ import torch
 
 from robust_train import find_best_device
 from robust_train.gpu.inventory import read_inventory
-from robust_train.values import MIB
+from robust_train.readable import MIB
 from world import World, wait_until
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world: World):
     assert ended.returncode == 0, ended.output
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
     assert ended.summary["result"]["test_accuracy"] >= 0.97
-    assert "GPU Memory - Allocated:" in ended.output
+    assert "GPU memory: " in ended.output
 
 
 def test_nothing_is_left_on_the_gpu_when_a_job_ended(world: World):

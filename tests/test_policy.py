@@ -7,32 +7,23 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.config.schema import RobustConfig, TrainingConfig, complete
-from robust_train.policy.decide import decide, first_attempt
+import attempts
+from attempts import decided as decide
+from attempts import gpu
+from robust_train.config.schema import RobustConfig, TrainingConfig
+from robust_train.launcher.policy_inputs import policy_settings
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import GiveUp, Retry
+from robust_train.model.failure import MEMORY_FAILURES, FailureKind
+from robust_train.model.gpu import GpuInfo
+from robust_train.model.spec import AttemptSpec
+from robust_train.policy.decide import first_attempt
 from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
-from robust_train.settings import policy_settings
-from robust_train.values import (
-    GIB,
-    MEMORY_FAILURES,
-    MIB,
-    Attempt,
-    AttemptSpec,
-    Failure,
-    FailureKind,
-    GiveUp,
-    GpuInfo,
-    Outcome,
-    Retry,
-)
-
-
-def gpu(index: int, free_gib: float) -> GpuInfo:
-    free = int(free_gib * GIB)
-    return GpuInfo(f"GPU-{index}", "A100", index, f"0000:0{index}:00.0", 80 * GIB, free, 0)
+from robust_train.readable import GIB, MIB
 
 
 def failed(spec: AttemptSpec, kind: FailureKind = FailureKind.DEVICE_OOM) -> Attempt:
-    return Attempt(spec, Outcome(Failure(kind, "out of memory")))
+    return attempts.failed(spec, kind, message="out of memory")
 
 
 def run_to_the_end(
@@ -56,89 +47,16 @@ def run_to_the_end(
         assert len(specs) < 500, "does not terminate"
 
 
-def test_halves_until_min_batch_size_then_switches_gpu_then_falls_back_to_the_cpu():
-    settings = PolicySettings(batch_size=16, min_batch_size=4, max_retries=3)
-    small, large = gpu(0, 10), gpu(1, 20)
-    # the first one was the best at the time; the other became free later
-    specs, actions, end = run_to_the_end(settings, (small, large))
-    assert [(s.device, s.batch_size) for s in specs] == [
-        ("cuda:0", 16),
-        ("cuda:0", 8),
-        ("cuda:0", 4),
-        ("cuda:1", 8),  # twice the memory of the one that failed at 4
-        ("cuda:1", 4),
-        ("cpu", 16),
-        ("cpu", 8),
-        ("cpu", 4),
-    ]
-    gpu_actions = ["halve_batch", "halve_batch", "switch_gpu", "halve_batch", "cpu_fallback"]
-    assert actions == [*gpu_actions, "halve_batch", "halve_batch"]
-    assert "cuda:0 at micro-batch 16, 8, 4" in end.reason
-    assert "cpu at micro-batch 16, 8, 4" in end.reason
-
-
-def test_gives_a_device_up_after_max_retries_smaller_batches():
-    settings = PolicySettings(batch_size=256, min_batch_size=1, max_retries=2)
-    specs, actions, _ = run_to_the_end(settings, (gpu(0, 10),))
-    assert [s.batch_size for s in specs if s.gpu] == [256, 128, 64]
-    assert actions[:3] == ["halve_batch", "halve_batch", "cpu_fallback"]
-
-
-def test_one_gpu_that_is_alike_gives_a_second_opinion_before_the_cpu_and_a_smaller_one_does_not():
-    settings = PolicySettings(batch_size=256, min_batch_size=1, max_retries=2)
-    alike = (gpu(0, 10), gpu(1, 9.5), gpu(2, 9.5), gpu(3, 5))
-    specs, actions, _ = run_to_the_end(settings, alike)
-    assert [(s.device, s.batch_size) for s in specs[:5]] == [
-        ("cuda:0", 256),
-        ("cuda:0", 128),
-        ("cuda:0", 64),
-        ("cuda:1", 64),  # the same step there is proof: nothing else is tried on GPUs
-        ("cpu", 256),
-    ]
-    assert actions[2:4] == ["switch_gpu", "cpu_fallback"]
-    specs, _, _ = run_to_the_end(settings, (gpu(0, 10), gpu(3, 5)))
-    assert [s.device for s in specs if s.gpu] == ["cuda:0"] * 3
-    only_here = replace(settings, may_switch_gpu=False)
-    assert {s.device for s in run_to_the_end(only_here, alike)[0]} == {"cuda:0", "cpu"}
-
-
 def test_a_second_opinion_that_gets_further_is_no_proof():
     settings = PolicySettings(batch_size=4, min_batch_size=4)
     one, two, three = gpu(0, 10), gpu(1, 10), gpu(2, 10)
     first = failed(first_attempt(settings, (one,)))
     decision = decide(settings, (first,), (one, two, three))
     assert isinstance(decision, Retry)
-    further = Attempt(decision.spec, replace(first.outcome, end_step=900))
+    further = replace(failed(decision.spec), end_step=900)
     third = decide(settings, (first, further), (one, two, three))
     assert isinstance(third, Retry)
     assert third.spec.device == "cuda:2"
-
-
-def test_a_gpu_below_the_required_memory_is_not_tried():
-    settings = PolicySettings(batch_size=4, min_batch_size=4, min_gpu_memory_bytes=30 * GIB)
-    specs, _, _ = run_to_the_end(settings, (gpu(0, 10), gpu(1, 20)))
-    assert [s.device for s in specs] == ["cuda:0", "cpu"]
-
-
-def test_a_gpu_that_was_chosen_by_the_user_is_not_left_for_another():
-    settings = PolicySettings(batch_size=4, min_batch_size=4, may_switch_gpu=False)
-    specs, _, _ = run_to_the_end(settings, (gpu(0, 10), gpu(1, 20)))
-    assert [s.device for s in specs] == ["cuda:0", "cpu"]
-
-
-def test_gives_up_instead_of_the_cpu_where_that_is_not_allowed():
-    settings = PolicySettings(batch_size=8, min_batch_size=4, allow_cpu_fallback=False)
-    specs, _, end = run_to_the_end(settings, (gpu(0, 10),))
-    assert all(s.gpu for s in specs)
-    assert "allow_cpu_fallback is false" in end.reason
-
-
-def test_host_oom_takes_workers_away_before_it_halves_and_never_changes_the_device():
-    settings = PolicySettings(batch_size=8, min_batch_size=4, num_workers=4)
-    specs, actions, _ = run_to_the_end(settings, (gpu(0, 10), gpu(1, 20)), FailureKind.HOST_OOM)
-    assert {s.device for s in specs} == {"cuda:0"}
-    assert [s.num_workers for s in specs] == [4, 2, 1, 0, 0]
-    assert actions == ["fewer_workers"] * 3 + ["halve_batch"]
 
 
 def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
@@ -245,7 +163,7 @@ def test_bugs_and_interruptions_are_never_retried(settings, gpus, kind, memory_f
 
 def test_the_defaults_of_a_policy_are_those_of_the_configuration():
     defaults = PolicySettings(batch_size=TrainingConfig.batch_size)
-    configured = policy_settings(complete({}))
+    configured = policy_settings(RobustConfig())
     assert configured == replace(
         defaults,
         num_workers=TrainingConfig.num_workers,

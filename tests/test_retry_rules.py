@@ -6,27 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.config.batch import settle
-from robust_train.config.retry_rules import retry_rules
-from robust_train.config.schema import complete
-from robust_train.errors import ConfigError
+import attempts
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
 from robust_train.failures import bounded_search
-from robust_train.policy.decide import decide, first_attempt
-from robust_train.policy.rules import with_gpu_at_fault
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import Decision, GiveUp, Retry, RetryRule
+from robust_train.model.errors import ConfigError
+from robust_train.model.failure import FailureKind
+from robust_train.model.gpu import GpuInfo
+from robust_train.policy.context import excluded_after
+from robust_train.policy.decide import first_attempt, with_rule
 from robust_train.policy.sizes import PolicySettings
-from robust_train.policy.unhealthy import excluded_after
-from robust_train.values import (
-    GIB,
-    Attempt,
-    Decision,
-    Failure,
-    FailureKind,
-    GiveUp,
-    GpuInfo,
-    Outcome,
-    Retry,
-    RetryRule,
-)
+from robust_train.readable import GIB
 
 GPUS = tuple(
     GpuInfo(f"GPU-{i}", "A100", i, f"0000:0{i}:00.0", 80 * GIB, 20 * GIB, 0) for i in range(2)
@@ -37,14 +29,14 @@ def settings_with(*rules: RetryRule) -> PolicySettings:
     return PolicySettings(batch_size=64, min_batch_size=16, rules=rules)
 
 
-def failed(settings: PolicySettings, **outcome: object) -> Attempt:
-    kind = outcome.pop("kind", FailureKind.BUG)
-    failure = Failure(kind, "ValueError: the loss is nan")
-    return Attempt(first_attempt(settings, GPUS[:1]), Outcome(failure, **outcome))
+def failed(settings: PolicySettings, **record: object) -> Attempt:
+    kind = record.pop("kind", FailureKind.BUG)
+    spec = first_attempt(settings, GPUS[:1])
+    return attempts.failed(spec, kind, message="ValueError: the loss is nan", **record)
 
 
 def decided(settings: PolicySettings, *history: Attempt) -> Decision:
-    return decide(settings, history, GPUS)
+    return attempts.decided(settings, history, GPUS)
 
 
 def test_a_bug_that_the_user_knows_is_tried_again_so_often_without_progress():
@@ -59,7 +51,7 @@ def test_a_bug_that_the_user_knows_is_tried_again_so_often_without_progress():
         pauses.append(retry.pause_seconds)
     assert pauses == [10, 20]
     assert isinstance(decided(settings, *[attempt] * 3), GiveUp)
-    further = replace(attempt, outcome=replace(attempt.outcome, saved_step=4, saves=1))
+    further = replace(attempt, saved_step=4, saves=1)
     assert isinstance(decided(settings, attempt, attempt, further), Retry)
 
 
@@ -139,22 +131,22 @@ def test_a_smaller_batch_down_to_the_smallest_and_then_the_next_rule():
 
 def test_a_gpu_that_the_user_blames_is_excluded_and_left_like_one_whose_hardware_failed():
     settings = settings_with(RetryRule("exclude_gpu", message="nan", times=1))
-    attempt = with_gpu_at_fault(settings, (), failed(settings, end_step=3))
-    assert set(excluded_after(attempt.outcome.failure, GPUS[:1], (1,))) == {"GPU-0"}
+    attempt = with_rule(settings, (), failed(settings, end_step=3))
+    assert set(excluded_after(attempt.failure, GPUS[:1], (1,))) == {"GPU-0"}
     retry = decided(settings, attempt)
     assert isinstance(retry, Retry)
     assert (retry.action, retry.spec.device) == ("switch_gpu", "cuda:1")
     assert "retry.rules[0] (1 of 1): exclude_gpu" in retry.reason
     second = failed(settings, end_step=4)
-    assert with_gpu_at_fault(settings, (attempt,), second) == second, "once was wanted"
+    assert with_rule(settings, (attempt,), second) == second, "once was wanted"
     on_cpu = replace(second, spec=first_attempt(settings, ()))
-    assert with_gpu_at_fault(settings, (), on_cpu) == on_cpu
+    assert with_rule(settings, (), on_cpu) == on_cpu
 
 
 def test_what_was_stopped_on_request_is_no_failure():
     settings = settings_with(RetryRule("exclude_gpu", message="."))
     attempt = failed(settings, stopped_for="halve_batch")
-    assert with_gpu_at_fault(settings, (), attempt) == attempt
+    assert with_rule(settings, (), attempt) == attempt
 
 
 @pytest.mark.parametrize(
@@ -175,7 +167,7 @@ def test_what_was_stopped_on_request_is_no_failure():
 )
 def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: list[str]):
     with pytest.raises(ConfigError) as refused:
-        retry_rules(complete({"retry": {"rules": [rule]}}), is_script=False)
+        checked(complete({"retry": {"rules": [rule]}}))
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value)
@@ -184,15 +176,17 @@ def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: li
 def test_a_rule_that_refers_to_a_key_that_is_not_there_is_refused_with_its_key():
     rule = {"message": "${nowhere}", "then": "stop"}
     with pytest.raises(ConfigError, match=r"^retry\.rules: .*nowhere"):
-        settle(complete({"retry": {"rules": [rule]}}))
+        checked(complete({"retry": {"rules": [rule]}}))
 
 
 def test_a_script_has_exit_codes_and_no_exceptions():
-    rules = complete({"retry": {"rules": [{"exit_code": 7, "then": "retry", "times": 5}]}})
-    assert retry_rules(rules, is_script=True) == (RetryRule("retry", exit_code=7, times=5),)
+    script = {"trainer": {"argv": ["./train"]}}
+    rules = [{"exit_code": 7, "then": "retry", "times": 5}]
+    config = checked(complete({**script, "retry": {"rules": rules}}))
+    assert config.retry.rules == (RetryRule("retry", exit_code=7, times=5),)
     for rule in ({"exception": "X", "then": "stop"}, {"exit_code": -9, "then": "stop"}):
         with pytest.raises(ConfigError, match=r"retry.rules\[0\].ex"):
-            retry_rules(complete({"retry": {"rules": [rule]}}), is_script=True)
+            checked(complete({**script, "retry": {"rules": [rule]}}))
 
 
 def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from robust_train.events import MemoryReported
+from robust_train.model.events import MemoryReported
 
 
 def what_it_was_given(cfg):
@@ -152,7 +152,7 @@ def catches_everything_and_stops_politely(cfg, run):
             path = run.checkpoint_dir / f"step-{step}"
             path.write_text(str(step))
             run.checkpoint_saved(path, step)
-            from robust_train.errors import Interrupted
+            from robust_train.model.errors import Interrupted
 
             raise Interrupted
         run.progress(step)
@@ -190,7 +190,7 @@ def prints(cfg):
 
 def openmp_settings(cfg):
     """As they were when torch was loaded: what this process says now comes too late for that."""
-    environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    environ = Path("/proc/self/environ").read_bytes().split(b"\0")
     pairs = (pair.decode().partition("=") for pair in environ)
     return {name: value for name, _, value in pairs if name.startswith(("OMP_WAIT", "GOMP_"))}
 
@@ -280,7 +280,7 @@ def stops_once_then_completes(cfg, run):
     path = run.checkpoint_dir / "when-preempted"
     path.touch()
     run.checkpoint_saved(path, 1)
-    from robust_train.errors import Interrupted
+    from robust_train.model.errors import Interrupted
 
     raise Interrupted
 
@@ -296,12 +296,16 @@ def splits_within_a_budget(cfg, run):
 
     budgets = json.loads(os.environ["BATCH_BUDGETS"])
     budget = budgets.get(os.environ.get("CUDA_VISIBLE_DEVICES") or "cpu", 10**9)
-    batches = run.micro_batches(torch.zeros(cfg.training.batch_size, 1), training=True)
-    for micro in batches:
-        with micro:
-            if len(micro) > budget:
-                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    return {"repeats": batches.repeats, "part": len(micro)}
+    sizes = []
+
+    def loss_of(part):
+        sizes.append(len(part))
+        if len(part) > budget:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return (part * torch.ones((), requires_grad=True)).mean()
+
+    run.backward(loss_of, torch.zeros(cfg.training.batch_size, 1))
+    return {"repeats": sum(size > budget for size in sizes), "part": sizes[-1]}
 
 
 def cpu_waits_for_go(cfg):

@@ -1,10 +1,11 @@
-"""Commands and fork servers that begin as forks of one interpreter with their imports done.
+"""Commands and their interpreters that begin as forks of one process with the imports done.
 
 What follows is the real command: its own process, arguments, environment, output and signals; only
 the seconds for imports and for Hydra's first composition are paid once a worker. It becomes a child
-of the test's process. A command is born with a twin, which waits to become its fork server; a fork
-server of the test's own process is forked when it is wanted. A second server of a command, and one
-whose environment matters before ``main``, start as users' do.
+of the test's process. A command is born with a twin, which waits to become its reaper and forks
+itself where the real one starts an interpreter; the reaper of a launch in the test's own process is
+forked when it is wanted. A second reaper of a command, and an interpreter whose environment matters
+before ``main``, start as users' do.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _REQUEST_BYTES = 1 << 17
 _IMPORTS = (
     "robust_train.cli.jobs",
-    "robust_train.execution.at_hand",
-    "robust_train.execution.server",
+    "robust_train.launcher.interpreters",
+    "robust_train.attempt.interpreter",
     "robust_train.report.html",
 )
 _LARGE_IMPORTS = {
@@ -217,8 +218,8 @@ def _fork_there(request: Mapping[str, Any], descriptors: Sequence[int], kind: st
     return pid
 
 
-class ForkServers:
-    """Stands in for :mod:`subprocess` where the launcher starts its fork server."""
+class Reapers:
+    """Stands in for :mod:`subprocess` where the launcher starts its reaper."""
 
     def __init__(self, twin: tuple[int, socket.socket] | None = None) -> None:
         self._twins = [] if twin is None else [twin]
@@ -229,23 +230,18 @@ class ForkServers:
         return getattr(subprocess, name)
 
     def Popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Have a fork become ``python -c _START path control events argv…``."""
-        read_before = _read_before if self._is_command else _of_importance(_environ())
-        is_other = _of_importance(options["env"]) != read_before
+        """Have a fork become ``python -I -S reaper.py control …``."""
         # a job that a sweep has forked is no parent of the twin
-        has_none = self._is_command and not (self._twins and os.getpid() == self._owner)
-        if is_other or has_none:
+        if self._is_command and not (self._twins and os.getpid() == self._owner):
             return subprocess.Popen(args, **options)
         request = {
-            "is": "fork server",
-            "path": args[3],
-            "argv": args[6:],
+            "is": "reaper",
+            "argv": args[5:],
             "environ": dict(options["env"]),
             "cwd": os.getcwd(),
         }
         null = os.open(os.devnull, os.O_RDONLY)
-        stdin = 0 if options["stdin"] is None else null
-        descriptors = [*options["pass_fds"], stdin, options["stdout"], options["stderr"]]
+        descriptors = [options["pass_fds"][0], null, options["stdout"], options["stderr"]]
         if self._twins:
             pid, twin = self._twins.pop()
             socket.send_fds(twin, [json.dumps(request).encode()], descriptors)
@@ -272,7 +268,7 @@ def _environ() -> dict[str, str]:
     """Return the environment of the server."""
     hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-    # as shared_machine_environment() does for every fork server
+    # as shared_machine_environment() does for every interpreter
     return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **kept}
 
 
@@ -310,7 +306,7 @@ def _server(kind: str = "") -> socket.socket:
 
 def _serve(connection: socket.socket) -> None:
     """Fork for each request; return in the fork, which is to be the command."""
-    # where the first one wants a fork server: its launcher blocks them meanwhile
+    # where the first one wants a reaper: its launcher blocks them meanwhile
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 5)
@@ -326,8 +322,8 @@ def _serve(connection: socket.socket) -> None:
                     connection = socket.socket(fileno=descriptors[0])
                     _import_large(request["imports"])
                     continue
-                if request["is"] == "fork server":
-                    _be_fork_server(request, descriptors)
+                if request["is"] == "reaper":
+                    _be_reaper(request, descriptors)
                 _become(request, descriptors)
                 return
             connection.send(str(fork).encode())
@@ -339,8 +335,8 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """Make this process the command, with a twin that may become its fork server."""
-    from robust_train.execution import fork_server
+    """Make this process the command, with a twin that may become its reaper."""
+    from robust_train.launcher import interpreters
 
     argv = request["argv"]
     runs_a_job = argv[0] not in ("-c", "-m") or "train" in argv or "--" in argv
@@ -353,10 +349,8 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     faulthandler.register(_SHOW_STACKS, file=2)
     _adopt(request)
     if twin is not None:
-        fork_server.subprocess = ForkServers(twin)
-    for name in _large:
-        del sys.modules[name]
-    sys.meta_path.insert(0, _Hidden())
+        interpreters.subprocess = Reapers(twin)
+    _hide_large_modules()
     sys.argv = request["argv"]
     first = os.getcwd() if argv[0] in ("-c", "-m") else argv[0].rpartition("/")[0]
     paths = os.environ.get("PYTHONPATH", "").split(":")
@@ -398,25 +392,84 @@ def _be_twin(command: socket.socket) -> NoReturn:
     if not data:
         os._exit(0)
     command.close()
-    _be_fork_server(json.loads(data), received)
+    _be_reaper(json.loads(data), received)
 
 
-def _be_fork_server(request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Do what the launcher's ``_START`` does in a new interpreter."""
+def _be_reaper(request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """Do what a new interpreter does that runs the reaper."""
+    from robust_train.host import reaper
+
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     os.setsid()
-    control, events, *streams = descriptors
+    control, *streams = descriptors
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     _adopt(request)
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.path[:] = eval(request["path"])
-    sys.argv[:] = ["-c", str(control), str(events), *request["argv"]]
-    from robust_train.execution import server
-
-    server.main()
+    sys.argv[:] = ["reaper.py", str(control), *request["argv"]]
+    while os.getppid() != int(request["argv"][0]):  # it adopts this process
+        time.sleep(0.001)
+    os.posix_spawn = _fork_interpreter
+    reaper.main()
     os._exit(0)
+
+
+_posix_spawn = os.posix_spawn
+
+
+def _fork_interpreter(
+    path: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    file_actions: Sequence[tuple[int, ...]],
+    setsid: bool,
+    setsigmask: Sequence[int],
+) -> int:
+    """Do what :func:`os.posix_spawn` does for an interpreter of the launcher's, by a fork."""
+    if _of_importance(environ) != _read_before:
+        return _posix_spawn(
+            path, argv, environ, file_actions=file_actions, setsid=setsid, setsigmask=setsigmask
+        )
+    if (pid := os.fork()) == 0:
+        _be_interpreter(argv, environ, file_actions, setsigmask)
+    return pid
+
+
+def _be_interpreter(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    file_actions: Sequence[tuple[int, ...]],
+    setsigmask: Sequence[int],
+) -> NoReturn:
+    """Do what a new interpreter does that runs ``python -m robust_train.attempt``."""
+    os.posix_spawn = _posix_spawn
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, setsigmask)
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, *_STOP_SIGNALS):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+    for _, stream, number in file_actions:
+        os.dup2(stream, number)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed the folder
+            if int(name) > 2 and not os.get_inheritable(int(name)):
+                os.close(int(name))
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    _adopt({"environ": environ, "cwd": os.getcwd()})
+    _hide_large_modules()
+    sys.argv[:] = argv[1:]
+    from robust_train.attempt import interpreter
+
+    interpreter.main()
+
+
+def _hide_large_modules() -> None:
+    for name in _large:
+        del sys.modules[name]
+    sys.meta_path.insert(0, _Hidden())
 
 
 def _adopt(request: dict[str, Any]) -> None:

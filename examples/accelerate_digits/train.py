@@ -42,15 +42,15 @@ def network(width, dropout):
 def accuracy(accelerator, model, loader, run):
     """Share of the samples that are recognised, by all processes together."""
     model = accelerator.unwrap_model(model).eval()
+
+    def hits(batch):
+        images, labels = batch
+        return (model(images).argmax(1) == labels).sum().item()
+
     right = total = 0
     with torch.no_grad():
         for batch in loader:
-            parts = run.micro_batches(batch, training=False)
-            for micro in parts:
-                with micro:
-                    images, labels = micro.data
-                    micro.keep((model(images).argmax(1) == labels).sum().item())
-            right, total = right + sum(parts.kept), total + parts.samples
+            right, total = right + sum(run.forward(hits, batch, model)), total + len(batch[1])
     counts = torch.tensor([right, total], device=accelerator.device)
     right, total = accelerator.reduce(counts).tolist()
     return right / total
@@ -78,14 +78,15 @@ def train(cfg, run):
         DataLoader(validation, cfg.training.batch_size),
     )
     loop = RobustLoop(accelerator, model, training, cfg=cfg, run=run)
+
+    def loss_of(batch):
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels)
+
     for _ in loop.epochs(cfg.training.epochs):
         model.train()
         for batch in loop.batches():
-            for micro in loop.micro_batches(batch):
-                with micro:
-                    images, labels = micro.data
-                    loss = nn.functional.cross_entropy(model(images), labels)
-                    micro.backward(loss, scaler=accelerator.scaler)
+            loop.backward(loss_of, batch)
             accelerator.clip_grad_norm_(model.parameters(), cfg.training.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

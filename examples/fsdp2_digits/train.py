@@ -73,6 +73,10 @@ def train(cfg, run):
     in_epoch = -(-len(labels) // per_step)
     run.started(step)
 
+    def loss_of(batch):
+        x, y = (tensor.to(cfg.device) for tensor in batch)
+        return nn.functional.cross_entropy(model(x), y)
+
     def save():
         # every rank gives its share, the first writes
         weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(**WHOLE))
@@ -86,16 +90,12 @@ def train(cfg, run):
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
         chosen = order[number * per_step : (number + 1) * per_step]
         mine = chosen[run.rank :: run.world_size]
-        parts = run.micro_batches((images[mine], labels[mine]), model)
-        for micro in parts:
-            with micro:
-                x, y = (tensor.to(cfg.device) for tensor in micro.data)
-                micro.backward(nn.functional.cross_entropy(model(x), y))
+        loss = run.backward(loss_of, (images[mine], labels[mine]), model)
         nn.utils.clip_grad_norm_(model.parameters(), cfg.training.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        run.progress(step, loss=parts.loss)
+        run.progress(step, loss=loss)
         stops = run.stop_requested
         if run.checkpoint_due or stops:
             save()
@@ -108,10 +108,10 @@ def train(cfg, run):
 def accuracy(model, images, labels, cfg, run):
     """Share of the digits that are recognised. All ranks have equally many passes."""
     model.eval()
-    parts = run.micro_batches((images, labels), model, training=False)
+
+    def hits(batch):
+        x, y = (tensor.to(cfg.device) for tensor in batch)
+        return (model(x).argmax(1) == y).sum().item()
+
     with torch.no_grad():
-        for micro in parts:
-            with micro:
-                x, y = (tensor.to(cfg.device) for tensor in micro.data)
-                micro.keep((model(x).argmax(1) == y).sum().item())
-    return sum(parts.kept) / parts.samples
+        return sum(run.forward(hits, (images, labels), model)) / len(labels)

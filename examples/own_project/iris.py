@@ -24,15 +24,17 @@ def train(cfg, run):
     done = resume(run, model, optimizer)
     step = done * -(-len(x_train) // in_a_step)
     run.started(step)
+
+    def loss_of(batch):
+        x, y = batch
+        return criterion(whole(x.to(cfg.device)), y.to(cfg.device))
+
     for epoch in range(done + 1, cfg.training.epochs + 1):
         order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(epoch))
         for chosen in order.split(in_a_step):  # the same samples however they are split
             mine = chosen[run.rank :: run.world_size]
             optimizer.zero_grad()
-            for micro in run.micro_batches((x_train[mine], y_train[mine]), whole):
-                with micro:
-                    x, y = micro.data
-                    micro.backward(criterion(whole(x.to(cfg.device)), y.to(cfg.device)))
+            run.backward(loss_of, (x_train[mine], y_train[mine]), whole)
             optimizer.step()
             step += 1
             run.progress(step)

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train import Interrupted, Run
+from robust_train import Interrupted, launch
 
 
 def digits():
@@ -48,13 +48,13 @@ def save(run, step, **state):
 
 def accuracy(model, images, labels, cfg, run):
     """Share of the digits that are recognised; also found where only a part fits into memory."""
-    parts = run.micro_batches((images, labels), training=False)
+
+    def hits(batch):
+        x, y = (tensor.to(cfg.device) for tensor in batch)
+        return (model(x).argmax(1) == y).sum().item()
+
     with torch.no_grad():
-        for micro in parts:
-            with micro:
-                x, y = (tensor.to(cfg.device) for tensor in micro.data)
-                micro.keep((model(x).argmax(1) == y).sum().item())
-    return sum(parts.kept) / parts.samples
+        return sum(run.forward(hits, (images, labels), model)) / len(labels)
 
 
 def train(cfg, run):
@@ -76,6 +76,10 @@ def train(cfg, run):
     in_epoch = -(-len(labels) // per_step)
     run.started(step)
 
+    def loss_of(batch):
+        x, y = (tensor.to(cfg.device) for tensor in batch)
+        return nn.functional.cross_entropy(whole(x), y)
+
     def checkpoint():
         if run.is_main:
             save(run, step, model=model.state_dict(), optimizer=optimizer.state_dict())
@@ -85,15 +89,11 @@ def train(cfg, run):
         shuffled = torch.Generator().manual_seed(cfg.training.seed + epoch)
         order = torch.randperm(len(labels), generator=shuffled)
         mine = order[number * per_step : (number + 1) * per_step][run.rank :: run.world_size]
-        parts = run.micro_batches((images[mine], labels[mine]), whole)
-        for micro in parts:
-            with micro:
-                x, y = (tensor.to(cfg.device) for tensor in micro.data)
-                micro.backward(nn.functional.cross_entropy(whole(x), y))
+        loss = run.backward(loss_of, (images[mine], labels[mine]), whole)
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        run.progress(step, loss=parts.loss)
+        run.progress(step, loss=loss)
         stops = run.stop_requested
         if run.checkpoint_due or stops:
             checkpoint()
@@ -104,22 +104,9 @@ def train(cfg, run):
 
 
 def worker(config):
-    """Run ``train`` as one of Ray's workers, from the newest checkpoint in the run folder."""
-    import ray.train.torch
-    from omegaconf import OmegaConf
-
-    cfg = OmegaConf.create(config["cfg"])
-    cfg.device = str(ray.train.torch.get_device())
-    context, run_dir = ray.train.get_context(), Path(config["run_dir"])
-    run = Run(
-        run_dir=run_dir,
-        resume_checkpoint=max(run_dir.glob("checkpoints/step-*.pt"), default=None),
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-    )
-    accuracy = train(cfg, run)
-    if run.is_main:
-        print(f"accuracy {accuracy:.3f}")
+    """Run ``train`` as one of Ray's workers: one rank of the job in the run folder."""
+    summary = launch(train, config["cfg"], run_dir=config["run_dir"])
+    print(f"accuracy {summary.result:.3f}")
 
 
 def main(run_dir="outputs/ray_digits", workers=2):
@@ -134,10 +121,11 @@ def main(run_dir="outputs/ray_digits", workers=2):
         "lr": 1e-3,
         "seed": 1,
     }
+    device = {} if torch.cuda.is_available() else {"auto_device": False, "device": "cpu"}
     trainer = TorchTrainer(
         worker,
         train_loop_config={
-            "cfg": {"model": {"width": 32}, "training": training},
+            "cfg": {"model": {"width": 32}, "training": training, **device},
             "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
         },
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),

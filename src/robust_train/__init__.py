@@ -9,20 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from robust_train.cli.door import hydra_main
-    from robust_train.errors import (
-        AttemptsExhausted,
-        ConfigError,
-        Interrupted,
-        JobInterrupted,
-        NoDevice,
-        NoProgress,
-        TrainerFailed,
-        UserError,
-    )
+    from robust_train.attempt.run import Run
+    from robust_train.attempt.script.current_run import current_run
+    from robust_train.cli.train import hydra_main
     from robust_train.failures import classify_exit, classify_failure
+    from robust_train.folder.summary import Summary
     from robust_train.gpu.best import find_best_device
-    from robust_train.launcher import launch
+    from robust_train.launcher.entry import launch
     from robust_train.memory import (
         GPUMemoryContext,
         cleanup_model_memory,
@@ -38,61 +31,65 @@ if TYPE_CHECKING:
         save_checkpoint,
         set_memory_fraction,
     )
-    from robust_train.microbatch.batcher import MicroBatcher
-    from robust_train.microbatch.find_batch_size import find_batch_size
-    from robust_train.microbatch.oom_handler import (
-        OOMHandler,
-        adaptive_batch_training,
-        retry_on_oom,
+    from robust_train.model.errors import (
+        AttemptsExhausted,
+        ConfigError,
+        Interrupted,
+        JobInterrupted,
+        NoDevice,
+        NoProgress,
+        TrainerFailed,
+        UserError,
     )
-    from robust_train.microbatch.probing import FoundBatchSize
-    from robust_train.planning.memory_plan import MemoryPlan, plan_memory
-    from robust_train.run import Run
-    from robust_train.runfolder.load_runs import load_runs
-    from robust_train.runfolder.summary import Summary
-    from robust_train.script.current_run import current_run
-    from robust_train.values import Evidence, Failure, FailureKind
+    from robust_train.model.failure import Evidence, Failure, FailureKind
+    from robust_train.step.batcher import MicroBatcher
+    from robust_train.step.oom_handler import OOMHandler, adaptive_batch_training, retry_on_oom
+    from robust_train.step.probing import FoundBatchSize, find_batch_size
+    from robust_train.sweep.load_runs import load_runs
 
 # fmt: off
 __all__ = [
     "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
-    "GPUMemoryContext", "Interrupted", "JobInterrupted", "MemoryPlan", "MicroBatcher", "NoDevice",
+    "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
     "NoProgress", "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError",
     "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
     "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
-    "hydra_main", "launch", "load_runs", "log_gpu_memory_stats", "plan_memory",
+    "hydra_main", "launch", "load_runs", "log_gpu_memory_stats",
     "print_cuda_memory_info", "reset_peak_memory_stats", "retry_on_oom", "safe_tensor_to_cpu",
     "save_checkpoint", "set_memory_fraction",
 ]
 # fmt: on
 
 _NAMES = {
-    "cli.door": "hydra_main",
-    "errors": (
+    "cli.train": "hydra_main",
+    "model.errors": (
         "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
         "TrainerFailed UserError"
     ),
     "failures": "classify_exit classify_failure",
     "gpu.best": "find_best_device",
-    "launcher": "launch",
+    "launcher.entry": "launch",
     "memory": (
         "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
         "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "
         "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats safe_tensor_to_cpu "
         "save_checkpoint set_memory_fraction"
     ),
-    "microbatch.batcher": "MicroBatcher",
-    "microbatch.find_batch_size": "find_batch_size",
-    "microbatch.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
-    "microbatch.probing": "FoundBatchSize",
-    "planning.memory_plan": "MemoryPlan plan_memory",
-    "run": "Run",
-    "runfolder.load_runs": "load_runs",
-    "runfolder.summary": "Summary",
-    "script.current_run": "current_run",
-    "values": "Evidence Failure FailureKind",
+    "step.batcher": "MicroBatcher",
+    "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
+    "step.probing": "FoundBatchSize find_batch_size",
+    "attempt.run": "Run",
+    "sweep.load_runs": "load_runs",
+    "folder.summary": "Summary",
+    "attempt.script.current_run": "current_run",
+    "model.failure": "Evidence Failure FailureKind",
 }
+_PLAN_IS_GONE = (
+    "is gone: training.batch_size=auto finds the largest batch that fits; "
+    "`accelerate estimate-memory` predicts a model's memory"
+)
+_GONE = {"MemoryPlan": _PLAN_IS_GONE, "plan_memory": _PLAN_IS_GONE}
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
@@ -101,6 +98,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("robust-train")
+    if name in _GONE:
+        raise ImportError(f"robust_train.{name} {_GONE[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'robust_train' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)

@@ -23,15 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 else:
     _HOMES = {
-        "FakeTensor": "torch._subclasses.fake_tensor",
-        "FakeTensorMode": "torch._subclasses.fake_tensor",
         "TorchDispatchMode": "torch.utils._python_dispatch",
         "tree_leaves": "torch.utils._pytree",
         "tree_map_with_path": "torch.utils._pytree",
@@ -68,20 +64,6 @@ def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def copy_at_once(torch: Any, targets: Sequence[Any], sources: Sequence[Any]) -> None:
     """Copy each source into its target, of one device and number format: one kernel for all."""
     torch._foreach_copy_(targets, sources)
-
-
-def graph_number(tensor: Any) -> int:
-    """Return the number of the operation that computed ``tensor``; -1 if none did."""
-    try:
-        return -1 if tensor.grad_fn is None else int(tensor.grad_fn._sequence_nr())
-    except (RuntimeError, AttributeError):
-        return -1
-
-
-def autograd_sequence_number(torch: Any) -> int | None:
-    """Return the number that autograd gives this thread's next operation; None if not available."""
-    get = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return None if get is None else int(get())
 
 
 def clear_cublas_workspaces(torch: Any) -> None:
@@ -123,7 +105,7 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
 
 def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
     """Have ``on_step`` called after every step of every torch optimizer of this process. Returns
-    what ends that; None where torch is not loaded, or others have hooks there: adding to them while
+    what ends that; None if torch is not loaded, or others have hooks there: adding to them while
     another thread goes through them would raise over there."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
@@ -135,6 +117,11 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 
     remove: Callable[[], None] = register(step_is_done).remove
     return remove
+
+
+def base_executable() -> str:
+    """Return the interpreter that a virtual environment is made of, whose path names no project."""
+    return str(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def run_exit_handlers() -> None:
@@ -177,6 +164,13 @@ def returned_or_raised(job: Any) -> Any:
 def typed_nodes(config: Any) -> dict[str, object]:
     """Return a structured config's own nodes, which keep their types in another config."""
     return {name: config._get_node(name) for name in config}
+
+
+def replace_node(config: Any, name: str, node: Any) -> None:
+    """Put ``node``, of any type, in place of one of a structured config's own."""
+    node._set_parent(config)
+    node._set_key(name)
+    config._content[name] = node
 
 
 def format_of(handler: logging.Handler) -> str | None:
@@ -233,7 +227,7 @@ def hook_and_delay(wrapper: Any) -> tuple[bool, bool]:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return how many collectives a process group has begun; the same where nobody counts them."""
+    """Return how many collectives a process group has begun; the same where no one counts them."""
     try:
         return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):  # a wrapper around several backends may refuse
@@ -251,11 +245,6 @@ def has_own_collectives(module: Any) -> bool:
     used = {type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)}
     ours = {"NotedAllGather", "NotedReduceScatter"}
     return not used <= {"DefaultAllGather", "DefaultReduceScatter", *ours}
-
-
-def storage_key(tensor: Any) -> int:
-    """Return a number that the tensors of one storage share."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def shifts_labels(trainer: Any) -> bool:

@@ -75,7 +75,7 @@ def write_json(
 
 def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
     """Move what a folder holds into ``earlier-<n>`` there, but for names that match ``stays``;
-    return the new folder, None where there was nothing. Raises OSError: that is not possible."""
+    return the new folder, None if there was nothing. Raises OSError: that is not possible."""
     left = [
         item
         for item in folder.iterdir()
@@ -124,6 +124,36 @@ class LineFile:
                     file.seek(-1, os.SEEK_END)
                     return file.read(1) != b"\n"
         return False
+
+
+class Spacing:
+    """Decides which of the lines that come often are written: ever fewer as time passes.
+
+    Each kind may fill ``budget`` bytes at once. Later its lines are a share of its time apart that
+    grows with their length, so that ten times the time adds about two budgets.
+    """
+
+    _MOST_KINDS = 100
+
+    def __init__(self, budget: int = 256 * 1024) -> None:
+        self._budget = budget
+        self._seen: dict[str, tuple[float, float, int]] = {}  # first and last time, bytes written
+
+    def known(self, kind: str) -> str:
+        """Return the kind that counts: the same for all that come after too many others."""
+        # a trainer may name an event of its own for each step
+        return kind if kind in self._seen or len(self._seen) < self._MOST_KINDS else ""
+
+    def passes(self, kind: str, length: int, now: float) -> bool:
+        """Return whether a line of ``length`` bytes is to be written."""
+        kind = self.known(kind)
+        first, last, written = self._seen.get(kind, (now, now, 0))
+        gap = (now - first) * length / self._budget
+        # a clock that was set back must not end the record
+        if written + length > self._budget and 0 <= now - last < gap:
+            return False
+        self._seen[kind] = first, now, written + length
+        return True
 
 
 def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
@@ -243,11 +273,15 @@ def _value(hint: Any, value: Json, where: str) -> Any:
         return tuple(_value(inner[0], one, where) for one in value)
     if isinstance(value, Mapping):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return _build(kind, value, where)
+            own = getattr(kind, "parse", None)
+            return _build(kind, value, where) if own is None else own(value)
         if issubclass(kind, Mapping):
             return dict(value)
-    if issubclass(kind, Enum) and value in [one.value for one in kind]:
-        return kind(value)
+    if issubclass(kind, Enum):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if kind is float and type(value) is int and abs(value) < _LARGEST:
         return float(value)
     if type(value) is kind:  # exactly: a bool is no int
@@ -256,9 +290,10 @@ def _value(hint: Any, value: Json, where: str) -> Any:
 
 
 def as_json(value: object) -> Json:
-    """Return a value in JSON's types, a dataclass as an object with all its fields."""
+    """Return a value in JSON's types; a dataclass by its own ``as_json``, else with all fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        own = getattr(value, "as_json", None)
+        return fields_as_json(value) if own is None else own()
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -266,6 +301,12 @@ def as_json(value: object) -> Json:
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     return value
+
+
+def fields_as_json(value: object) -> dict[str, Json]:
+    """Return all fields of a dataclass, in JSON's types."""
+    assert dataclasses.is_dataclass(value)
+    return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
 
 
 def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Json:

@@ -6,9 +6,10 @@ import contextlib
 import datetime
 import difflib
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from robust_train.values import GIB, MIB
+MIB = 1024**2
+GIB = 1024**3
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -125,3 +126,15 @@ def named_line(error: BaseException) -> str:
     """Return :func:`first_line` after the error's type, as a traceback ends."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
+    """Return rows of cells as lines of plain columns; those numbered in ``right`` end flush."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

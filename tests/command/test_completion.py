@@ -22,12 +22,13 @@ done
 def test_bash_completes_commands_keys_and_choices(capsys: pytest.CaptureFixture[str]):
     assert main(["completion"]) == 0
     expected = {
-        "robust-train ru": "runs  run ",
+        "robust-train ru": "run  runs ",
         "robust-train run stat": "status ",
         "robust-train memory sn": "snapshot ",
+        "robust-train memory clear --f": "--force ",
         "robust-train train model=lo": "lora ",
         "python train_robust.py -m training.effective": "training.effective_batch_size=",
-        "robust-train plan hydra/l": "hydra/launcher=gpu_queue ",
+        "robust-train train hydra/l": "hydra/launcher=gpu_queue ",
         "python other.py mod": "",
         "python pretrain.py mod": "",
         "python train.py mod": "",

@@ -13,8 +13,8 @@ import pytest
 
 from robust_train import ConfigError, launch
 from robust_train.cli.main import main
-from robust_train.runfolder import detach
-from robust_train.runfolder.run_list import choose_run, find_runs
+from robust_train.folder.run_list import choose_run, find_runs
+from robust_train.launcher import detach
 from terminal import run_at_a_terminal
 from world import World, wait_until
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_run_is_refused_in_the_foreground(
 ):
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--detach", "device=7", "--", "true"]) == 2
-    assert capfd.readouterr().err.startswith("device=7: accepted are")
+    assert capfd.readouterr().err.startswith("device=7: must be")
     with pytest.raises(ConfigError, match="only a command goes on in the background"):
         launch(lambda cfg: None, {"detach": True, "device": "cpu"})
     assert find_runs() == []

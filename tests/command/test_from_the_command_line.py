@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from command_world import CommandWorld, script
-from robust_train.cli.run_script import main
 from robust_train.config.names import name_of_program
 
 EVERYTHING = [
@@ -131,52 +130,6 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
     (folder,) = scripts.folder.glob("outputs/*/*")
     assert folder.name.split("_", 1)[1].startswith("a_b_c_")
     assert (folder / "summary.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ([], ["no program to run", "--"]),
-        (["stauts"], ["stauts: did you mean status?", "-- stauts"]),
-        (["--batch-size", "8"], ["no program to run"]),
-        (["--batch-size", "8", "--"], ["no program to run"]),
-        (["python3", "train.py"], ["no program to run"]),
-        (["python3", "--", "train.py"], ["python3", "key=value"]),
-        (["--batch-size", "0", "--", "ls"], ["--batch-size", "0", "1 or more"]),
-        (["--batch-size", "many", "--", "ls"], ["--batch-size", "many", "integer"]),
-        (["--max-retries", "-1", "--", "ls"], ["--max-retries"]),
-        (["--nosuch", "--", "ls"], ["--nosuch"]),
-        (["--", "ls", "{batch_size}"], ["batch size", "--batch-size N"]),
-        (["--batch-size", "8", "--min-batch-size", "9", "--", "ls"], ["9", "--batch-size 8"]),
-        (["--resume-argv", "'x", "--", "ls"], ["--resume-argv", "quotation"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_wrong_usage_is_one_line(
-    typed: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit) as end:
-        main(typed)
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert all(word in line for word in words)
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        (["max_retrys=3", "--", "ls"], ["did you mean max_retries?"]),
-        (["training.batch_size=x", "--", "ls"], ["training.batch_size=x", "an integer"]),
-        (["--device", "gpu7", "--", "ls"], ["device=gpu7", "cuda:<number>"]),
-        (["--", "no_such_program"], ["no_such_program", "PATH"]),
-        (["--batch-size", "8", "--", "ls", "{batchsize}"], ["did you mean {batch_size}?"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_is_refused_in_one_line(scripts: CommandWorld, typed: list[str], words: list[str]):
-    ended = scripts.run(*typed)
-    ended.was_refused(words)
-    assert not scripts.run_dir.exists()
 
 
 @pytest.mark.parametrize(

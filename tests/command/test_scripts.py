@@ -15,11 +15,12 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from command_world import SCRIPTS, CommandWorld, argv, script
-from robust_train.errors import ConfigError, Interrupted
-from robust_train.execution.runner import stop_trainer
-from robust_train.run import Run
-from robust_train.script import command
-from robust_train.script.command import CommandSettings
+from robust_train.attempt.run import Run
+from robust_train.attempt.runner import stop_trainer
+from robust_train.attempt.script import command
+from robust_train.attempt.script.command import check_command
+from robust_train.config.checks import checked
+from robust_train.model.errors import ConfigError, Interrupted
 from simulated_nvml import Gpu, Machine
 from terminal_screen import lines_shown
 from two_gpu_machine import A, B
@@ -216,7 +217,8 @@ def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(
     assert all(held for *_, held in told), "the script does not hold the reservation"
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
     assert "CUDA out of memory" in ended.attempts[0]["message"]
-    evidence = next(e for e in ended.journal if e["event"] == "attempt_ended")["evidence"]
+    record = next(e for e in ended.journal if e["event"] == "attempt_ended")["record"]
+    evidence = record["failure"]["evidence"]
     assert evidence["requested_bytes"] == 2 * 1024**3
 
 
@@ -308,7 +310,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(overrides: list[str], words: 
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", overrides=["trainer=command", *overrides])
     with pytest.raises(ConfigError) as refused:
-        CommandSettings.of(cfg)
+        check_command(checked(cfg))
     assert "\n" not in str(refused.value)
     assert all(word in str(refused.value) for word in words)
 
@@ -317,7 +319,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(overrides: list[str], words: 
     ("overrides", "words"),
     [
         ([], ["trainer.argv", "must be given"]),
-        (["trainer.argv=python"], ["trainer.argv", "accepted is a list"]),
+        (["trainer.argv=python"], ["trainer.argv", "must be a list"]),
         (["trainer.argv=[ls]", "isolation=none"], ["isolation=none", "process of its own"]),
         (["trainer.argv=[ls]", "trainer.argvs=1"], ["trainer.argvs", "did you mean argv?"]),
     ],

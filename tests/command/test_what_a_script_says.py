@@ -11,13 +11,21 @@ import tempfile
 import tracemalloc
 import zipfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from robust_train.events import (
+from robust_train.attempt.run import Run
+from robust_train.attempt.script.checkpoint_watch import CheckpointWatch, stamps
+from robust_train.attempt.script.current_run import ScriptRun, appending_to
+from robust_train.attempt.script.messages import LineReader, NotUnderstood, Result, parse
+from robust_train.config.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
+from robust_train.folder.manifests import is_whole
+from robust_train.host.linux import release_blocks
+from robust_train.launcher.ending import failure_of_script, last_words, without_escapes
+from robust_train.model.attempt import Exit
+from robust_train.model.events import (
     CheckpointSaved,
     Event,
     Progress,
@@ -25,15 +33,7 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
-from robust_train.execution.linux import release_blocks
-from robust_train.run import Run
-from robust_train.runfolder.manifests import is_whole
-from robust_train.script.checkpoint_watch import CheckpointWatch, stamps
-from robust_train.script.current_run import ScriptRun, appending_to
-from robust_train.script.ending import last_words, script_failure, without_escapes
-from robust_train.script.messages import LineReader, NotUnderstood, Result, parse
-from robust_train.script.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
-from robust_train.values import FailureKind
+from robust_train.model.failure import FailureKind
 
 VALUES = ScriptValues(
     batch_size=16,
@@ -246,13 +246,11 @@ def test_only_what_is_new_and_at_rest_is_found(tmp_path: Path):
     assert watch.newest(at_rest=True) == new
 
 
-def test_a_kill_by_the_kernel_is_asked_for_only_after_sigkill():
-    killed = mock.Mock(return_value=True)
-
-    assert script_failure(ScriptEnded(-9, 5), "", killed).kind is FailureKind.HOST_OOM
-    assert script_failure(ScriptEnded(137, 5), "", killed).kind is FailureKind.HOST_OOM
-    assert script_failure(ScriptEnded(1, 5), "", killed).kind is FailureKind.BUG
-    assert killed.call_count == 2
+def test_a_kill_by_the_kernel_counts_only_after_sigkill():
+    killed = Exit(oom_killed=True)
+    assert failure_of_script(ScriptEnded(-9, 5), killed).kind is FailureKind.HOST_OOM
+    assert failure_of_script(ScriptEnded(137, 5), killed).kind is FailureKind.HOST_OOM
+    assert failure_of_script(ScriptEnded(1, 5), killed).kind is FailureKind.BUG
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,7 @@ def test_a_kill_by_the_kernel_is_asked_for_only_after_sigkill():
 def test_without_a_word_the_exit_status_tells_why(
     returncode: int, tail: str, kind: FailureKind, message: str
 ):
-    failure = script_failure(ScriptEnded(returncode, 5), tail, lambda: False)
+    failure = failure_of_script(ScriptEnded(returncode, 5), Exit(output=tail, oom_killed=False))
     assert failure.kind is kind
     assert message in failure.message
 

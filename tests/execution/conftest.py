@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from robust_train.config.schema import complete
-from robust_train.events import Event
-from robust_train.execution import at_hand, fork_server
-from robust_train.execution.library_imports import libraries_of
-from robust_train.execution.process import ProcessExecutor
-from robust_train.execution.request import AttemptRequest
-from robust_train.execution.signals import SignalWatch
-from robust_train.execution.trainer_ref import TrainerRef
-from robust_train.values import Outcome
-
-# where they differ, libraries would have to be imported anew
-_OF_ONE_TEST = ("PYTEST_CURRENT_TEST", "XDG_CACHE_HOME")
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.config.request import AttemptRequest
+from robust_train.config.trainer_ref import TrainerRef
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.ending import ended
+from robust_train.launcher.process import ProcessExecutor
+from robust_train.model.attempt import Attempt
+from robust_train.model.errors import ConfigError
+from robust_train.model.events import Event, Failed, Finished
+from robust_train.model.spec import AttemptSpec
 
 
 class Attempts:
@@ -44,24 +43,28 @@ class Attempts:
         stop_grace_seconds: float = 20.0,
         on_event: Callable[[Event], None] = lambda event: None,
         **keys: Any,
-    ) -> Outcome:
+    ) -> Attempt:
         """Run the trainer at ``path`` once, with these keys of the config."""
 
+        attempt = Attempt(1, AttemptSpec((), 8, 1))
+
         def take(event: Event) -> None:
-            self.events.append(event)
-            on_event(event)
+            nonlocal attempt
+            attempt = attempt.after(event)
+            if not isinstance(event, (Finished, Failed)):
+                self.events.append(event)
+                on_event(event)
 
         given = {"device": "cpu", "training": {"batch_size": 8}, "trainer": {}, **keys}
         cfg = complete(given)
         ref = TrainerRef(path)
         self.events = []
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        for name in _OF_ONE_TEST:
-            environ.pop(name, None)
         request = AttemptRequest(
             trainer=ref,
             cfg=cfg,
             hydra_cfg=None,
+            config=checked(cfg),
             attempt=1,
             run_dir=self.run_dir,
             resume_checkpoint=None,
@@ -69,29 +72,18 @@ class Attempts:
             cwd=str(self.run_dir.parent),
             stop_grace_seconds=stop_grace_seconds,
         )
-        with pytest.MonkeyPatch.context() as patch:
-            for name in _OF_ONE_TEST:
-                patch.delenv(name, raising=False)
-            executor = ProcessExecutor(ref, libraries_of(ref), cfg, self.run_dir, SignalWatch())
-            try:
-                return executor.run(request, take)
-            finally:
-                executor.close(keep_server=True)
-
-
-@pytest.fixture(scope="module")
-def _warm() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in _OF_ONE_TEST:
-            patch.delenv(name, raising=False)
-        with pytest.MonkeyPatch.context() as real:  # a script's server has no torch
-            real.setattr(fork_server, "subprocess", subprocess)
-            at_hand.warm_up(())
-    yield
-    at_hand.discard()
+        executor = ProcessExecutor(ref, cfg, SignalWatch(), has_standby=False)
+        try:
+            process_exit = executor.run(request, take)
+            if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
+                raise ConfigError(attempt.ending.config_error)
+            whole = replace(attempt, exit=process_exit)
+            return ended(whole, 1.0, log=request.log_file, stacks=request.stacks_file)
+        finally:
+            executor.close()
 
 
 @pytest.fixture
-def attempts(tmp_path: Path, _warm: None) -> Attempts:
-    """A run folder whose attempts are forks of one server for all tests of a file."""
+def attempts(tmp_path: Path) -> Attempts:
+    """A run folder to run attempts in."""
     return Attempts(tmp_path)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from robust_train.config.schema import complete
-from robust_train.events import Event, UserEvent
-from robust_train.execution import attempt_clock
-from robust_train.execution.environment import attempt_environment
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.launcher import attempt_clock, interpreters
+from robust_train.launcher.environment import attempt_environment
 from robust_train.memory.allocator import VARIABLE
-from robust_train.settings import launcher_settings
-from robust_train.values import FailureKind
+from robust_train.model.events import Event, UserEvent
+from robust_train.model.failure import FailureKind
 from world import wait_until
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def test_a_process_that_dies_is_an_outcome(
 def test_a_scripts_end_is_classified_by_its_report_its_exit_status_and_its_output(
     attempts: Attempts, code: str, kind: FailureKind | None, words: str
 ):
-    outcome = attempts.run("robust_train.script.command.train", **command("bash", "-c", code))
+    outcome = attempts.run(
+        "robust_train.attempt.script.command.train", **command("bash", "-c", code)
+    )
     if kind is None:
         assert outcome.failure is None
     else:
@@ -94,9 +97,12 @@ def command(*argv: str, **more: Any) -> dict[str, Any]:
     return {"trainer": {"argv": list(argv), **more}}
 
 
-def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts: Attempts):
+def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(interpreters, "subprocess", subprocess)  # as users' start, not as a fork
     code = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps; true"
-    attempts.run("robust_train.script.command.train", **command("sh", "-c", code))
+    attempts.run("robust_train.attempt.script.command.train", **command("sh", "-c", code))
     assert (attempts.run_dir / "attempt-1.log").read_text().split() == ["pipe", "0"]
 
 
@@ -164,8 +170,8 @@ def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(
 )
 def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, argv, by_index):
     trainer = {} if argv is None else {"trainer": {"argv": argv}}
-    settings = launcher_settings(complete({"cuda_visible_devices": names, **trainer}))
-    assert settings.gpus_by_index is by_index
+    config = checked(complete({"cuda_visible_devices": names, **trainer}))
+    assert config.gpus_by_index is by_index
 
 
 def test_allocator_settings_of_the_user_come_first():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import multiprocessing
 import os
 import re
 import select
@@ -22,7 +21,18 @@ import numpy
 import pytest
 import torch
 
-from robust_train.events import (
+from robust_train.attempt import rank
+from robust_train.attempt.run import STOP, Run
+from robust_train.files import plain, write_json
+from robust_train.host import wire
+from robust_train.host.job_logging import lose_lines_quietly
+from robust_train.host.screen import Screen, never_blocking_output
+from robust_train.host.signals import stop_signal
+from robust_train.host.votes import Votes
+from robust_train.host.wire import EventSender, read_events
+from robust_train.launcher.attempt_output import AttemptLog
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import (
     CheckpointSaved,
     EpochEnded,
     Event,
@@ -34,19 +44,8 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
-from robust_train.execution import rank, wire
-from robust_train.execution.attempt_output import AttemptLog
-from robust_train.execution.fork_messages import receive_descriptors, send_descriptors
-from robust_train.execution.hydra_state import lose_lines_quietly
-from robust_train.execution.progress import AttemptProgress
-from robust_train.execution.screen import Screen, never_blocking_output
-from robust_train.execution.signals import stop_signal
-from robust_train.execution.votes import Votes
-from robust_train.execution.wire import EventSender, read_events
-from robust_train.files import plain, write_json
-from robust_train.run import STOP, Run
-from robust_train.runfolder.summary import AttemptRecord, gpu_memory_summary
-from robust_train.values import Attempt, AttemptSpec
+from robust_train.model.spec import AttemptSpec
+from robust_train.report.narration import gpu_memory_summary
 from world import wait_until
 
 
@@ -197,20 +196,9 @@ def test_a_launcher_that_is_gone_is_not_the_trainers_trouble(channel):
     send.flush()
 
 
-def test_an_attempt_whose_launcher_is_killed_before_it_has_sent_the_locks_is_not_started():
-    here, there = multiprocessing.Pipe()
-    with here:
-        send_descriptors(there, [there.fileno()])
-        for descriptor in receive_descriptors(here):
-            os.close(descriptor)
-        there.close()
-        with pytest.raises(EOFError):
-            receive_descriptors(here)
-
-
 _A_WORKER = """
 import multiprocessing, os, signal, sys, time
-from robust_train.execution.runner import stop_on_signals
+from robust_train.attempt.runner import stop_on_signals
 
 def ignores_sigint(ready):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as pools of workers usually do
@@ -275,7 +263,7 @@ def _is_pending(pid: int, signum: int) -> bool:
 
 _UNDER_SUBMITIT = """
 import os, signal, subprocess, sys
-from robust_train.execution.runner import stop_on_signals
+from robust_train.attempt.runner import stop_on_signals
 stops = []
 with stop_on_signals(lambda: stops.append(1), is_script=sys.argv[1] == "script"):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -310,23 +298,20 @@ def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignor
 
 def test_progress_is_folded_from_events():
     events = [Progress(3), CheckpointSaved("a", 3), Progress(5), Finished("done", step=6)]
-    progress = AttemptProgress()
+    attempt = fresh = Attempt(1, AttemptSpec((), 8, 1))
     for event in events:
-        progress = progress.after(event)
-    outcome = progress.outcome(None, 1.0)
-    assert (outcome.end_step, outcome.result) == (6, "done")
-    assert (outcome.saved_step, outcome.saves) == (3, 1)
+        attempt = attempt.after(event)
+    assert (attempt.end_step, attempt.result) == (6, "done")
+    assert (attempt.saved_step, attempt.saves) == (3, 1)
     # a trainer that saves without a step has saved the last one it reported, if any
-    assert progress.after(CheckpointSaved("b")).saved_step == 6
-    assert AttemptProgress().after(CheckpointSaved("b")).outcome(None, 1.0).saved_step is None
+    assert attempt.after(CheckpointSaved("b")).saved_step == 6
+    assert fresh.after(CheckpointSaved("b")).saved_step is None
 
 
 def test_a_script_may_report_any_of_the_memory_figures_alone():
     spec = AttemptSpec((), batch_size=8, gradient_accumulation_steps=1)
-    outcome = (
-        AttemptProgress().after(MemoryReported("mine", max_allocated=2**30)).outcome(None, 1.0)
-    )
-    shown = gpu_memory_summary(AttemptRecord(Attempt(spec, outcome)))
+    attempt = Attempt(1, spec).after(MemoryReported("mine", max_allocated=2**30))
+    shown = gpu_memory_summary(attempt)
     assert shown is not None
     assert "Max Allocated: 1.00 GB" in shown
 
@@ -342,7 +327,7 @@ def test_what_cannot_be_shown_is_dropped_and_said_later():
         shown += os.read(read_end, 1 << 16)
         screen.show()
     assert len(shown) < 2_000_000
-    assert b"output were not shown" in shown
+    assert b"Output truncated: no one was reading" in shown
     os.close(read_end)
     os.close(write_end)
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.events import Failed, Finished
-from robust_train.execution.root_cause import RankEnd, root_cause
-from robust_train.execution.votes import Votes
-from robust_train.run import CHECKPOINT, STOP, Run
-from robust_train.values import Failure, FailureKind
+from robust_train.attempt.run import CHECKPOINT, STOP, Run
+from robust_train.host.votes import Votes
+from robust_train.launcher.root_cause import RankEnd, root_cause
+from robust_train.model.events import Failed, Finished
+from robust_train.model.failure import Failure, FailureKind
 
 
 def failed(rank: int, kind: str, at: float, **more: Any) -> RankEnd:

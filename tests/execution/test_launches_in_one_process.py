@@ -14,7 +14,7 @@ _BEGIN = """
 import json, os, sys, threading
 import psutil
 import robust_train
-from robust_train.execution import linux
+from robust_train.host import linux
 
 def launch(number):
     cfg = {"device": "cpu", "auto_device": False, "trainer": {}}
@@ -88,7 +88,7 @@ def test_importing_the_package_registers_no_fork_hooks(world: World):
 import os
 hooks = []
 os.register_at_fork = lambda **given: hooks.append(given)
-import robust_train.launcher, robust_train.cli.jobs
+import robust_train.launcher.job, robust_train.cli.jobs
 ours = [h for h in hooks if any(f.__module__.startswith("robust_train") for f in h.values())]
 print(ours)
 """

@@ -14,31 +14,36 @@ from dataclasses import replace
 import pytest
 from rich.text import Text
 
-from robust_train.execution import screen
-from robust_train.execution.live_area import LiveArea, Rows
+from attempts import gpu
+from robust_train.folder.state import RunState
+from robust_train.host import screen
+from robust_train.host.live_area import LiveArea, Rows
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec, Speed
 from robust_train.report.status import Pace, status_lines
-from robust_train.runfolder.state import RunState
-from robust_train.values import Speed
 from terminal_screen import lines_shown
 
+GROUP = (gpu(1, 20), gpu(2, 20))
 RUNNING = RunState(
     *("1-a", "lora_flowers102", "/run", 7, "box", "me", 0.0, 0.0),
     state="running",
-    attempt=2,
-    device="cuda:1",
-    ranks=2,
-    batch_size=16,
-    gradient_accumulation_steps=4,
-    effective_batch_size=128,
-    micro_batch=8,
-    step=100,
-    total_steps=400,
-    loss=0.123456,
-    memory={"allocated": 3 << 30},
+    attempt=Attempt(
+        2,
+        AttemptSpec(GROUP, 16, 4, ranks=2),
+        end_step=100,
+        total_steps=400,
+        micro_batch=8,
+        loss=0.123456,
+        memory={"allocated": 3 << 30},
+        speed=(Speed(100, 0.5, 0.6, samples_per_second=256.0),),
+    ),
     checkpoint="/run/checkpoints/step-50.pt",
     checkpoint_step=50,
-    speed=(Speed(100, 0.5, 0.6, samples_per_second=256.0),),
 )
+
+
+def at_step(step: int) -> RunState:
+    return replace(RUNNING, attempt=replace(RUNNING.attempt, end_step=step))
 
 
 def pace_of(*states: tuple[float, RunState]) -> Pace:
@@ -49,10 +54,10 @@ def pace_of(*states: tuple[float, RunState]) -> Pace:
 
 
 def test_the_status_says_everything_about_a_running_attempt():
-    begun = replace(RUNNING, step=80, checkpoint=None, checkpoint_step=None)
+    begun = replace(at_step(80), checkpoint=None, checkpoint_step=None)
     pace = pace_of((0.0, begun), (10.0, RUNNING))
     assert status_lines(RUNNING, pace, 75.0, 160)[0] == (
-        "running 1:15 · attempt 2 on cuda:1 · micro-batch 16 → 8 × 4 × 2 processes"
+        "running 1:15 · attempt 2 on cuda:1,cuda:2 · micro-batch 16 → 8 × 4 × 2 processes"
     )
     assert status_lines(RUNNING, pace, 20.0, 160)[1:] == [
         "━" * 12 + "─" * 36 + "  25 %",
@@ -71,7 +76,7 @@ def test_a_waiting_job_says_for_what():
 
 def test_a_script_that_knows_no_batch_and_no_steps_has_neither():
     script = RunState(*("1-a", "script", "/run", 7, "box", "me", 0.0, 0.0), state="running")
-    script = replace(script, attempt=1, device="cpu")
+    script = replace(script, attempt=Attempt(1, AttemptSpec((), 1, 1, has_batch=False)))
     lines = status_lines(script, pace_of((0.0, script)), 1.0, 80)
     assert lines == ["running 0:01 · attempt 1 on the CPU"]
 
@@ -86,7 +91,7 @@ def test_no_line_of_the_status_is_wider_than_the_terminal(columns: int):
 
 
 def test_steps_of_minutes_have_a_speed_as_well():
-    begun, later = replace(RUNNING, step=1), replace(RUNNING, step=2)
+    begun, later = at_step(1), at_step(2)
     pace = pace_of((0.0, begun), (100.0, later), (190.0, later))
     assert "step 2/400 · 1.28 samples/s" in status_lines(later, pace, 190.0, 160)[2]
     assert pace.steps_per_second(400.0) is None, "nothing moves"
@@ -164,7 +169,7 @@ def test_output_scrolls_above_the_status_and_bars_stay_whole(
     terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch, columns: int
 ):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("robust_train.execution.live_area.REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("robust_train.host.live_area.REFRESH_SECONDS", 0.0)
     reads, descriptor = terminal
     resize(descriptor, columns)
     area = LiveArea(descriptor)
@@ -212,7 +217,7 @@ def test_a_terminal_that_nobody_reads_holds_nobody_up(
         for number in range(2000):
             screen.show(descriptor, b"z" * 1000 + b"\n")
             area.show([Text(f"step {number}")])
-        assert "of output were not shown, for nobody read them" in shown_on(reads)
+        assert "Output truncated: no one was reading" in shown_on(reads)
 
 
 def test_the_status_goes_on_where_somebody_reads_again(
@@ -265,7 +270,8 @@ def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(
 
 def test_steps_are_counted_where_the_samples_are_unknown():
     unknown = (Speed(100, 0.5, 0.6),)
-    for speed in (unknown, None):
-        begun, later = (replace(RUNNING, step=step, speed=speed) for step in (1, 9))
+    for speed in (unknown, ()):
+        attempts = (replace(RUNNING.attempt, end_step=step, speed=speed) for step in (1, 9))
+        begun, later = (replace(RUNNING, attempt=attempt) for attempt in attempts)
         pace = pace_of((0.0, begun), (4.0, later))
         assert "step 9/400 · 2 steps/s" in status_lines(later, pace, 4.0, 160)[2]

@@ -14,30 +14,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.config.schema import complete
-from robust_train.events import (
-    Event,
-    MemoryReported,
-    NoProgress,
-    PauseLearned,
-    Progress,
-    TrainingStarted,
-)
-from robust_train.execution import flight_recorder, stall_watch
-from robust_train.execution.request import AttemptRequest
-from robust_train.execution.signals import SignalWatch
-from robust_train.execution.stall import (
+from robust_train.config.composition import complete
+from robust_train.config.request import AttemptRequest
+from robust_train.config.schema import RobustConfig
+from robust_train.config.trainer_ref import TrainerRef
+from robust_train.failures.stack import where_it_stands
+from robust_train.folder.journal import JobStarted
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher import flight_recorder, stall_watch
+from robust_train.launcher.run_folder import RunFolder
+from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
     STARTUP_SECONDS,
     Pulse,
     Standstill,
     standstill,
 )
-from robust_train.execution.stall_watch import StallWatch
-from robust_train.execution.trainer_ref import TrainerRef
-from robust_train.failures.stack import where_it_stands
-from robust_train.runfolder.folder import RunFolder
-from robust_train.runfolder.journal import JobStarted
+from robust_train.launcher.stall_watch import StallWatch
+from robust_train.model.events import (
+    Event,
+    MemoryReported,
+    PauseLearned,
+    Progress,
+    StallWarning,
+    TrainingStarted,
+)
 from simulated_nvml import Gpu, Machine
 
 times = st.floats(0, 1e6)
@@ -122,7 +123,7 @@ class Clock:
 
 
 class Watched:
-    """Two processes, under a shell in place of the fork server, and who watches them.
+    """Two processes, under a shell, and who watches them.
 
     Five seconds pass between two polls.
     """
@@ -131,14 +132,15 @@ class Watched:
         self, folder: Path, clock: Clock, longest: float = 0.0, runs: str = "sleep 1000"
     ) -> None:
         code = f"{runs} & echo $!; sleep 1000 & echo $!; wait"
-        self.server = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True)
-        assert self.server.stdout is not None
-        self.pids = [int(self.server.stdout.readline()) for _ in range(2)]
+        self.shell = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True)
+        assert self.shell.stdout is not None
+        self.pids = [int(self.shell.stdout.readline()) for _ in range(2)]
         self.events: list[Event] = []
         request = AttemptRequest(
             trainer=TrainerRef("trainers.any"),
             cfg=complete({}),
             hydra_cfg=None,
+            config=RobustConfig(),
             attempt=1,
             run_dir=folder,
             resume_checkpoint=None,
@@ -147,7 +149,7 @@ class Watched:
             stall_timeout_seconds=None,
             longest_pause=longest,
         )
-        self.watch = StallWatch(request, self.server.pid, self.events.append)
+        self.watch = StallWatch(request, self.pids, self.events.append)
         self._clock = clock
 
     def signal(self, signum: int, *pids: int) -> None:
@@ -171,7 +173,7 @@ class Watched:
     def close(self) -> None:
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
-        self.server.communicate()
+        self.shell.communicate()
 
 
 @pytest.fixture
@@ -190,14 +192,14 @@ def watched(tmp_path: Path, clock: Clock) -> Iterator[Watched]:
 
 def test_silence_is_a_hang_after_ten_minutes_or_before_progress_after_thirty(watched: Watched):
     assert watched.wait(1750) is None
-    assert [type(event) for event in watched.events] == [NoProgress], "at half of the time, once"
+    assert [type(event) for event in watched.events] == [StallWarning], "at half of the time, once"
     watched.watch.on_event(TrainingStarted(0))
     watched.watch.on_event(Progress(1))
     assert watched.wait(590) is None
     stands = watched.wait(100)
     assert stands is not None
     assert stands.what.startswith("no progress for 10 min")
-    assert [type(event) for event in watched.events] == [NoProgress, NoProgress]
+    assert [type(event) for event in watched.events] == [StallWarning, StallWarning]
 
 
 def test_who_prints_has_time_for_a_long_evaluation(watched: Watched):
@@ -306,10 +308,11 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
         f"""
         import os
         from pathlib import Path
-        from robust_train.config.schema import complete
-        from robust_train.execution import stall_watch
-        from robust_train.execution.request import AttemptRequest
-        from robust_train.execution.trainer_ref import TrainerRef
+        from robust_train.config.composition import complete
+        from robust_train.config.schema import RobustConfig
+        from robust_train.launcher import stall_watch
+        from robust_train.config.request import AttemptRequest
+        from robust_train.config.trainer_ref import TrainerRef
 
         class Clock:
             now = 0.0
@@ -318,10 +321,11 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
 
         stall_watch.time = clock = Clock()
         request = AttemptRequest(
-            TrainerRef("trainers.any"), complete({{}}), None, 1, Path(), None, {{}}, "/",
+            TrainerRef("trainers.any"), complete({{}}), None, RobustConfig(), 1, Path(), None,
+            {{}}, "/",
             stall_timeout_seconds=None, gpu_uuids=("{machine.uuid(0)}",),
         )
-        watch = stall_watch.StallWatch(request, os.getpid(), lambda event: None)
+        watch = stall_watch.StallWatch(request, [os.getpid()], lambda event: None)
         stands = None
         while stands is None and clock.now < 4000:
             clock.now += 4.0
@@ -335,7 +339,7 @@ STACKS = """\
 process 12 (python train.py, stopped)
 Thread 12 MainThread (most recent call first):
   File "/home/u/train.py", line 33 in train
-  File "/repo/src/robust_train/execution/runner.py", line 136 in call_trainer
+  File "/repo/src/robust_train/attempt/runner.py", line 136 in call_trainer
 
 process 14 (python worker, sleeping)
 Thread 14 MainThread (most recent call first):
@@ -348,7 +352,7 @@ Thread 0x00 (most recent call first):
 Current thread 0x01 (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/distributed/x.py", line 4 in all_reduce
   File "/home/u/train.py", line 35 in reduce
-  File "/repo/src/robust_train/execution/runner.py", line 136 in call_trainer
+  File "/repo/src/robust_train/attempt/runner.py", line 136 in call_trainer
 rank 1 (process 12, stopped)
 """
 

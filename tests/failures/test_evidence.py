@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from robust_train.failures import classify_failure
-from robust_train.failures.advice import with_fitting_advice
-from robust_train.values import Clue, Evidence, FailureKind, Outcome
+from robust_train.failures.advice import advice_for, with_advice
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Clue, Evidence, FailureKind
+from robust_train.model.spec import AttemptSpec
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -197,7 +196,8 @@ def test_the_words_tell_what_else_there_is_to_know(message: str, clue: str | Non
 
 
 def advice_of(message: str) -> tuple[str, ...]:
-    return classify_failure(RuntimeError(message)).advice
+    failure = classify_failure(RuntimeError(message))
+    return advice_for(failure.kind, failure.evidence)
 
 
 def position(advice: tuple[str, ...], words: str) -> int:
@@ -268,10 +268,13 @@ def test_advice_fits_the_clue() -> None:
     assert not any("who else" in sentence for sentence in own)
 
 
-def fitting(error: BaseException, outcome: Outcome | None = None, **trainer: Any) -> str:
-    failed = replace(outcome or Outcome(None, end_step=3), failure=classify_failure(error))
-    given = {"num_workers": 2, "is_script": False, "is_built_in": True, **trainer}
-    failure = with_fitting_advice(failed, **given).failure
+def fitting(
+    error: BaseException, *, num_workers: int = 2, end_step: int | None = 3, **trainer: bool
+) -> str:
+    spec = AttemptSpec((), 8, 1, num_workers=num_workers)
+    attempt = Attempt(1, spec, failure=classify_failure(error), end_step=end_step)
+    given = {"is_script": False, "is_built_in": True, **trainer}
+    failure = with_advice(attempt, **given).failure
     assert failure is not None
     return "; ".join(failure.advice)
 
@@ -295,12 +298,13 @@ def test_advice_names_the_keys_that_a_trainer_has() -> None:
 
 
 def test_before_the_first_step_no_smaller_batch_is_advised() -> None:
-    assert "batch" not in fitting(MemoryError(), Outcome(None), num_workers=0)
+    assert "batch" not in fitting(MemoryError(), end_step=None, num_workers=0)
 
 
 @pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])
 def test_bugs_and_interruptions_need_no_advice(error: BaseException) -> None:
-    assert classify_failure(error).advice == ()
+    failure = classify_failure(error)
+    assert advice_for(failure.kind, failure.evidence) == ()
 
 
 @pytest.mark.parametrize(("free", "is_ours"), [("0 bytes", False), ("6.00 GiB", True)])

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from robust_train.failures import classify_exit, classify_failure
-from robust_train.values import Clue, FailureKind
+from robust_train.failures.advice import advice_for
+from robust_train.model.failure import Clue, FailureKind
 
 OOM = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 11.76 GiB of "
@@ -338,5 +339,5 @@ def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(mo
         multiprocessing.Queue()
     failure = classify_failure(raised.value)
     assert failure.kind is FailureKind.WORKER_DEATH
-    assert "shared memory" in " ".join(failure.advice)
+    assert "shared memory" in " ".join(advice_for(failure.kind, failure.evidence))
     assert classify_failure(OSError(number, "a file of the trainer's")).kind is FailureKind.BUG

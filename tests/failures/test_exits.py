@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from robust_train.failures import classify_exit
+from robust_train.failures.advice import advice_for
 from robust_train.failures.stack import native_stack_in
-from robust_train.values import Clue, Failure, FailureKind
+from robust_train.model.failure import Clue, Failure, FailureKind
 
 KILL_ME = "import os, signal; os.kill(os.getpid(), signal.{})"
 
@@ -43,7 +44,7 @@ def test_a_sigkill_that_the_cgroup_counted_is_the_hosts_memory() -> None:
 
     assert failure.kind is FailureKind.HOST_OOM
     assert failure.evidence.library == "kernel"
-    assert "num_workers" in failure.advice[0]
+    assert "num_workers" in advice_for(failure.kind, failure.evidence)[0]
 
 
 def test_a_sigkill_that_the_cgroup_did_not_count_is_an_interruption() -> None:
@@ -92,7 +93,7 @@ def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames
         "Current thread 0x2 (most recent call first):\n"
         '  File "/x/site-packages/torch/nn/functional.py", line 5 in conv\n'
         '  File "/home/me/my.py", line 3 in train\n'
-        '  File "/x/site-packages/robust_train/execution/runner.py", line 7 in call_trainer\n'
+        '  File "/x/site-packages/robust_train/attempt/runner.py", line 7 in call_trainer\n'
         '  File "<frozen runpy>", line 198 in _run_module_as_main\n\n'
         "Extension modules: yaml._yaml (total: 1)\n"
     )

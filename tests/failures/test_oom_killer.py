@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.memory.cgroups import parse_cgroups, parse_mounts
-from robust_train.memory.oom_killer import OomKillWatch
+from robust_train.host.cgroups import parse_cgroups, parse_mounts
+from robust_train.host.oom_killer import OomKillWatch
 
 V2_MOUNT = (
     "36 25 0:30 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 "

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from failures.messages import CASES
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.error_reports import PROGRAMMING_ERRORS
-from robust_train.failures.memory_patterns import KERNEL_OOM
-from robust_train.values import FailureKind
+from robust_train.failures.patterns import named
+from robust_train.model.failure import FailureKind
+
+KERNEL_OOM = named("KERNEL_OOM")
 
 # of the classes of Python itself, those that a text can make
 EXCEPTIONS = [
@@ -76,7 +78,7 @@ def test_a_mistake_of_the_program_is_a_bug_whatever_its_message(
 def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(
     logged: str, message: str, kind: type[Exception]
 ) -> None:
-    assume("Traceback" not in logged + message and not KERNEL_OOM.search(logged + message))
+    assume("Traceback" not in logged + message and not KERNEL_OOM.words.search(logged + message))
     end = f"{kind.__name__}: {' '.join(message.split())}"
 
     failure = classify_exit(1, f"{logged}\nTraceback (most recent call last):\n  File x\n{end}")
@@ -109,6 +111,6 @@ def test_a_rank_before_the_message_does_not_change_what_it_is(text: str, rank: i
 def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(
     text: str, stop: signal.Signals
 ) -> None:
-    assume(not KERNEL_OOM.search(text))  # these words are evidence against the signal
+    assume(not KERNEL_OOM.words.search(text))  # these words are evidence against the signal
 
     assert classify_exit(-stop, text).kind is FailureKind.INTERRUPTED

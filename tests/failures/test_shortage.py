@@ -57,9 +57,7 @@ class Fails(torch.nn.Linear):
 
 
 def step(model: Fails) -> None:
-    for micro in MicroBatcher().micro_batches(torch.ones(16, 4), model):
-        with micro:
-            micro.backward(model(micro.data).mean())
+    MicroBatcher().backward(lambda part: model(part).mean(), torch.ones(16, 4), model)
 
 
 def kind_of(message: str) -> str:
@@ -166,23 +164,25 @@ model = torch.nn.Conv2d(3, 16, 3)
 torch.nn.functional.conv2d(torch.zeros(1, 5, 8, 8), torch.zeros(4, 5, 3, 3))
 soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
 sizes = []
-for micro in MicroBatcher().micro_batches(torch.ones(8, 3, 8, 8), model):
-    with micro:
-        sizes.append(len(micro))
-        fill = []
-        if len(micro) == 8:
-            resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data, hard))
-            try:
-                while True:
-                    fill.append(bytearray(100_000))
-            except MemoryError:
-                del fill[-2:]  # with nothing at all left, oneDNN dies of SIGSEGV
+fill = []
+
+def loss_of(part):
+    sizes.append(len(part))
+    if len(part) == 8:
+        resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data, hard))
         try:
-            micro.backward(model(micro.data).mean())
-        finally:
-            fill.clear()
-            if len(sizes) == 2:
-                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            while True:
+                fill.append(bytearray(100_000))
+        except MemoryError:
+            del fill[-2:]  # with nothing at all left, oneDNN dies of SIGSEGV
+    try:
+        return model(part).mean()
+    finally:
+        fill.clear()
+        if len(sizes) == 2:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+MicroBatcher().backward(loss_of, torch.ones(8, 3, 8, 8), model)
 print(sizes, torch.backends.mkldnn.enabled)
 """
 

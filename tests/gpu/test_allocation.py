@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from robust_train.gpu.allocation import allocated_by
+from robust_train.gpu.visible import allocated_by
 
 
 @pytest.mark.parametrize(

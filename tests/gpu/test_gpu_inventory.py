@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from robust_train.gpu import processes
-from robust_train.values import GpuInfo, GpuProcess
+from robust_train.model.gpu import GpuInfo, GpuProcess
 from simulated_nvml import (
     DRIVER_NOT_LOADED,
     FUNCTION_NOT_FOUND,

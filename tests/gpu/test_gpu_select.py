@@ -13,7 +13,8 @@ from robust_train.gpu.select import (
     explain,
     rank,
 )
-from robust_train.values import MIB, GpuInfo
+from robust_train.model.gpu import GpuInfo
+from robust_train.readable import MIB
 
 
 def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_train.gpu.visible import Visible, mask_for, names_integers, resolve_mask, visible_gpus
-from robust_train.values import GpuInfo, Inventory, SkippedGpu
+from robust_train.model.gpu import GpuInfo, Inventory, SkippedGpu
 from simulated_nvml import Gpu, Machine
 
 MachineWith = Callable[..., Machine]

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from robust_train.gpu import nvml_session
 from robust_train.gpu.visible import Visible
+from robust_train.model.gpu import GpuInfo, GpuProcess
 from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.readable import MIB
 from robust_train.report.status import LiveStatus
-from robust_train.values import MIB, GpuInfo, GpuProcess
 from simulated_nvml import Gpu, Machine
 
 MachineWith = Callable[..., Machine]

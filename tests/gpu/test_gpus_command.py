@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import robust_train
 import warm
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 
@@ -23,21 +22,6 @@ def run(machine: Machine, *arguments: str, **environ: str) -> subprocess.Complet
     done = warm.robust_train("gpus", *arguments, environ=machine.environment(**environ))
     assert done.returncode == 0, done.stderr
     return done
-
-
-def test_a_reader_that_has_seen_enough_gets_no_traceback(machine_with: MachineWith) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stdout:
-        environ = machine_with(Gpu()).environment()
-        for command in (COMMAND, [*COMMAND[:-1], "--help"]):
-            done = subprocess.run(command, env=environ, stdout=stdout, stderr=subprocess.PIPE)
-            assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_the_version_is_printed() -> None:
-    done = subprocess.run([*COMMAND[:-1], "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, f"robust-train {robust_train.__version__}\n")
 
 
 def test_a_pipe_gets_aligned_columns(machine_with: MachineWith) -> None:

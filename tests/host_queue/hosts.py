@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.queue.queue_dir import boot_name
+from robust_train.queue.registry import QueuedJob, Registry
 from simulated_nvml import Machine
 from world import wait_until
 
@@ -65,9 +66,10 @@ class Member:
         return wait_until(told, f"{event} of {self.process.args}")
 
     def waits_at(self, position: int) -> None:
-        """Until it says that it has this place in line."""
+        """Until it says that it has this queue position."""
         wait_until(
-            lambda: (self.heard("waiting") or {}).get("position") == position, f"place {position}"
+            lambda: (self.heard("waiting") or {}).get("position") == position,
+            f"position {position}",
         )
 
     def tell(self, command: str, answer: str) -> dict[str, Any]:
@@ -123,14 +125,17 @@ class Host:
         return self.base / boot_name()
 
     def job_files(self) -> list[Path]:
-        return sorted(self.folder.glob("job.*"))
+        return sorted(self.folder.glob("record.*"))
+
+    def jobs(self) -> list[QueuedJob]:
+        """The living jobs."""
+        registry = Registry(self.base)
+        try:
+            return registry.jobs()
+        finally:
+            registry.close()
 
     def start(self, need: int, **options: str | float) -> Member:
         member = Member(self.machine, str(need), *(f"{k}={v}" for k, v in options.items()))
         self.members.append(member)
         return member
-
-    def looks(self, member: Member) -> int:
-        """How often a member has looked at GPU 0's memory."""
-        calls = self.machine.calls("nvmlDeviceGetMemoryInfo_v2")
-        return sum(call == (member.process.pid, "0") for call in calls)

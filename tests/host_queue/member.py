@@ -12,16 +12,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from robust_train.execution import sleep_until_readable
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import Visible, visible_gpus
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus
-from robust_train.values import MIB
+from robust_train.readable import MIB
 
 
 def say(event: str, **fields: Any) -> None:
@@ -55,7 +55,7 @@ def main() -> None:
         say("waiting", sentence=status.sentence(), position=status.position)
 
     def get() -> bool:
-        found = queue.wait(request, announce, sleep_until_readable)
+        found = queue.wait(request, announce, time.sleep)
         if isinstance(found, NoGpu):
             say("refused", reason=found.reason)
             return False

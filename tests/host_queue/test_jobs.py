@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Member
+import torch
+from hosts import Host, Member
 
 import warm
+from robust_train.cli.gpu_probe import exercise
 from robust_train.queue.queue_dir import boot_name
-from robust_train.queue.reservations import JobRegistry
+from robust_train.queue.registry import Registry
 from simulated_nvml import VERSION_MISMATCH, Gpu, Machine
 from world import World, is_running, wait_until
 
@@ -49,7 +52,7 @@ class Shared:
     def living(self) -> int:
         if not self.base.exists():
             return 0
-        registry = JobRegistry(self.base)
+        registry = Registry(self.base)
         try:
             return len(registry.jobs())
         finally:
@@ -93,7 +96,7 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"]["visible"] == A
     assert f"left: {taken}" in ended.output
-    assert list((host.base / boot_name()).glob("job.*")) == []
+    assert list((host.base / boot_name()).glob("record.*")) == []
 
 
 @pytest.mark.slow
@@ -297,6 +300,59 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[...,
     assert "symbolic link" in done.stdout
     assert host.command("queue").returncode == 2
     assert os.path.realpath(host.base) == "/tmp"
+
+
+def test_doctor_fails_and_probes_nothing_if_no_gpu_is_visible(shared: Callable[..., Shared]):
+    host = shared(Gpu(uuid=A))
+    environ = host.machine.environment(CUDA_VISIBLE_DEVICES="")
+    done = warm.robust_train("doctor", "--probe", "--json", environ=environ)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert [gpu["why_not"] for gpu in report["gpus"]] == ["hidden by CUDA_VISIBLE_DEVICES"]
+    assert report["probes"] == []
+    assert report["packages"].keys() >= {"torch", "robust-train"}
+    assert report["kernel"] == os.uname().release
+
+
+def test_a_probe_computes_runs_out_of_memory_and_goes_on_with_less():
+    """On the CPU, with a limit in place of a GPU's memory."""
+    script = """
+import json, resource, torch
+from robust_train.cli.gpu_probe import exercise
+total = 2**29
+torch.ones(64, 64) @ torch.ones(64, 64)
+data = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (data * 1024 + total * 5 // 8,) * 2)
+print(json.dumps(exercise(torch.device("cpu"), total)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["parts"] == 2
+    assert seen["left_bytes"] == 0
+    with pytest.raises(RuntimeError, match="twice the memory"):
+        exercise(torch.device("cpu"), 2**20)
+
+
+def test_a_probe_leaves_the_gpu_of_a_job_alone_and_fails_without_cuda(
+    host_with: Callable[..., Host],
+):
+    host = host_with(Gpu(), Gpu())
+    busy = host.start(4000).wait_for("granted")["gpu"]
+    environ = host.machine.environment()
+    done = warm.robust_train("doctor", "--probe", "--json", environ=environ)
+    assert done.returncode == 1, done.stderr
+    results = {
+        result["uuid"]: (result["passed"], result["result"])
+        for result in json.loads(done.stdout)["probes"]
+    }
+    passed, text = results.pop(busy)
+    assert passed
+    assert text.startswith("not probed: no GPU was available now: GPU ")
+    ((passed, text),) = results.values()
+    assert not passed
+    assert "torch finds no GPU" in text
+    assert len(host.job_files()) == 1
 
 
 @pytest.mark.slow

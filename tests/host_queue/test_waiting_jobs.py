@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hosts import Host, Member
+from hosts import Host
 
 import warm
-from robust_train.queue.records import decode
-from robust_train.values import MIB
+from robust_train.readable import MIB
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -113,9 +112,9 @@ def test_a_small_job_passes_where_that_cannot_delay_the_head(host_with: HostWith
     assert head.heard("granted") is None
 
 
-def test_a_job_comes_back_to_its_old_place_in_line(host_with: HostWith) -> None:
+def test_a_job_comes_back_to_its_old_queue_position(host_with: HostWith) -> None:
     host = host_with(Gpu())
-    early = host.start(4000)
+    early = host.start(4000, interval=0.5)
     early.wait_for("granted")
     late = host.start(4000)
     late.waits_at(1)
@@ -126,8 +125,6 @@ def test_a_job_comes_back_to_its_old_place_in_line(host_with: HostWith) -> None:
     early.waits_at(1)
     late.waits_at(2)
     host.machine.update(0, free_mib=40000)
-    newcomer = host.start(4000, wait="no")  # an event, upon which the head looks
-    newcomer.wait_for("refused")
     wait_until(lambda: sum(said["event"] == "granted" for said in early.said) == 2, "its turn")
     late.waits_at(1)
     assert late.heard("granted") is None
@@ -180,8 +177,7 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith
     assert "left: 0 of 3 GPUs available; GPUs 0, 1, 2: taken, one job per GPU (" in sentence
     small = host.start(4000)
     small.waits_at(2)
-    records = [decode(path.read_bytes()) for path in host.job_files()]
-    assert [record and set(record.gpus) for record in records] == [every, set(), set()]
+    assert [set(job.gpus) for job in host.jobs()] == [every, set(), set()]
     table = warm.robust_train("queue", environ=host.machine.environment())
     rows = [re.split(r"  +", row.strip()) for row in table.stdout.splitlines()[1:4]]
     assert [row[1:4] + row[5:7] for row in rows] == [
@@ -204,19 +200,13 @@ def test_a_job_of_two_gpus_moves_to_two_others_at_once_or_not_at_all(host_with: 
     other = host.start(4000)
     assert other.wait_for("granted")["gpu"] == c
     assert not pair.tell(f"move {b} {c}", "moved")["done"], "one of the two is taken"
-    ours = host.job_files()[0]
-    record = decode(ours.read_bytes())
-    assert record is not None
-    assert set(record.gpus) == {a, b}
+    assert set(host.jobs()[0].gpus) == {a, b}
     pair.tell("report 3000 1", "done")
     pair.tell("report 9000 7", "done")  # there is no such rank
-    told = decode(ours.read_bytes())
-    assert told is not None
-    assert told.taken_bytes == (None, 3000 * MIB)
+    assert host.jobs()[0].taken_bytes == (None, 3000 * MIB)
     other.end()
     assert pair.tell(f"move {c} {b}", "moved")["done"]
-    moved = decode(ours.read_bytes())
-    assert moved is not None
+    moved = host.jobs()[0]
     assert (moved.gpus, moved.taken_bytes) == ((c, b), (None, None))
     assert host.start(4000).wait_for("granted")["gpu"] == a
 
@@ -237,36 +227,6 @@ def test_time_up_leaves_the_line(host_with: HostWith) -> None:
     brief = host.start(4000, timeout=0.3)
     assert "within 0:01" in brief.wait_for("refused")["reason"]
     wait_until(lambda: len(host.job_files()) == 1, "its ticket is gone")
-
-
-@pytest.mark.slow
-def test_without_inotify_the_line_moves_all_the_same(
-    host_with: HostWith,
-) -> None:
-    host = host_with(Gpu())
-    (host.machine.folder / "sitecustomize.py").write_text(
-        "import robust_train.queue.inotify as inotify\n"
-        "def no_events(self, directory_fd):\n"
-        "    self.fd = None\n"
-        "inotify.Watch.__init__ = no_events\n"
-    )
-    path = f"{host.machine.folder}:{os.environ.get('PYTHONPATH', '')}"
-
-    def start() -> Member:
-        host.members.append(Member(host.machine, "4000", "interval=600", PYTHONPATH=path))
-        return host.members[-1]
-
-    running = start()
-    running.wait_for("granted")
-    first, second = start(), None
-    first.waits_at(1)
-    second = start()
-    second.waits_at(2)
-    running.end()
-    first.wait_for("granted")
-    second.waits_at(1)
-    first.end()
-    second.wait_for("granted")
 
 
 def state_of(pid: int) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from running_out import Fuse
 
 from forked_ranks import of_ranks
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run
 
 KINDS = {
     "plain": None,

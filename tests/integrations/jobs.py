@@ -10,7 +10,8 @@ from typing import Any
 from hydra import compose, initialize_config_module
 
 import integration_trainers
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
 from world import Ended, World
 
 # What half a batch needs is well below the limit, and what comes and goes by itself (8 MiB for
@@ -47,7 +48,7 @@ class Example:
         run = Run(run_dir=self.folder / "here", report=lambda event: events.append(event.as_json()))
         with initialize_config_module("robust_train.configs", version_base="1.3"):
             cfg = compose("config", overrides=["device=cpu", *self.arguments, *more])
-        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         integration_trainers.example(cfg, run)
         return events
 

@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from forked_ranks import of_forks, of_ranks
-from robust_train.execution.votes import Votes
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
+from robust_train.host.votes import Votes
 
 EPOCHS = 2
 SPLITS = {
@@ -77,9 +78,7 @@ def accelerate(cfg, run: Run, samples: int) -> Line:
     loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
     for _ in loop.epochs(EPOCHS):
         for batch in loop.batches():
-            for micro in loop.micro_batches(batch):
-                with micro:
-                    micro.backward(model(micro.data[0]))
+            loop.backward(lambda part: model(part[0]), batch)
             optimizer.step()
             optimizer.zero_grad()
     return line
@@ -169,7 +168,7 @@ def attempt(which: str, folder: Path, how: tuple[int, ...], resume: Path | None 
             world_size=ranks,
             flags=votes,
         )
-        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         line = globals()[which](cfg, run, samples)
         return {
             "seen": line.seen,

@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from forked_ranks import of_forks, of_ranks
-from robust_train.execution.votes import Votes
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
+from robust_train.host.votes import Votes
 
 SAMPLES = 17
 """Two steps of eight, and one sample for two ranks."""
@@ -63,23 +64,22 @@ def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None
             world_size=ranks,
             flags=votes,
         )
-        run.micro_batch_plan = MicroBatchPlan.of(cfg)
+        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         torch.manual_seed(0)
         burns = fuse if rank == ranks - 1 else Fuse()
         net = nn.Sequential(nn.Linear(1, 4), burns, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
         accelerator, model, optimizer, loader = prepared(net, effective_batch_size(cfg), ranks)
         loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
         losses, error = [], None
+
+        def loss_of(batch):
+            x = batch[0].reshape(len(batch[0]), -1)  # fails without samples
+            return ((model(x) - 1) ** 2).mean()
+
         try:
             for _ in loop.epochs(2):
                 for batch in loop.batches():
-                    parts = loop.micro_batches(batch)
-                    for micro in parts:
-                        with micro:
-                            x = micro.data[0]
-                            x = x.reshape(len(x), -1)  # fails without samples
-                            micro.backward(((model(x) - 1) ** 2).mean())
-                    losses.append(float(parts.loss))
+                    losses.append(float(loop.backward(loss_of, batch)))
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     optimizer.step()
                     optimizer.zero_grad()

@@ -12,9 +12,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.values import MEMORY_FAILURES
+from robust_train.model.failure import MEMORY_FAILURES
 
 SAMPLE_BYTES = 64 << 20
 """Of one sample in a pass; nobody writes to it, so that it takes no memory of the machine."""
@@ -114,7 +115,7 @@ class Fitted:
             resume_checkpoint=resume,
             report=lambda event: self.events.append(event.as_json()),
         )
-        self.run.micro_batch_plan = MicroBatchPlan.of(self.cfg)
+        self.run.micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
 
     @property
     def weights(self) -> torch.Tensor:

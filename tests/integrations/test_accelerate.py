@@ -20,8 +20,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 import preloaded
-from robust_train.errors import Interrupted, UserError
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
+from robust_train.model.errors import Interrupted, UserError
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
 
@@ -124,7 +125,7 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     for how in ("forward", "backward"):
         assert [rank["changed"] for rank in seen[how]] == [[], [[2, 4, 2]]]
     heard, ran_out = seen["exhausted"]
-    assert "out of memory on rank 1" in heard["error"]
+    assert heard["error"].startswith("rank 1: ")
     assert "can't allocate memory" in ran_out["error"]
     assert seen["next"][0]["started"] > [0]
     assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
@@ -194,7 +195,7 @@ def _train(
         resume_checkpoint=resume,
         report=lambda event: reports.append(event.as_json()),
     )
-    run.micro_batch_plan = MicroBatchPlan.of(cfg)
+    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     if asks is not None:
         run.request_checkpoint(asks.append)
     accelerator = accelerate.Accelerator(cpu=True, **options)
@@ -207,17 +208,14 @@ def _train(
     )
     loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
     seen: list[float] = []
+
+    def loss_of(batch):
+        seen.extend(batch[0].flatten().tolist())
+        return (model(batch[0]) ** 2).mean()
+
     for _ in loop.epochs(3):
         for batch in loop.batches():
-            for micro in loop.micro_batches(batch):
-                with micro:
-                    (x,) = micro.data
-                    seen += x.flatten().tolist()
-                    loss = (model(x) ** 2).mean()
-                    if backward is None:
-                        micro.backward(loss, scaler=accelerator.scaler)
-                    else:
-                        backward(accelerator, micro, loss)
+            loop.backward(loss_of, batch)
             optimizer.step()
             optimizer.zero_grad()
             if loop.step + 1 == stop_at:
@@ -250,15 +248,6 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path):
     weight, rest, _ = _train(tmp_path / "run", cfg, Path(last["path"]))
     assert rest == seen[22 + 16 :]
     assert torch.equal(weight, whole)
-
-
-def test_accelerates_own_backward_gives_the_same_if_the_loss_is_weighted(tmp_path: Path):
-    def own(accelerator, micro, loss):
-        accelerator.backward(loss * micro.weight)
-
-    expected, _, _ = _train(tmp_path / "ours", _cfg(2, 4))
-    weight, _, _ = _train(tmp_path / "own", _cfg(2, 4), backward=own)
-    torch.testing.assert_close(weight, expected)
 
 
 def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.FixtureRequest):
@@ -307,11 +296,11 @@ def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):
         _train(tmp_path, _cfg(8), gradient_accumulation_steps=2)
 
 
-def test_nodes_that_would_write_the_same_files_are_refused(tmp_path: Path):
+def test_machines_that_would_write_the_same_files_are_refused(tmp_path: Path, monkeypatch):
     wanted = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
-    cfg = OmegaConf.merge(_cfg(8), {"num_nodes": 2})
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"save_on_each_node=True: .* which they share"):
-        _train(tmp_path, cfg, project_config=wanted)
+        _train(tmp_path, _cfg(8), project_config=wanted)
 
 
 def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):

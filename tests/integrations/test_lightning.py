@@ -22,8 +22,8 @@ from jobs import (
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from robust_train.errors import UserError
-from robust_train.run import Run
+from robust_train.attempt.run import Run
+from robust_train.model.errors import UserError
 from world import World
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
@@ -331,11 +331,14 @@ def test_memory_that_runs_out_in_manual_optimization_costs_an_attempt(
     assert ended.summary["result"] == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_trainer_gets_the_devices_of_its_node_and_the_number_of_nodes(tmp_path: Path):
+def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from robust_train.integrations.lightning import trainer_arguments
 
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     run = Run(run_dir=tmp_path, rank=2, world_size=6)
-    found = trainer_arguments(OmegaConf.merge(_cfg(), {"num_gpus": 3, "num_nodes": 2}), run)
+    found = trainer_arguments(OmegaConf.merge(_cfg(), {"num_gpus": 6}), run)
     assert (found["devices"], found["num_nodes"], found["strategy"]) == (3, 2, "ddp")
 
 
@@ -356,8 +359,8 @@ class _Validated(_Line):
 
 
 def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
-    from robust_train.errors import Interrupted
     from robust_train.integrations.lightning import fit
+    from robust_train.model.errors import Interrupted
 
     cfg = _cfg(8, epochs=2)
     cfg.training.checkpoint_every_steps = None

@@ -13,10 +13,10 @@ from running_out import Fuse, differ_by_rounding_alone, ends_the_attempt
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from robust_train.attempt.run import Run
 from robust_train.integrations import lightning_step
 from robust_train.integrations.in_step import InStep
-from robust_train.microbatch import open_step
-from robust_train.run import Run
+from robust_train.step import engine
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -228,8 +228,8 @@ def _is_run_by(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = [SimpleNamespace(is_private=True)]
-    monkeypatch.setattr(open_step, "started_torch", lambda: torch)
-    monkeypatch.setattr(open_step, "memory_segments", lambda torch: segments)
+    monkeypatch.setattr(engine, "started_torch", lambda: torch)
+    monkeypatch.setattr(engine, "memory_segments", lambda torch: segments)
 
 
 @pytest.mark.proves("Lightning", "one GPU", "new attempt")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from world import World
 
 FRAMEWORKS = ("lightning", "transformers", "accelerate")

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from robust_train.errors import UserError
 from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.integrations.step_shares import StepShares
+from robust_train.model.errors import UserError
 
 COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 

@@ -39,7 +39,7 @@ def test_ranks_that_share_a_model_repeat_a_step_to_the_weights_of_one_process(
     differ_by_rounding_alone(weights(ended.journal), here, within=1e-3)
 
 
-@pytest.mark.proves("functions (`run.micro_batches`)", "FSDP2", "new attempt")
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "new attempt")
 def test_memory_that_runs_out_between_steps_ends_the_attempt_and_the_next_has_half(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,8 +20,8 @@ from jobs import (
 )
 from omegaconf import OmegaConf
 
-from robust_train.errors import UserError
-from robust_train.run import Run
+from robust_train.attempt.run import Run
+from robust_train.model.errors import UserError
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
@@ -276,11 +276,12 @@ def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCap
     ],
 )
 def test_what_would_change_the_training_is_refused_in_one_line(
-    tmp_path: Path, option: dict, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict, said: str
 ):
-    cfg = OmegaConf.merge(_cfg(8), {"num_nodes": 2 if "save_on_each_node" in option else 1})
+    if "save_on_each_node" in option:
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said) as refused:
-        _fit(tmp_path, cfg, **option)
+        _fit(tmp_path, _cfg(8), **option)
     assert "\n" not in str(refused.value)
 
 
@@ -295,8 +296,8 @@ class _AsksToStop(transformers.TrainerCallback):
 
 
 def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
-    from robust_train.errors import Interrupted
     from robust_train.integrations.transformers import fit, training_arguments
+    from robust_train.model.errors import Interrupted
 
     cfg = _cfg(8)
     cfg.training.checkpoint_every_steps = None

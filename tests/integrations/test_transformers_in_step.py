@@ -17,14 +17,14 @@ from running_out import RUN_OUT, Fuse, allocate, differ_by_rounding_alone, ends_
 from torch.nn import functional
 
 from forked_ranks import of_forks
-from robust_train.microbatch import open_step
-from robust_train.run import Run
+from robust_train.attempt.run import Run
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
 )
 accelerate = pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
+from robust_train.integrations import in_step as in_step_of  # noqa: E402
 from robust_train.integrations import transformers_step  # noqa: E402
 from robust_train.integrations.in_step import InStep  # noqa: E402
 
@@ -164,16 +164,16 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
 
 def _ends_where_its_parts_communicate(folder: Path) -> list[str]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    open_step.ranks = SimpleNamespace(here=lambda: "others")
+    in_step_of.ranks = SimpleNamespace(here=lambda: "others")
     lines: list[str] = []
     in_step = InStep(Run(run_dir=folder), "transformers")
     in_step.say = lines.append
     sizes: list[int] = []
 
-    def body(part, samples):
-        sizes.append(samples)
+    def body(part):
+        sizes.append(len(part))
         dist.all_reduce(torch.ones(1))
-        allocate(samples, 2)
+        allocate(len(part), 2)
 
     try:
         in_step.evaluate(torch.nn.Linear(1, 1), {"x": torch.zeros(4, 1)}, body)

@@ -136,9 +136,7 @@ def _in_a_loop(cfg, run, wrapped):
     for step in range(start + 1, 7):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, 4, generator=generator)[run.rank :: run.world_size]
-        for micro in run.micro_batches(x, model):
-            with micro:
-                micro.backward((model(micro.data) - 1).square().mean())
+        run.backward(lambda part: (model(part) - 1).square().mean(), x, model)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter -= 0.1 * parameter.grad

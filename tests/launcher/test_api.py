@@ -27,14 +27,15 @@ from robust_train import (
     TrainerFailed,
     UserError,
     launch,
-    launcher,
 )
-from robust_train.execution.hydra_state import logged_to_screen
-from robust_train.execution.trainer_ref import TrainerRef
+from robust_train.attempt.loading import load
+from robust_train.attempt.run import Run
+from robust_train.config.trainer_ref import TrainerRef
+from robust_train.folder.identity import read_identity
+from robust_train.folder.state import read_state
+from robust_train.host.job_logging import logged_to_screen
+from robust_train.launcher import job as launcher
 from robust_train.queue import devices
-from robust_train.run import Run
-from robust_train.runfolder.identity import read_identity
-from robust_train.runfolder.state import read_state
 
 SCRIPT = """
 import pathlib, sys
@@ -98,7 +99,7 @@ def test_a_script_without_a_guard_is_launched_all_the_same(tmp_path: Path):
 @pytest.mark.parametrize("trainer", [trainers.Scaled(3).train, trainers.decorated, trainers.scaled])
 def test_a_trainer_that_its_name_does_not_lead_to_is_sent_by_value(trainer: Callable[..., int]):
     """A method would lose its object, a decorated copy its decorator."""
-    assert TrainerRef.of(trainer).load()(None) == trainer(None)
+    assert load(TrainerRef.of(trainer))(None) == trainer(None)
 
 
 class Cell(io.TextIOBase):

@@ -52,7 +52,7 @@ def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(wor
         (5, "completed"),
     ]
     assert {(a["device"], a["batch_size"]) for a in ended.attempts} == {("cpu", 64)}
-    assert "killed by SIGKILL (by somebody, not by us)" in ended.attempts[0]["reason"]
+    assert "killed by SIGKILL (sender unknown)" in ended.attempts[0]["reason"]
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
     assert "2 times without progress" in ended.summary["reason"]
 
 
-@pytest.mark.proves("functions (`run.micro_batches`)", "one GPU", "new attempt")
+@pytest.mark.proves("functions (`run.backward`)", "one GPU", "new attempt")
 def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
     attempts = world.folder / "attempts"
     world.environ["ATTEMPTS_FILE"] = str(attempts)
@@ -166,7 +166,7 @@ def test_a_killed_launcher_leaves_nothing_behind(world: World):
     process.communicate()
 
 
-def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: World):
+def test_a_killed_reaper_takes_its_attempt_along_and_is_an_outcome(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
     trainer = "trainer._target_=trainers.never_looks_whether_to_stop"
@@ -182,7 +182,7 @@ def test_a_killed_fork_server_takes_its_attempt_along_and_is_an_outcome(world: W
 def test_the_launcher_itself_never_imports_torch(world: World):
     code = (
         "import sys\n"
-        "from robust_train.cli.door import open_robust\n"
+        "from robust_train.cli.train import open_robust\n"
         "try:\n"
         "    open_robust()\n"
         "except SystemExit as stop:\n"

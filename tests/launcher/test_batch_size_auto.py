@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
 import torch
 
-from robust_train.runfolder.journal import read_earlier
-from training.training_world import difference, write_image_folder
-from two_gpu_machine import A
+from robust_train.folder.journal import read_earlier
+from training.training_world import write_image_folder
 from world import Ended, World
 
 MIB = 2**20
@@ -49,37 +45,6 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
     assert not [e for e in first.journal if e["event"] == "micro_batch_changed"], "it really fits"
     # what a resumed run goes by
     assert read_earlier(first.run_dir / "journal.jsonl").found == {found["key"]: size}
-
-    world.run_dir = world.folder / "second"
-    second = world.train("within_a_data_limit", *arguments)
-    assert second.returncode == 0, second.output
-    assert f"training.batch_size=auto: {size} is known to fit here" in second.output
-    assert not [e for e in second.journal if e["event"] == "batch_size_found"]
-    assert second.attempts[0]["batch_size"] == size
-    # with and without probes: the same training, bit for bit
-    assert difference(weights(first), weights(second)) == 0
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_trainer_that_cannot_be_probed_goes_down_from_all_and_the_next_job_starts_there(
-    world: World,
-):
-    world.environ["BATCH_BUDGETS"] = json.dumps({A: 2})
-    world.environ["ATTEMPTS_FILE"] = str(world.folder / "attempts")
-    arguments = ("auto_device=false", "device=cuda:0", "min_batch_size=1")
-    ended = world.train("within_a_budget", "training.batch_size=auto", *arguments)
-    assert ended.returncode == 0, ended.output
-    # further than max_retries: the size asked for was only the most to begin with
-    assert [a["batch_size"] for a in ended.attempts] == [64, 32, 16, 8, 4, 2]
-    assert {a["effective_batch_size"] for a in ended.attempts} == {64}
-
-    world.run_dir = world.folder / "second"
-    again = world.train("within_a_budget", *arguments)
-    assert again.returncode == 0, again.output
-    assert [a["batch_size"] for a in again.attempts] == [2]
-    assert again.attempts[0]["effective_batch_size"] == 64
-    assert "micro-batch 2 instead of 64 from the start" in again.output
-    assert "reuse_known_batch=false" in again.output
 
 
 def test_train_py_finds_a_size_too(world: World):

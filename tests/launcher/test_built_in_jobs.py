@@ -44,7 +44,8 @@ def shows_and_leaves_what_it_should(world: World, ended: Ended) -> None:
     assert "\r" not in ended.output, "no progress bar without a terminal"
     assert list((world.run_dir / "tensorboard").iterdir())
     state = json.loads((world.run_dir / "state.json").read_text())
-    assert state["step"] == state["total_steps"] == ended.summary["attempts"][-1]["end_step"]
+    state = state["attempt"]
+    assert state["end_step"] == state["total_steps"] == ended.summary["attempts"][-1]["end_step"]
 
 
 @pytest.mark.slow

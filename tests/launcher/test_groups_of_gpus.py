@@ -9,26 +9,25 @@ from simulated_nvml import Gpu, Machine
 MachineWith = Callable[..., Machine]
 
 PROGRAM = """
-import json, logging, os, sys
+import json, logging, os, sys, time
 from pathlib import Path
-from robust_train.config.schema import complete
-from robust_train.errors import ConfigError
-from robust_train.events import MemoryReported
+from robust_train.config.composition import complete
+from robust_train.model.errors import ConfigError
+from robust_train.model.events import MemoryReported
 from robust_train.queue.devices import Devices, free_bytes
-from robust_train.errors import NoDevice
-from robust_train.execution import sleep_until_readable
-from robust_train.queue.exclusions import read_exclusions
-from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.reservations import JobRegistry
-from robust_train.settings import device_settings
-from robust_train.values import Evidence, Failure, FailureKind, Outcome, Room
+from robust_train.model.errors import NoDevice
+from robust_train.queue.queue_dir import directory_for, read_exclusions
+from robust_train.queue.registry import Registry
+from robust_train.config.checks import checked
+from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec
+from robust_train.model.decision import Room
 
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})
     folder = Path("run")
-    settings = device_settings(cfg, "job")
-    sleep = lambda seconds, wake=None: sleep_until_readable(seconds, wake)
-    return Devices(settings, {**os.environ, **environ}, folder, sleep)
+    return Devices(checked(cfg), "job", {**os.environ, **environ}, folder, time.sleep)
 
 def indexes(group):
     return [gpu.index for gpu in group]
@@ -43,9 +42,9 @@ def answer(*arguments, fewer=(), **keys):
         job.release()
 
 def records():
-    registry = JobRegistry(directory_for(None, os.environ))
+    registry = Registry(directory_for(None, os.environ))
     try:
-        return [entry.record for entry in registry.jobs()]
+        return registry.jobs()
     finally:
         registry.close()
 
@@ -70,12 +69,13 @@ seen["taken"] = record.taken_bytes
 seen["others"] = answer(num_gpus=3, wait_for_gpu=False, allow_cpu_fallback=False)
 hardware = Evidence(clue="hardware")
 ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", hardware, rank=1)
-outcome = Outcome(ecc, memory={"max_allocated": 8 * 1024**3})
-after = job.ended(group, outcome, free_bytes(group))
+spec = AttemptSpec(group, 8, 1, ranks=len(group))
+attempt = Attempt(1, spec, failure=ecc, memory={"max_allocated": 8 * 1024**3})
+after = job.ended(attempt, free_bytes(group))
 seen["free_after"] = [size // 1024**2 for size in after]
-registry = JobRegistry(directory_for(None, os.environ))
+registry = Registry(directory_for(None, os.environ))
 seen["sick"] = [one.uuid for one in read_exclusions(registry.directory)] == [group[1].uuid]
-seen["state"] = records()[0].state.value
+seen["state"] = records()[0].state
 offers = job.candidates()
 seen["candidates"] = indexes(offers)
 exchanged = (group[0], next(gpu for gpu in offers if gpu.index == 3))

@@ -86,7 +86,9 @@ def test_fragmentation_gets_expandable_segments_at_the_same_batch(script: Script
     first, second = script.given
     assert script.allocator == ["expandable_segments:False", "expandable_segments:True"]
     assert first["batch_size"] == second["batch_size"]
-    evidence = next(e["evidence"] for e in ended.journal if e["event"] == "attempt_ended")
+    evidence = next(e["record"] for e in ended.journal if e["event"] == "attempt_ended")["failure"][
+        "evidence"
+    ]
     assert evidence["requested_bytes"] == 2 * 1024**3
     assert evidence["reserved_unallocated_bytes"] == 8 * 1024**3
 
@@ -222,7 +224,7 @@ def test_an_attempt_that_stalls_is_ended_with_its_stacks_in_the_journal(script: 
 
 def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
     ended = world.train("dies_of_segfault")
-    evidence = next(e["evidence"] for e in ended.journal if e["event"] == "attempt_ended")
+    evidence = next(e["record"] for e in ended.journal if e["event"] == "attempt_ended")
     assert "Fatal Python error: Segmentation fault" in evidence["traceback"]
     assert "dies_of_segfault" in evidence["traceback"]
     assert "robust_train" not in ended.stderr.partition("Fatal Python error")[2]

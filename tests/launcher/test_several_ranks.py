@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from forked_ranks import of_forks
-from robust_train.config.batch import settle
-from robust_train.config.schema import complete
-from robust_train.errors import ConfigError
-from robust_train.execution import rank
-from robust_train.execution.request import NodeSpan
-from robust_train.runfolder.state import read_state
+from robust_train.attempt import rank
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.folder.state import read_state
+from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu, Machine
 from world import World, wait_until
 
@@ -36,8 +35,8 @@ def tight_world(world: World) -> World:
     return world.with_environ({"MALLOC_MMAP_THRESHOLD_": "65536"})
 
 
-@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "in the step")
-@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "new attempt")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "in the step")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "new attempt")
 def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_with_a_checkpoint(
     tight_world: World,
 ):
@@ -55,7 +54,7 @@ def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_wi
     # and then it could not go on: the other one has heard of that, and saved
     assert (first["outcome"], first["action"]) == ("host_oom", "retry")
     assert "(rank 1)" in first["reason"]
-    assert "on rank 1" in result["heard"]
+    assert result["heard"].startswith("rank 1: ")
     assert second["outcome"] == "completed"
     assert second["ranks"] == 2
 
@@ -73,7 +72,8 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
     assert first["seconds_alone_per_step"] < second["seconds_alone_per_step"] - 0.05
     state = read_state(world.run_dir)
     assert state is not None
-    assert [asdict(one) for one in state.speed or ()] == [first, second]
+    assert state.attempt is not None
+    assert [asdict(one) for one in state.attempt.speed] == [first, second]
     assert "speed: " in ended.output
 
 
@@ -92,7 +92,7 @@ def test_all_go_on_with_half_the_batch_from_the_same_checkpoint(tight_world: Wor
     assert result["sum_of_starts_and_sizes"] == [4 * 2, 4 * 16], "all four from there, with half"
     assert result["total"] == 4 * 16
     failure = next(e for e in ended.journal if e["event"] == "attempt_ended")
-    assert "MemoryError" in failure["evidence"]["traceback"] or "allocate" in first["message"]
+    assert "MemoryError" in failure["record"]["traceback"] or "allocate" in first["message"]
 
 
 def test_ctrl_c_stops_all_ranks_at_the_same_step_with_a_checkpoint(world: World):
@@ -186,14 +186,12 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
 )
 def test_numbers_of_gpus_that_cannot_be_are_refused(keys: dict[str, object], said: str):
     with pytest.raises(ConfigError, match=said):
-        settle(complete(keys))
+        checked(complete(keys))
 
 
 def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
     utilities = pytest.importorskip("lightning.pytorch.utilities")
-    request = SimpleNamespace(
-        first_rank=0, of_first_rank=(), world_size=2, ranks=2, span=NodeSpan()
-    )
+    request = SimpleNamespace(of_first_rank=(), ranks=2)
 
     def rank_of_lightning(number: int) -> int:
         rank.set_environment(number, request, 29500)
@@ -211,7 +209,7 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
         stacks = tmp_path / "stacks"
         request = SimpleNamespace(gpu_uuids=("GPU-a",), ranks=count, stacks_file=stacks)
-        rank.set_up(count - 1, count - 1, request)
+        rank.set_up(count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
 

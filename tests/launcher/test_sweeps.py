@@ -37,7 +37,6 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own(world: World, sweep
         (16, 1e-3),
         (16, 1e-4),
     ]
-    assert len({r["parent"] for r in results}) == 1, "the fork server serves the whole sweep"
 
 
 def test_a_failed_job_does_not_stop_the_others(world: World, sweep: Path):

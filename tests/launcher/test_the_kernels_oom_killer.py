@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.values import MIB
+from robust_train.readable import MIB
 from world import World, wait_until
 
 LIMIT_BYTES = 1200 * MIB

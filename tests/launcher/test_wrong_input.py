@@ -9,7 +9,7 @@ import sys
 import hydra
 import pytest
 
-from robust_train.config.batch import settle
+from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, explain, explain_option
 from world import World
 
@@ -28,7 +28,7 @@ OF_THE_CONFIGURATION = [
     (["auto_device=perhaps"], ["auto_device=perhaps", "true or false"]),
     (["model=transformer"], ["model=transformer", "cnn", "lora", "linear_probe"]),
     (["model=lora", "model.lora_rr=4"], ["model.lora_rr=4", "did you mean lora_r?"]),
-    (["training.lr=[1"], ["training.lr=[1", "cannot be read"]),
+    (["training.lr=[1"], ["training.lr=[1", "not an override"]),
     (["training.lr=${no.such.key}"], ["training.lr", "no.such.key"]),
     (["dataset=image_folder"], ["dataset.root", "must be given"]),
     (["min_batch_size=65"], ["min_batch_size=65", "training.batch_size=64"]),
@@ -81,7 +81,7 @@ def test_the_command_refuses_in_one_line(world: World, arguments: list[str], wor
 def accept(arguments: list[str]) -> None:
     with hydra.initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = hydra.compose("robust", overrides=arguments)
-    settle(cfg)
+    checked(cfg)
 
 
 @pytest.mark.parametrize(

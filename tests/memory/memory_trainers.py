@@ -96,15 +96,32 @@ def _inner(activations):
     return torch.ones(200 * MIB), gradients, activations
 
 
+def fills_the_memory_to_the_last_byte(cfg, run):
+    """Leaves no room for another tensor, nor for another list."""
+    limit = _data_bytes() + 64 * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    kept, small = [], []
+    try:
+        while True:
+            kept.append(torch.ones(MIB // 4))
+    except RuntimeError:
+        while True:
+            small.append([0] * 1000)
+
+
 def recovers_inside_two_steps(cfg, run):
     """Parts of more than four samples run out of memory, in both steps."""
+    weight = torch.ones((), requires_grad=True)
     for step in (1, 2):
-        for micro in run.micro_batches(torch.ones(16 * step, 4), training=True):
-            with micro:
-                held_by_the_part = torch.ones(2 * MIB)
-                if len(micro) > 4 * step:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-                del held_by_the_part
+
+        def loss_of(part, step=step):
+            held_by_the_part = torch.ones(2 * MIB)
+            if len(part) > 4 * step:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            del held_by_the_part
+            return (part * weight).mean()
+
+        run.backward(loss_of, torch.ones(16 * step, 4))
         run.micro_batch_plan = run.micro_batch_plan
         run.progress(step)
     return "recovered"

@@ -41,10 +41,10 @@ def alone(tmp_path: Path):
 
 SHOW = """
 import json
-from robust_train.cli.machine_memory import print_machine_memory, read_machine_memory
-machine = read_machine_memory()
-print_machine_memory(machine)
-print(json.dumps(machine))
+from robust_train.cli.gpus import machine_memory
+machine = machine_memory()
+machine.print("memory info", as_json=False)
+print(json.dumps(machine.data))
 """
 
 
@@ -71,14 +71,6 @@ def test_every_process_on_every_gpu_has_a_row(machine_with: MachineWith) -> None
     assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
     assert told["gpus"][0]["used_bytes"] == 10960 * MIB
     assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
-
-
-def test_a_terminal_gets_a_ruled_table(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(name="Odd [bold] card", compute=[(2**30, 700)]))
-    code, shown = run_at_a_terminal([sys.executable, "-c", SHOW], machine.environment())
-    assert code == 0, shown
-    assert "│" in shown
-    assert "Odd [bold] card" in shown
 
 
 def test_without_a_driver_the_reason_and_the_host_s_memory_are_told(
@@ -126,65 +118,7 @@ def test_a_terminal_is_told_how_to_use_the_lines_and_programs_get_json() -> None
     assert told["value"] == "expandable_segments:True"
 
 
-# --- usage --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            ("memory",),
-            "an action is needed: info, clear, reset, fraction, enable, snapshot, kill",
-        ),
-        (("memory", "shrink"), "invalid choice: 'shrink'"),
-        (("memory", "fraction", "80"), "80: accepted is a number over 0, up to 1"),
-        (("memory", "fraction", "much"), "much: accepted is a number over 0, up to 1"),
-        (("memory", "fraction"), "the following arguments are required: FRACTION"),
-        (("cleanup", "--stats-only", "--force"), "not allowed with argument"),
-    ],
-)
-def test_wrong_usage_is_told_in_a_line(arguments, line) -> None:
-    done = run(os.environ, *arguments)
-    assert done.returncode == 2
-    assert line in done.stderr.splitlines()[-1]
-    assert not done.stdout
-
-
-def test_the_commands_are_listed() -> None:
-    done = run(os.environ, "--help")
-    assert done.returncode == 0
-    assert "  memory " in done.stdout
-    assert "  cleanup " in done.stdout
-
-
 # --- no live run --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("memory", "clear"), "a process cannot empty another's cache"),
-        (("memory", "reset"), "peaks are counted inside of a process"),
-        (("memory", "fraction", "0.8"), "memory.fraction=0.8"),
-        (("memory", "snapshot"), "memory.snapshot_on_oom=true"),
-        (("cleanup", "--force"), "a process cannot empty another's cache"),
-    ],
-)
-def test_without_a_live_run_it_says_what_can_and_cannot_be_done(
-    machine_with: MachineWith, alone, arguments, sentence
-) -> None:
-    environ = alone(machine_with(Gpu()))
-    done = run(environ, *arguments)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"robust-train {' '.join(arguments[:2]).removesuffix(' --force')}: no ")
-    assert sentence in line
-    done = run(environ, *arguments, "--json")
-    assert done.returncode == 1
-    assert sentence in json.loads(done.stdout)["error"]
-    code, shown = run_at_a_terminal([*COMMAND, *arguments], environ)
-    assert code == 1
-    assert sentence.split()[0] in shown
 
 
 @pytest.mark.parametrize("arguments", [("memory", "info"), ("cleanup", "--stats-only")])
@@ -202,16 +136,6 @@ def test_without_a_live_run_info_shows_the_machine(
     code, shown = run_at_a_terminal([*COMMAND, *arguments], environ)
     assert code == 0
     assert "│" in shown
-
-
-def test_a_run_that_was_named_and_is_not_there_is_an_error(
-    machine_with: MachineWith, alone
-) -> None:
-    environ = alone(machine_with(Gpu()))
-    for arguments in (("memory", "info"), ("memory", "clear"), ("cleanup",)):
-        done = run(environ, *arguments, "--run", "1-abcdef")
-        assert done.returncode == 1
-        assert "1-abcdef" in done.stderr.splitlines()[0]
 
 
 # --- a live run ---------------------------------------------------------------------------------

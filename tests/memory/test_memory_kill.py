@@ -24,7 +24,7 @@ from robust_train.gpu.processes import (
     list_cuda_processes,
     started_at,
 )
-from robust_train.values import GpuInfo, GpuProcess, Inventory
+from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from simulated_nvml import MIB, Gpu, Machine
 from terminal import run_at_a_terminal
 from world import is_running, wait_until
@@ -111,17 +111,17 @@ def test_ctrl_c_at_the_question_ends_nothing(cuda_machine_with: MachineWith, sta
     assert process.poll() is None
 
 
-def test_a_pipe_has_to_say_yes_beforehand(cuda_machine_with: MachineWith, start) -> None:
+def test_a_pipe_has_to_pass_yes(cuda_machine_with: MachineWith, start) -> None:
     machine = cuda_machine_with(Gpu())
     process = start(machine)
     machine.update(0, compute=[(process.pid, 700)])
     done = run(machine)
     assert done.returncode == 2
-    assert "add --yes" in done.stderr
+    assert "pass --yes" in done.stderr
     assert process.poll() is None
     done = run(machine, "--dry-run")
     assert done.returncode == 0
-    assert "nothing was sent" in done.stdout
+    assert "no signal was sent" in done.stdout
     assert process.poll() is None
     done = run(machine, "--yes")
     assert done.returncode == 0
@@ -223,14 +223,6 @@ def test_a_machine_without_gpus_is_told_in_a_sentence(machine_with: MachineWith)
     done = run(machine_with(), "--yes", "--json")
     assert done.returncode == 1
     assert "no NVIDIA GPU" in json.loads(done.stdout)["error"]
-
-
-@pytest.mark.parametrize("wrong", [("--grace", "-1"), ("--grace", "x"), ("--pid", "x")])
-def test_wrong_usage_is_one_line(cuda_machine_with: MachineWith, wrong) -> None:
-    done = run(cuda_machine_with(Gpu()), *wrong)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("robust-train memory kill: argument")
 
 
 # --- decisions ----------------------------------------------------------------------------------

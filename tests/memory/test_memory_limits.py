@@ -39,7 +39,7 @@ def test_without_cuda_a_share_of_the_host_is_the_limit_and_beyond_it_memory_runs
         import json, resource
         import torch
         from robust_train.memory import set_memory_fraction
-        from robust_train.memory.host import read_host_memory
+        from robust_train.host.memory import read_host_memory
         total = read_host_memory().total
         limit = set_memory_fraction((read_host_memory().data + 200 * 2**20) / total)
         small = torch.ones(10 * 2**20)
@@ -113,18 +113,18 @@ def test_a_limit_is_told_in_mib() -> None:
 
     limit = MemoryLimit("cuda:0", 0.5, 512 * MIB, 1024 * MIB, 600 * MIB)
     assert limit.description == (
-        "cuda:0: at most 512 of 1,024 MiB (0.5), 600 MiB in use; that is more already, so the next "
-        "larger request will fail"
+        "cuda:0: at most 512 of 1,024 MiB (0.5), 600 MiB in use; "
+        "that is more than the limit, so the next larger request will fail"
     )
 
 
 @pytest.mark.parametrize(
     ("expected", "setting", "where"),
     [
-        (True, "auto", {}),
-        (False, "auto", {"is_script": True}),
-        (False, "auto", {"gpus": 2}),
-        (False, "auto", {"kernel": "Linux version 5.15.90.1-microsoft-standard-WSL2"}),
+        (True, None, {}),
+        (False, None, {"is_script": True}),
+        (False, None, {"gpus": 2}),
+        (False, None, {"kernel": "Linux version 5.15.90.1-microsoft-standard-WSL2"}),
         (True, True, {"is_script": True, "gpus": 2, "kernel": "microsoft"}),
         (False, False, {}),
     ],
@@ -142,7 +142,7 @@ def test_torch_takes_an_attempts_settings_in_a_fork_and_before_the_newer_name() 
     settings = python(
         f"""
         import json, os, torch
-        from robust_train.execution.environment import attempt_environment
+        from robust_train.launcher.environment import attempt_environment
         seen = []
         for expandable in (True, False):
             reading, writing = os.pipe()

@@ -12,14 +12,13 @@ import torch
 from memory_world import ON_CPU, run
 from torch import nn
 
-from robust_train.config.attempt import AttemptSettings
-from robust_train.config.schema import MemoryConfig
-from robust_train.events import Event, MemoryTight, OutOfMemory
+from robust_train.attempt.memory_upkeep import AttemptMemory
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.memory.samples import FILE_NAME, Sample, encode
 from robust_train.memory.stability import attempt_stability
-from robust_train.memory.steering import AttemptMemory
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.values import MIB
+from robust_train.model.events import Event, MemoryTight, OutOfMemory
+from robust_train.readable import MIB
 from world import Ended, World
 
 
@@ -55,7 +54,7 @@ def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(
     assert epochs == [(1, 3, 0.5), (2, 6, 0.25)]
     milestones = [event["milestone"] for event in events(ended, "memory")]
     assert milestones == ["step 2", "step 4", "step 6"]
-    assert "step 4: Host Memory - Resident: " in ended.output
+    assert "step 4: host memory: " in ended.output
     assert ended.output.count("memory.fraction=0.5: has no effect on the CPU") == 1
     assert not (ended.run_dir / FILE_NAME).exists()
     assert ended.attempts[0]["memory_stability"] is None
@@ -109,6 +108,20 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(own_trainers:
     assert largest["owner"].startswith("held_by_the_part (local variable of ")
 
 
+def test_memory_that_is_full_to_the_last_byte_leaves_room_to_record_it(own_trainers: World):
+    ended = run(
+        own_trainers,
+        "fills_the_memory_to_the_last_byte",
+        *ON_CPU,
+        "min_batch_size=64",
+        "memory.sample_interval_ms=0",
+    )
+    assert ended.returncode == 1, ended.output
+    assert ended.attempts[0]["outcome"] == "host_oom"
+    assert len(events(ended, "out_of_memory")) == 1
+    assert written_down(ended)["kind"] == "host_oom"
+
+
 @pytest.mark.slow
 def test_what_cannot_be_written_does_not_hide_why_memory_ran_out(own_trainers: World):
     (own_trainers.run_dir / "oom-attempt-1.json").mkdir(parents=True)
@@ -131,7 +144,9 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     tmp_path: Path, error: Exception, setting: bool, files: list[str]
 ):
     reported: list[Event] = []
-    settings = AttemptSettings(memory=MemoryConfig(snapshot_on_oom=setting, sample_interval_ms=0))
+    settings = RobustConfig(
+        device="cpu", memory=MemoryConfig(snapshot_on_oom=setting, sample_interval_ms=0)
+    )
     keeper = AttemptMemory(Run(run_dir=tmp_path, report=reported.append), settings)
     with pytest.raises(type(error)), keeper:
         raise error
@@ -148,13 +163,11 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
     memory = MemoryConfig(sample_interval_ms=0)
-    settings = AttemptSettings(memory=memory, shrink_before_oom=shrinks)
+    settings = RobustConfig(device="cpu", memory=memory, shrink_before_oom=shrinks)
     run.memory_keeper = AttemptMemory(run, settings, read_alloc_retries=lambda: next(counts))
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):
-        for micro in run.micro_batches(torch.zeros(16, 1), model):
-            with micro:
-                micro.backward(model(micro.data).mean())
+        run.backward(lambda part: model(part).mean(), torch.zeros(16, 1), model)
         sizes.append(run.micro_batcher.size)
         run.progress(step)
     warned = [event for event in reported if isinstance(event, MemoryTight)]

@@ -80,7 +80,7 @@ def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path:
     assert gone() is None
     assert answer["dropped"] >= 256 * MIB
     assert answer["after"]["allocated"] < 128 * MIB
-    assert answer["held"][0].startswith("64.0 MiB uint8 (67108864,), held by kept ")
+    assert answer["held"][0].startswith("64.0 MiB uint8 (67108864,) on cuda:0, held by kept ")
     assert kept.numel() == 64 * MIB
 
 

@@ -42,15 +42,15 @@ def test_clearing_tells_before_and_after(tmp_path: Path) -> None:
 def test_forced_clearing_names_what_is_held(tmp_path: Path) -> None:
     outputs = torch.ones(8 * MIB)
     answer = asked("memory_clear", tmp_path, force=True)
-    assert answer["held"][0].startswith("32.0 MiB float32 (8388608,), held by outputs ")
+    assert answer["held"][0].startswith("32.0 MiB float32 (8388608,) on cpu, held by outputs ")
     assert len(outputs)
 
 
-def test_the_peak_starts_anew(tmp_path: Path) -> None:
+def test_the_peak_is_reset(tmp_path: Path) -> None:
     torch.ones(32 * MIB)
     answer = asked("memory_reset", tmp_path)
     assert answer["before"]["peak"] - answer["after"]["peak"] >= 100 * MIB
-    assert answer["sentence"].startswith("peak was ")
+    assert answer["sentence"].startswith("reset the peak, which was ")
 
 
 def test_snapshots_are_numbered_and_say_what_they_hold(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_snapshots_are_numbered_and_say_what_they_hold(tmp_path: Path) -> None:
     ("verb", "options", "line"),
     [
         ("memory_eat", {}, "no such request: memory_eat; accepted are memory_info, "),
-        ("memory_info", {"loud": 1}, "memory_info has no option loud: it takes none"),
+        ("memory_info", {"loud": 1}, "memory_info has no option loud: it has none"),
         ("memory_clear", {"forced": True}, "memory_clear has no option forced: accepted is force"),
         ("memory_clear", {"force": "yes"}, "force='yes': accepted is true or false"),
         ("memory_fraction", {}, "the option fraction is missing"),

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 
 import robust_train
 from robust_train import memory
-from robust_train.config.schema import complete
-from robust_train.events import Event, MemoryReported
-from robust_train.execution.runner import call_trainer
+from robust_train.attempt.run import Run
+from robust_train.attempt.runner import call_trainer
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.host.memory import cgroup_rooms, own_memory, reset_peak
 from robust_train.memory.cuda import Segment, ordinal_of, unused_blocks
-from robust_train.memory.host import (
-    cgroup_rooms,
-    own_memory,
-    reset_peak,
-)
 from robust_train.memory.stats import fragmentation
-from robust_train.run import Run
+from robust_train.model.errors import RankFailure
+from robust_train.model.events import Event, MemoryReported
+from robust_train.model.failure import Failure, FailureKind
 from simulated_nvml import MIB, Gpu, Machine
 from world import TESTS
 
@@ -63,9 +62,7 @@ def test_the_package_offers_what_the_room_of_memory_does() -> None:
 
 def _splits(run: Run) -> None:
     model = torch.nn.Linear(1, 1)
-    for micro in run.micro_batches(torch.ones(8, 1), model):
-        with micro:
-            torch.empty(2**46)
+    run.backward(lambda part: torch.empty(2**46).sum(), torch.ones(8, 1), model)
 
 
 def _breaks(run: Run) -> None:
@@ -73,9 +70,7 @@ def _breaks(run: Run) -> None:
 
 
 def _hears_of_it(run: Run) -> None:
-    error = MemoryError("out of memory on rank 1")
-    error.heard_of_rank = 1
-    raise error
+    raise RankFailure(1, Failure(FailureKind.HOST_OOM, "out of memory"), is_elsewhere=True)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +83,7 @@ def test_every_trainer_that_runs_out_of_memory_leaves_the_figures(
     run = Run(run_dir=tmp_path, report=events.append)
     cfg = complete({"device": "cpu", "memory": {"log_frequency": 1}})
     with caplog.at_level("INFO"), pytest.raises((RuntimeError, MemoryError, ValueError)):
-        call_trainer(lambda cfg, run: train(run), cfg, run)
+        call_trainer(lambda cfg, run: train(run), cfg, checked(cfg), run)
     recorded = [event.milestone for event in events if isinstance(event, MemoryReported)]
     assert recorded == ["out of memory"] * is_recorded
     lines = [record.getMessage() for record in caplog.records]
@@ -150,7 +145,7 @@ def test_where_nvml_lists_no_process_the_whole_gpu_bounds_what_a_context_takes(
     import json, sys, torch
     sys.path.append({str(TESTS)!r})
     from cuda_on_the_cpu import cuda_on_the_cpu
-    from robust_train.memory.in_use import memory_in_use
+    from robust_train.memory.stats import memory_in_use
     with cuda_on_the_cpu():
         held = torch.empty(64 * 1024**2, dtype=torch.uint8, device="cuda")
         print(json.dumps(memory_in_use()))

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 from memory_world import ON_CPU, run, start
 
-from robust_train.memory.sampler import Sampler
-from robust_train.memory.samples import FILE_NAME, Sample, SampleFile, encode, read_samples
-from robust_train.runfolder.thinning import Limits
-from robust_train.values import MIB
+from robust_train.memory.samples import FILE_NAME, Sample, SampleFile, Sampler, encode, read_samples
+from robust_train.readable import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
 from world import World, wait_until
@@ -115,17 +113,17 @@ def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
     path = tmp_path / FILE_NAME
     torn = encode(earlier[0])[:20]
     path.write_text("".join(encode(sample) + "\n" for sample in earlier) + torn)
-    file = SampleFile(path, Limits(between=60, newest=10), slack=20)
-    for number in range(500):
+    file = SampleFile(path)
+    for number in range(100_000):
         file.add(Sample(30.0 + number / 10, 2, "cpu", number))
-        assert len(read_samples(path)) <= 60 + 10 + 20 + 4, "the ends of both attempts stay"
+    assert path.stat().st_size < 2 * MIB
+    file.flush()
     samples = read_samples(path)
-    assert (samples[0], samples[-1].step) == (earlier[0], 499)
-    assert [s.step for s in samples if s.attempt == 2][-10:] == list(range(490, 500))
-    for attempt in (1, 2):
-        times = [s.time for s in samples if s.attempt == attempt]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        assert max(gaps) < 4 * 80 / 60, "the others are spread over the time"
+    assert (samples[0], samples[-1].step) == (earlier[0], 99_999)
+    own = [s for s in samples if s.attempt == 2]
+    gaps = [(after.time - before.time, before.time) for before, after in itertools.pairwise(own)]
+    assert all(gap <= 0.11 + 0.01 * time for gap, time in gaps), "spread over the time"
+    assert [s.step for s in own][-3:] == [99_997, 99_998, 99_999], "the newest at the end"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from robust_train.memory.samples import Sample
 from robust_train.memory.stability import stability
-from robust_train.values import GIB, MIB
+from robust_train.readable import GIB, MIB
 
 
 def attempt(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +10,23 @@ from typing import Any
 import pytest
 
 from robust_train import memory
-from robust_train.config.attempt import AttemptSettings
-from robust_train.config.schema import MemoryConfig
+from robust_train.attempt.memory_upkeep import AttemptMemory
+from robust_train.attempt.run import Run
+from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.gpu import footprint
-from robust_train.memory import in_use, steering
+from robust_train.memory import stats as in_use
 from robust_train.memory.cleanup import return_memory
 from robust_train.memory.cuda import busiest_gpu, cached_on
-from robust_train.memory.steering import AttemptMemory
-from robust_train.run import Run
-from robust_train.values import GIB, MIB, FailureKind, GpuInfo, GpuProcess, Inventory
+from robust_train.model.failure import FailureKind
+from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
+from robust_train.readable import GIB, MIB
 
 OWN, PRIVATE = (0, 0), (0, 1)
 
 
-def settings(**memory: Any) -> AttemptSettings:
-    return AttemptSettings("cuda:0", memory=MemoryConfig(**memory))
+def settings(**memory: Any) -> RobustConfig:
+    return RobustConfig(device="cuda:0", memory=MemoryConfig(**memory))
 
 
 class AcceleratorError(RuntimeError):
@@ -278,10 +278,9 @@ class Caching(FakeCuda):
 
 @pytest.mark.parametrize("reason", ["save", "epoch"])
 def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
-    use, tmp_path, monkeypatch, reason
+    use, tmp_path, reason
 ):
-    cuda, clock = use(Caching()), itertools.count(step=1000.0)
-    monkeypatch.setattr(steering.time, "monotonic", lambda: next(clock))
+    cuda = use(Caching())
     events: list[Any] = []
     run = Run(run_dir=tmp_path, report=events.append)
     keeper = AttemptMemory(run, settings(sample_interval_ms=0))
@@ -292,7 +291,7 @@ def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
         if not cuda.is_filled:
             cleared.append(number)
         cuda.is_filled = True
-    assert cleared == [1, 2, 4, 8, 16]
+    assert cleared == [1, 3, 7, 15]
     assert {event.reason for event in events} == {reason}
 
 

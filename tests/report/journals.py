@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.events import CheckpointSaved, Event, Progress, TrainingStarted
-from robust_train.report.sources import read_sources
-from robust_train.report.story import Story, story_of
-from robust_train.runfolder.journal import (
+from robust_train.failures.advice import advice_for
+from robust_train.folder.journal import (
     AttemptEnded,
     AttemptStarted,
     DeviceAcquired,
     JobEnded,
     JobStarted,
 )
-from robust_train.sweep.job_record import JobRecord
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import CheckpointSaved, Event, Progress, TrainingStarted
+from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.gpu import GpuInfo
+from robust_train.model.spec import AttemptSpec
+from robust_train.readable import GIB
+from robust_train.report.sources import read_sources
+from robust_train.report.story import Story, story_of
+from robust_train.sweep.job_record import SweepJob
 from robust_train.sweep.sweep_table import SweepTable, row_of
-from robust_train.values import GIB
 
 STARTED = JobStarted("/run", "trainers.train")
 COMPLETED = JobEnded("completed")
@@ -31,23 +37,36 @@ OOM = {
 FIGURES = {"requested_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 16 * GIB}
 
 
+def gpus_named(device: str) -> tuple[GpuInfo, ...]:
+    """The GPU called ``cuda:<index>``; none for the CPU."""
+    if device == "cpu":
+        return ()
+    index = int(device.partition(":")[2])
+    return (GpuInfo(f"GPU-{index}", "A100", index, f"0000:0{index}:00.0", 80 * GIB, GIB, 0),)
+
+
 class Journal:
     """Writes a run folder event by event; ``at`` is the time of the next one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.at = 1_795_000_000.0
+        self.attempts: dict[int, Attempt] = {}
 
     def __call__(self, seconds: float, event: Event, attempt: int | None = None) -> None:
         """Write what happened so many seconds after what was before it."""
         self.at += seconds
+        if attempt in self.attempts:
+            self.attempts[attempt] = self.attempts[attempt].after(event)
         content = {"time": self.at, "attempt": attempt, **event.as_json()}
         with (self.folder / "journal.jsonl").open("a") as file:
             file.write(json.dumps(content) + "\n")
 
     def start(self, number: int, *, device: str = "cuda:0", size: int = 64) -> None:
         """An attempt starts at once."""
-        self(0, AttemptStarted(device, size, 64 // size), number)
+        spec = AttemptSpec(gpus_named(device), size, 64 // size)
+        self(0, AttemptStarted(spec), number)
+        self.attempts[number] = Attempt(number, spec, self.at)
 
     def steps(self, number: int, first: int, last: int) -> None:
         """A step a second."""
@@ -56,9 +75,15 @@ class Journal:
 
     def end(self, number: int, outcome: str = "completed", seconds: float = 0, **more: Any) -> None:
         """An attempt ends."""
-        evidence = more.pop("evidence", {})
-        record = {"device": "cuda:0", "outcome": outcome, **more}
-        self(seconds, AttemptEnded(record, evidence), number)
+        attempt, message = self.attempts[number], more.pop("message", None)
+        evidence, figures = Evidence(**more.pop("evidence", {})), more
+        if outcome != "completed":
+            kind = FailureKind(outcome)
+            failure = Failure(kind, message or kind.value, evidence)
+            advice = figures.pop("advice", advice_for(kind, evidence))
+            figures["failure"] = replace(failure, advice=advice)
+        lasted = self.at + seconds - attempt.started
+        self(seconds, AttemptEnded(replace(attempt, seconds=lasted, **figures)), number)
 
     @property
     def story(self) -> Story:
@@ -75,12 +100,12 @@ def write_recovered(journal: Journal) -> Journal:
     journal.steps(1, 1, 5)
     journal(0, CheckpointSaved("/five", 5), 1)
     journal.steps(1, 6, 8)
-    journal.end(1, batch_size=64, end_step=8, evidence=FIGURES, **OOM)
+    journal.end(1, evidence=FIGURES, **OOM)
     journal.at += 4
     journal.start(2, size=32)
     journal(2, TrainingStarted(5), 2)
     journal.steps(2, 6, 12)
-    journal.end(2, batch_size=32, gradient_accumulation_steps=2, end_step=12)
+    journal.end(2)
     journal(1, COMPLETED)
     return journal
 
@@ -91,7 +116,7 @@ def write_failed(journal: Journal) -> Journal:
     journal(0, STARTED)
     journal.start(1)
     journal(1, Progress(1, metrics={"loss": float("nan"), "<i>metric</i>": 0.5}), 1)
-    journal.end(1, "bug", message=nasty, evidence={"traceback": f"Traceback: {nasty}"})
+    journal.end(1, "bug", message=nasty, traceback=f"Traceback: {nasty}")
     journal(0, JobEnded("failed", nasty))
     return journal
 
@@ -111,8 +136,8 @@ def write_sweep(folder: Path) -> None:
             journal.start(1)
             journal.end(1, "bug", message=reason, seconds=2)
             journal(0, JobEnded("failed", reason))
-        record = JobRecord(
-            "sweep-id", number, (f"training.lr=0.{number}",), status, int(number == 2), None, reason
+        record = SweepJob(
+            number, (f"training.lr=0.{number}",), "sweep-id", status, int(number == 2), None, reason
         )
         record.write(job)
         rows.append(row_of(job, record, None))

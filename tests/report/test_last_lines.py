@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from journals import Journal
 
 from robust_train.cli.jobs import print_failure
+from robust_train.folder.journal import JobEnded, JobStarted
+from robust_train.folder.summary import Summary
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import GiveUp
+from robust_train.model.events import Failed
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.spec import AttemptSpec
 from robust_train.report import narration
 from robust_train.report.sources import read_sources
-from robust_train.runfolder.journal import JobEnded, JobStarted
-from robust_train.runfolder.summary import AttemptRecord, Summary
-from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, GiveUp, Outcome
 
 SPEC = AttemptSpec((), 32, 2)
 MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs"
@@ -36,13 +39,17 @@ def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(
     journal.steps(1, 1, 6)  # and is killed
     journal(100, JobStarted("/run", "train", "own"))
     journal.start(2, device="cpu", size=32)
-    outcome = Outcome(None, 0.9, 24.0, start_step=4, end_step=9)
-    record = AttemptRecord(Attempt(SPEC, outcome))
-    launch = Summary("completed", tmp_path, None, 0.9, 24.0, 0.0, (record,), first_attempt=2)
-    summary = replace(launch, earlier_seconds=6.0)
+    summary = Summary(
+        "completed",
+        tmp_path,
+        result=0.9,
+        wall_seconds=24.0,
+        attempts=(Attempt(2, SPEC, seconds=24.0, start_step=4, end_step=9),),
+        earlier_seconds=6.0,
+    )
     lines = lines_of(caplog, summary)
     first, second = (line.split() for line in lines[2:4])
-    assert first == ["1", "cpu", "32", "64", "0-6", "6.0", "s", "unfinished"]
+    assert first == ["1", "cpu", "32", "64", "0-6", "-", "unfinished"]
     assert second == ["2", "cpu", "32", "64", "4-9", "24.0", "s", "completed"]
     assert lines[4].startswith("completed after 30 s (this launch: 24 s) on cpu")
 
@@ -52,11 +59,10 @@ def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
 ):
     trace = f'Traceback …:\n  File "train.py", line 3\n{MESSAGE}\n'
     failure = Failure(FailureKind.BUG, MESSAGE)
-    outcome = Outcome(failure, traceback=trace, exceptions=("builtins.ValueError",))
-    give_up = GiveUp(MESSAGE)
-    record = AttemptRecord(Attempt(SPEC, outcome), give_up)
-    summary = Summary("failed", tmp_path, MESSAGE, wall_seconds=12.0, attempts=(record,))
-    narration.log_outcome(1, outcome, give_up)
+    ending = Failed(failure, exceptions=("builtins.ValueError",))
+    attempt = Attempt(1, SPEC, seconds=1.0, failure=failure, traceback=trace, ending=ending)
+    summary = Summary("failed", tmp_path, MESSAGE, wall_seconds=12.0, attempts=(attempt,))
+    narration.log_end(attempt, GiveUp(MESSAGE))
     lines = lines_of(caplog, summary)
     assert lines[0] == "attempt 1 failed: ValueError"
     assert [line for line in lines if MESSAGE in line] == [

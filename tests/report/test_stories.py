@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from journals import COMPLETED, FIGURES, OOM, STARTED, Journal, write_recovered
 
-from robust_train.events import (
+from robust_train.folder.journal import AttemptEnded, AttemptStarted, DecidedAgain, DeviceAcquired
+from robust_train.memory.samples import Sample, encode
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import (
     CheckpointSaved,
     Event,
     MemoryReported,
@@ -23,18 +26,13 @@ from robust_train.events import (
     TrainingStarted,
     UserEvent,
 )
-from robust_train.memory.samples import Sample, encode
-from robust_train.report.figures import curve_charts, memory_charts, reported_once
+from robust_train.model.failure import FailureKind
+from robust_train.model.spec import AttemptSpec, Speed
+from robust_train.readable import GIB, MIB
+from robust_train.report.charts import curve_charts, memory_charts, reported_once
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
-from robust_train.runfolder.journal import (
-    AttemptEnded,
-    AttemptStarted,
-    DecidedAgain,
-    DeviceAcquired,
-)
-from robust_train.values import GIB, MIB, FailureKind, Speed
 
 
 @pytest.fixture
@@ -58,13 +56,6 @@ def test_time_is_cut_into_useful_lost_waiting_and_starting_up(recovered):
         *[("startup", None), ("wait", None), ("startup", 1), ("useful", 1), ("lost", 1)],
         *[("wait", 2), ("startup", 2), ("useful", 2), ("startup", None)],
     ]
-
-
-def test_the_sentence_tells_how_it_ended_and_what_went_wrong(recovered):
-    assert recovered.story.sentence == (
-        "Completed in 35 s at the 2nd attempt, on cuda:0 with batch size 32 × accumulation 2. "
-        "Memory ran out on cuda:0 at batch size 64. 34 % of the time was useful."
-    )
 
 
 def test_advice_begins_with_what_held_and_gives_the_figures_of_the_run(recovered):
@@ -117,8 +108,8 @@ def test_nothing_is_advised_where_nothing_was_tight(journal):
 def test_advice_is_what_fitted_the_trainer(journal):
     journal(0, STARTED)
     journal.start(1)
-    evidence = {**FIGURES, "advice": ["use a smaller --batch-size"]}
-    journal.end(1, seconds=1, **OOM, evidence=evidence)
+    advice = ("use a smaller --batch-size",)
+    journal.end(1, seconds=1, **OOM, evidence=FIGURES, advice=advice)
     assert [advice.steps for advice in journal.story.advice] == [("use a smaller --batch-size",)]
 
 
@@ -137,7 +128,7 @@ def test_one_value_is_no_curve_and_one_sample_no_chart(journal):
     journal(1, Progress(1, metrics={"accuracy": 0.5}), 1)
     sample = Sample(journal.at, 1, "cpu", 1, resident=MIB)
     (journal.folder / "memory.jsonl").write_text(encode(sample) + "\n")
-    journal.end(1, seconds=1, peak_memory_bytes=3 * MIB, device="cpu")
+    journal.end(1, seconds=1, peak_memory_bytes=3 * MIB)
     assert curve_charts(journal.story) == memory_charts(journal.story) == []
     assert reported_once(journal.story) == [("accuracy", "0.5")]
 
@@ -147,15 +138,10 @@ def test_the_peaks_of_a_report_agree(journal):
     journal.start(1, device="cpu")
     for _ in range(3):
         journal(1, MemoryReported("epoch", resident=5 * MIB), 1)
-    journal.end(1, seconds=1, peak_memory_bytes=9 * MIB, device="cpu")
+    journal.end(1, seconds=1, peak_memory_bytes=9 * MIB)
     story = journal.story
     assert story.peak_memory_bytes == story.attempts[0].peak_memory_bytes == 9 * MIB
     assert "at most 9.0 MiB" in memory_charts(story)[0].legend[0].text
-
-
-def test_steps_that_were_done_again_are_drawn_as_lost(recovered):
-    curves = [(c.attempt, c.lost, c.points[0][0], c.points[-1][0]) for c in recovered.story.curves]
-    assert curves == [(1, False, 1, 5), (1, True, 5, 8), (2, False, 6, 12)]
 
 
 def test_events_of_the_trainer_are_marked_under_their_own_name(journal):
@@ -172,11 +158,6 @@ def test_events_of_the_trainer_are_marked_under_their_own_name(journal):
     }
 
 
-def test_marks_tell_what_happened_and_when(recovered):
-    told = [(mark.kind, mark.attempt) for mark in recovered.story.marks]
-    assert told == [("checkpoint", 1), ("oom", 1), ("batch", 2)]
-
-
 def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(recovered):
     """The checkpoint of step 5 turns out to be damaged: the third attempt begins at step 2."""
     text = (recovered.folder / "journal.jsonl").read_text()
@@ -189,30 +170,6 @@ def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(recovere
     story = recovered.story
     useful = {s.attempt: s.seconds for s in story.spans if s.use.value == "useful"}
     assert useful == pytest.approx({1: 2, 3: 2})
-
-
-def test_a_run_that_died_keeps_what_its_last_checkpoint_holds(recovered):
-    text = (recovered.folder / "journal.jsonl").read_text()
-    lines = text.splitlines()
-    (recovered.folder / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 17')
-    story = recovered.story
-    assert story.status == "unfinished"
-    assert story.seconds["useful"] == pytest.approx(5)
-    assert story.seconds["lost"] == pytest.approx(2)
-    assert "The last checkpoint holds step 5" in story.sentence
-    assert story.gaps == ("journal.jsonl: 1 damaged line skipped",)
-
-
-def test_what_lies_between_two_launches_is_no_part_of_the_time(recovered):
-    recovered(1000, STARTED)
-    recovered(1, DeviceAcquired("cuda:0", wait_seconds=1))
-    recovered.start(3)
-    recovered.end(3, seconds=2)
-    recovered(0, COMPLETED)
-    story = recovered.story
-    assert story.seconds["stopped"] == pytest.approx(1000)
-    assert story.seconds["wall"] == pytest.approx(35 + 3)
-    assert 'data-x="0.0,38.0' in job_page(story) or "35 s" in job_page(story)
 
 
 def test_memory_is_drawn_by_device_and_without_samples_from_what_trainers_report(journal):
@@ -244,7 +201,7 @@ def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(journal):
     journal(0, COMPLETED)
     findings = [advice.finding for advice in journal.story.advice]
     assert findings[0] == "cuda:0 was 96 % full at its fullest (23.0 GiB of 24.0 GiB)."
-    assert "11.0 GiB of cuda:0 was held by others" in findings[1]
+    assert "Other processes used up to 11.0 GiB of cuda:0" in findings[1]
 
 
 def test_an_empty_folder_has_a_report_too(tmp_path):
@@ -271,6 +228,7 @@ def test_a_line_separator_in_a_message_does_not_tear_its_line(journal):
     assert journal.story.gaps == ()
 
 
+SPEC = AttemptSpec((), 4, 2)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
@@ -280,8 +238,14 @@ KEYS = [field.name for kind in Event.__subclasses__() for field in dataclasses.f
 NAMES = [kind.name for kind in Event.__subclasses__()]
 valid_events = st.sampled_from(
     [
-        *(STARTED, COMPLETED, TrainingStarted(2), CheckpointSaved("/two", 2), AttemptEnded(OOM)),
-        *(AttemptStarted("cpu", 4, 2), DeviceAcquired("cpu", wait_seconds=3), UserEvent("mine")),
+        *(
+            STARTED,
+            COMPLETED,
+            TrainingStarted(2),
+            CheckpointSaved("/two", 2),
+            AttemptEnded(Attempt(1, SPEC, seconds=2.0)),
+        ),
+        *(AttemptStarted(SPEC), DeviceAcquired("cpu", wait_seconds=3), UserEvent("mine")),
         *(MicroBatchChanged(1, True, 4, 2, "oom", FailureKind.DEVICE_OOM), Progress(3)),
         *(Progress(4, metrics={"loss": 0.5}), DecidedAgain("lost_race", "p", "halve_batch", "r")),
     ]
@@ -347,5 +311,4 @@ def test_a_long_run_makes_a_small_page(journal):
     story = journal.story
     page = job_page(story)
     assert len(page.encode()) < 1_000_000
-    assert "a closer look" in page
     assert story.memory[0].most("allocated") == 8 * GIB

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from robust_train.execution.signals import SignalWatch
-from robust_train.runfolder.folder import RunFolder
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.run_folder import RunFolder
 from world import ROOT, TESTS
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from robust_train.execution.signals import SignalWatch
-from robust_train.runfolder.folder import RunFolder
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.run_folder import RunFolder
 with SignalWatch() as signals, RunFolder(Path(sys.argv[1]), "elsewhere", signals) as folder:
     print(folder.token, flush=True)
     while True:

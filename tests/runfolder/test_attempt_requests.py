@@ -18,11 +18,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
 )
 
+from robust_train.attempt import requests as attempt_requests
+from robust_train.attempt.requests import AttemptRequests
+from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.files import replacing
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.runfolder import attempt_requests
-from robust_train.runfolder.attempt_requests import AttemptRequests
-from robust_train.runfolder.requests import REQUESTS, TAKEN, find_requests, open_requests
+from robust_train.folder.requests import REQUESTS, TAKEN, find_requests, open_requests
 from world import wait_until
 
 
@@ -169,10 +169,12 @@ def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Aski
     assert not asking.run.stop_requested  # the first boundary comes before the first split
     model = torch.nn.Linear(2, 1)
     sizes = []
-    for micro in asking.run.micro_batches(torch.ones(8, 2), model):
-        with micro:
-            sizes.append(len(micro))
-            micro.backward(model(micro.data).mean())
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(part))
+        return model(part).mean()
+
+    asking.run.backward(loss_of, torch.ones(8, 2), model)
     assert sizes == [4, 4]
     assert asking.reply()["answer"]["after"] == {"micro_batch": 4}
     (event,) = [e for e in asking.events if e["event"] == "micro_batch_changed"]

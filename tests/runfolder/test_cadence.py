@@ -10,11 +10,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.attempt.cadence import SaveClock, seconds_between_saves
+from robust_train.attempt.run import Run
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
 from robust_train.config.plans import SavePlan
-from robust_train.execution.votes import Votes
-from robust_train.run import Run
-from robust_train.runfolder.cadence import SaveClock, seconds_between_saves
-from robust_train.runfolder.identity import begin_job
+from robust_train.folder.identity import begin_job
+from robust_train.host.votes import Votes
 
 costs = st.floats(0, 1e4)
 failures = st.integers(0, 10_000)
@@ -93,7 +95,8 @@ def test_the_time_in_which_a_copy_is_written_is_no_cost():
 
 def test_a_number_of_minutes_means_that_number():
     time = Clock()
-    clock = SaveClock(SavePlan.of({"training": {"checkpoint_every_minutes": 2}}), now=time)
+    config = checked(complete({"training": {"checkpoint_every_minutes": 2}}))
+    clock = SaveClock(SavePlan.of(config), now=time)
     assert saves_of(clock, time, cost=50, seconds=500) == [120, 290, 460]
 
 

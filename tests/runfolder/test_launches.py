@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from live_folder import change_json, open_folder
 
-from robust_train.errors import ConfigError, NoProgress
-from robust_train.runfolder.identity import begin_job, complete_job, count_launch
-from robust_train.runfolder.journal import AttemptStarted, JobStarted
-from robust_train.runfolder.manifests import record_checkpoint
-from robust_train.runfolder.requests import REQUESTS, request_sweep_stop
-from robust_train.runfolder.run_list import read_run
+from robust_train.folder.identity import begin_job, complete_job, count_launch
+from robust_train.folder.journal import JobStarted
+from robust_train.folder.manifests import record_checkpoint
+from robust_train.folder.requests import REQUESTS, request_sweep_stop
+from robust_train.folder.run_list import read_run
+from robust_train.model.attempt import Attempt
+from robust_train.model.errors import ConfigError, NoProgress
+from robust_train.model.spec import AttemptSpec
 
 
 def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
@@ -99,7 +101,7 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: objec
     sweep.mkdir()
     with contextlib.suppress(*ends), open_folder(tmp_path, sweep=sweep) as folder:
         for number in (1, 2):
-            folder.attempt_starts(number, AttemptStarted("cpu"))
+            folder.attempt_starts(Attempt(number, AttemptSpec((), 8, 1)))
         assert launches(tmp_path) == 1
         if isinstance(how, signal.Signals):
             os.kill(os.getpid(), how)

@@ -9,14 +9,13 @@ import pytest
 from live_folder import open_folder
 
 from robust_train import load_runs
-from robust_train.runfolder.summary import AttemptRecord, Summary
-from robust_train.values import Attempt, AttemptSpec, Outcome
+from robust_train.folder.summary import Summary
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec
 
 
 def job(folder: Path, lr: float, result: object) -> None:
-    record = AttemptRecord(
-        Attempt(AttemptSpec((), 8, 2), Outcome(None, seconds=4.0, start_step=0, end_step=10))
-    )
+    record = Attempt(1, AttemptSpec((), 8, 2), seconds=4.0, end_step=10)
     with open_folder(folder, "lora") as live:
         Summary("completed", folder, result=result, attempts=(record,)).write()
         live.ended("completed", None)

@@ -1,4 +1,4 @@
-"""The lock of a run folder. Real flocks, real processes."""
+"""The lock of a run folder. Real locks, real processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import psutil
 import pytest
 from live_folder import another_launcher, as_on_another_host, change_json
 
-from robust_train.errors import ConfigError
-from robust_train.runfolder import lock
-from robust_train.runfolder.lock import RunLock, is_held, read_holder, refusal
+from robust_train.folder import lock
+from robust_train.folder.lock import RunLock, is_held, read_holder, refusal
+from robust_train.model.errors import ConfigError
 
 
 def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path: Path):
@@ -101,12 +101,37 @@ def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path: Path):
             RunLock(tmp_path, "0-bbbbbb")
 
 
-def test_a_probe_does_not_keep_a_launcher_from_starting(tmp_path: Path):
-    RunLock(tmp_path, "0-aaaaaa").release()
-    probe = os.open(tmp_path / "lock", os.O_RDONLY)
-    fcntl.flock(probe, fcntl.LOCK_SH)
-    threading.Timer(0.2, os.close, [probe]).start()
-    RunLock(tmp_path, "0-bbbbbb").release()
+@pytest.mark.parametrize("operation", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(
+    tmp_path: Path, operation: int
+):
+    (tmp_path / "lock").touch(mode=0o644)
+    with (tmp_path / "lock").open() as stranger:
+        fcntl.flock(stranger, operation)
+        assert is_held(tmp_path) is False
+        RunLock(tmp_path, "0-aaaaaa").release()
+        change_json(tmp_path / "lock", process_started=1.0)  # that launcher has ended
+        assert is_held(tmp_path) is False
+        assert refusal(tmp_path) is None
+        RunLock(tmp_path, "0-bbbbbb").release()
+
+
+def test_the_lock_is_private_also_if_version_0_2_left_it_readable(tmp_path: Path):
+    (tmp_path / "lock").touch(mode=0o644)  # as version 0.2 made it
+    held = RunLock(tmp_path, "0-aaaaaa")
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+    held.release()
+
+
+def test_a_job_of_version_0_2_is_respected_while_its_launcher_lives(tmp_path: Path):
+    RunLock(tmp_path, "0-aaaaaa").release()  # leaves this process's name
+    with (tmp_path / "lock").open() as old:
+        fcntl.flock(old, fcntl.LOCK_EX)
+        assert is_held(tmp_path)
+        with pytest.raises(ConfigError, match="is in use by the job of"):
+            RunLock(tmp_path, "0-bbbbbb")
+        change_json(tmp_path / "lock", process_started=1.0)
+    assert is_held(tmp_path) is False
 
 
 def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
@@ -124,10 +149,10 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
 def test_a_disk_that_knows_no_locks_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def flock(fd: int, operation: int) -> None:
+    def no_locks(fd: int, *arguments: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "fcntl", no_locks)
     held = RunLock(tmp_path, "0-aaaaaa")
     assert held.hold == ()
     assert is_held(tmp_path) is None
@@ -152,7 +177,7 @@ def test_two_launches_of_one_process_in_one_folder(tmp_path: Path):
     code = """
 import sys, threading
 import robust_train
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 config = {"isolation": "none", "device": "cpu", "auto_device": False, "gpu_queue": False}
 inside, go = threading.Event(), threading.Event()
 def trainer(cfg, run):

@@ -13,22 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.errors import ConfigError
-from robust_train.run import Run
-from robust_train.runfolder import identity
-from robust_train.runfolder.identity import (
+from robust_train.attempt.run import Run
+from robust_train.folder import identity
+from robust_train.folder.identity import (
     begin_job,
     complete_job,
     read_identity,
     resume_from,
     wait_until_readable,
 )
-from robust_train.runfolder.manifests import (
-    Manifest,
-    newest_checkpoint,
-    read_manifests,
-    rotate,
-)
+from robust_train.folder.manifests import Manifest, newest_checkpoint, read_manifests, rotate
+from robust_train.model.errors import ConfigError
 
 
 def save(folder: Path, step: int, *, job: str = "ours", attempt: int = 1, text: str = "x") -> Path:

@@ -17,21 +17,34 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from attempts import gpu
 from robust_train import ConfigError, launch
 from robust_train.cli.main import main
-from robust_train.events import NoProgress, Stalled
-from robust_train.runfolder import notifier as module
-from robust_train.runfolder.lock import is_held
-from robust_train.runfolder.notifier import Notifier, NotifySettings, is_secret, news, sentence
-from robust_train.runfolder.state import RunState, read_state
-from robust_train.settings import hide_urls, take_notify_settings
+from robust_train.config.checks import checked, hide_urls
+from robust_train.config.composition import complete
+from robust_train.config.schema import NotifyConfig
+from robust_train.config.values import is_secret
+from robust_train.folder.lock import is_held
+from robust_train.folder.state import RunState, read_state
+from robust_train.launcher import notifier as module
+from robust_train.launcher.notifier import (
+    Notifier,
+    news,
+    notifications,
+    sentence,
+)
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import Stalled, StallWarning
+from robust_train.model.spec import AttemptSpec
 from sweep_world import SweepWorld
 from world import World
 
 URL = "json://user:open-sesame@127.0.0.1:1/here"
 NEW = RunState("3-abc", "lora", "/r", 7, "gpu1", "ann", started=1000.0, since=1000.0)
 WAITING = replace(NEW, state="waiting", waiting={"position": 1, "reason": "GPU 0 is taken"})
-ON_CPU = replace(NEW, state="running", attempt=2, device="cpu")
+ON_CPU = replace(NEW, state="running", attempt=Attempt(2, AttemptSpec((), 8, 1)))
+ON_GPU = replace(ON_CPU, attempt=Attempt(1, AttemptSpec((gpu(1, 20),), 8, 1)))
+THIRD = replace(ON_CPU, attempt=Attempt(3, AttemptSpec((), 8, 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +59,7 @@ def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
         (NEW, replace(NEW, state="no_device"), "failed"),
         (NEW, replace(NEW, state="interrupted"), "interrupted"),
         (replace(NEW, state="completed"), replace(NEW, state="completed"), None),
-        (replace(ON_CPU, device="cuda:1"), ON_CPU, "cpu"),
+        (ON_GPU, ON_CPU, "cpu"),
         (WAITING, ON_CPU, "cpu"),
         (NEW, ON_CPU, None),
         (ON_CPU, ON_CPU, None),
@@ -76,14 +89,14 @@ def _writes(path: Path) -> tuple[str, ...]:
 
 
 def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tmp_path: Path):
-    settings = NotifySettings(_writes(tmp_path / "told"), on=("waiting", "stalled"))
+    settings = NotifyConfig(_writes(tmp_path / "told"), on=("waiting", "stalled"))
     notifier = Notifier(settings)
     for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
         notifier.poll(state)
         notifier.finish()
-    notifier.on_event(NoProgress(300.0, 600.0), replace(ON_CPU, attempt=3))
+    notifier.on_event(StallWarning(300.0, 600.0), THIRD)
     notifier.finish()
-    notifier.on_event(Stalled(600.0), replace(ON_CPU, attempt=3))
+    notifier.on_event(Stalled(600.0), THIRD)
     notifier.poll(replace(NEW, state="failed"))
     notifier.finish()
     lines = (tmp_path / "told").read_text().splitlines()
@@ -106,7 +119,7 @@ def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tm
 def test_a_failed_delivery_is_one_line(
     command: tuple[str, ...], problem: str, caplog: pytest.LogCaptureFixture
 ):
-    notifier = Notifier(NotifySettings(command))
+    notifier = Notifier(NotifyConfig(command))
     notifier.send("failed", "text", {})
     notifier.finish(0.3 if "long" in problem else 10.0)
     (record,) = caplog.records
@@ -149,7 +162,7 @@ def test_a_program_that_hangs_at_its_start_holds_nothing_up(
 
     monkeypatch.setattr(module.subprocess, "Popen", popen)
     monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
-    notifier = Notifier(NotifySettings(("on-a-hung-disk",)))
+    notifier = Notifier(NotifyConfig(("on-a-hung-disk",)))
     notifier.send("failed", "text", {})
     notifier.finish(0.0)
     assert "on-a-hung-disk: it took too long" in caplog.text
@@ -157,21 +170,17 @@ def test_a_program_that_hangs_at_its_start_holds_nothing_up(
 
 
 def test_any_text_can_be_told(tmp_path: Path):
-    notifier = Notifier(NotifySettings(_writes(tmp_path / "told")))
+    notifier = Notifier(NotifyConfig(_writes(tmp_path / "told")))
     notifier.send("failed", "a\0b\x1bc\ud800", {"reason": "\0\ud800"})
     notifier.finish()
     assert (tmp_path / "told").read_text().splitlines()[1] == "a?b?c?"
 
 
 def test_urls_are_those_of_one_launch():
-    first, second = (OmegaConf.create({"notify": _keys(urls)}) for urls in ([URL], None))
-    assert take_notify_settings(first).urls == (URL,)
-    assert take_notify_settings(second).urls == ()
-
-
-def _keys(urls: list[str] | None) -> dict[str, object]:
-    more = {"command": None, "on": None, "waiting_minutes": 1, "sweep_jobs": False}
-    return {"urls": urls, **more}
+    for urls in ([URL], []):
+        cfg, environ = complete({"notify": {"urls": urls or None}}), dict[str, str]()
+        hide_urls(cfg, environ)
+        assert notifications(checked(cfg).notify, environ).urls == tuple(urls)
 
 
 def test_a_launched_job_tells_and_leaves_no_url_behind(
@@ -190,7 +199,7 @@ def test_a_launched_job_tells_and_leaves_no_url_behind(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and _has(path)]
     shown = capfd.readouterr()
     assert "open-sesame" not in shown.out + shown.err
-    with pytest.raises(ConfigError, match=r"notify\.on=done: accepted are completed, failed"):
+    with pytest.raises(ConfigError, match=r"notify\.on=done: must be one of completed, failed"):
         launch(lambda cfg: None, {"notify": {"on": ["done"]}}, run_dir=tmp_path / "2")
 
 
@@ -214,7 +223,7 @@ def test_notify_test_says_whether_it_was_delivered(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     assert main(["notify", "test"]) == 2
-    assert "nobody to notify" in capfd.readouterr().err
+    assert "nothing to send to" in capfd.readouterr().err
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexit 0\n")
     program.chmod(0o755)

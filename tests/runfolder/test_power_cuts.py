@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from robust_train.events import Progress
-from robust_train.run import Run
-from robust_train.runfolder.checkpoints import CheckpointFolder
-from robust_train.runfolder.identity import begin_job
-from robust_train.runfolder.journal import AttemptStarted, JobEnded, Journal
-from robust_train.runfolder.summary import Summary, read_summary
+from robust_train.attempt.checkpoints import CheckpointFolder
+from robust_train.attempt.run import Run
+from robust_train.folder.identity import begin_job
+from robust_train.folder.journal import AttemptStarted, JobEnded, Journal
+from robust_train.folder.summary import Summary, read_summary
+from robust_train.model.events import Progress
+from robust_train.model.spec import AttemptSpec
 
 STEPS = 4
 
@@ -108,7 +109,7 @@ def work(disk: Disk) -> None:
     run_dir.mkdir(parents=True)
     begun = begin_job(run_dir, resume=True)
     journal = Journal(run_dir / "journal.jsonl")
-    journal.write(AttemptStarted("cpu", 8, 1), 1)
+    journal.write(AttemptStarted(AttemptSpec((), 8, 1)), 1)
     disk.promised = (0, ("attempt_started",))
     run = Run(run_dir=run_dir, report=lambda event: journal.write(event, 1))
     assert run.saving.job == begun.job

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from robust_train import launch
-from robust_train.runfolder import provenance
-from robust_train.runfolder.provenance import (
-    public_command,
-    public_text,
-    public_variables,
-)
+from robust_train.folder import provenance
+from robust_train.folder.provenance import public_command, public_text, public_variables
 
 
 def test_secrets_are_left_out():

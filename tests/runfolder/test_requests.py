@@ -13,9 +13,8 @@ import pytest
 from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
-from robust_train.runfolder import requests as requests_module
-from robust_train.runfolder.journal import AttemptStarted
-from robust_train.runfolder.requests import (
+from robust_train.folder import requests as requests_module
+from robust_train.folder.requests import (
     REQUESTS,
     ControlError,
     Refused,
@@ -27,8 +26,10 @@ from robust_train.runfolder.requests import (
     status,
     sweep_stop_requested,
 )
-from robust_train.runfolder.run_list import choose_run, read_run
-from robust_train.values import Attempt, AttemptSpec, Failure, FailureKind, Outcome
+from robust_train.folder.run_list import choose_run, read_run
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.spec import AttemptSpec
 from world import wait_until
 
 
@@ -164,7 +165,7 @@ SPEC = AttemptSpec((), 8, 1)
 
 def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path: Path):
     with open_folder(tmp_path) as folder:
-        folder.attempt_starts(1, AttemptStarted("cpu", 8, 1))
+        folder.attempt_starts(Attempt(1, AttemptSpec((), 8, 1)))
         run, problems = choose_run(None), []
 
         def wait_for_it() -> None:
@@ -177,17 +178,17 @@ def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path: Path
         (request,) = wait_until(lambda: find_requests(tmp_path), "it is there")
         assert request.take()
         failure = Failure(FailureKind.DEVICE_OOM, "memory ran out")
-        folder.decided(Attempt(SPEC, Outcome(failure)), None, None)
+        folder.decided(Attempt(1, SPEC, failure=failure), None, None)
         asking.join()
         assert problems == [f"{run.id}: the attempt ended first (device_oom)"]
 
 
 def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path: Path):
     with open_folder(tmp_path) as folder:
-        folder.attempt_starts(1, AttemptStarted("cpu", 8, 1))
+        folder.attempt_starts(Attempt(1, AttemptSpec((), 8, 1)))
         with pytest.raises(StillQueued, match=r"no step has ended within 0\.1 s"):
             ask(choose_run(None), "checkpoint", wait_seconds=0.1)
-        folder.decided(Attempt(SPEC, Outcome(None)), None, None)
+        folder.decided(Attempt(1, SPEC), None, None)
         folder.tick()
         assert len(find_requests(tmp_path)) == 1
     (answer,) = (tmp_path / "requests").iterdir()
@@ -196,7 +197,7 @@ def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path:
 
 def test_status_does_not_wait_for_an_attempt_that_hangs(tmp_path: Path):
     with open_folder(tmp_path) as folder:
-        folder.attempt_starts(1, AttemptStarted("cpu", 8, 1))
+        folder.attempt_starts(Attempt(1, AttemptSpec((), 8, 1)))
         assert status(choose_run(None))["batch_size"] == 8
         assert list((tmp_path / "requests").iterdir()) == []
 

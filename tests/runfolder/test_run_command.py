@@ -25,11 +25,11 @@ import pytest
 import steered_trainers
 import warm
 from robust_train import launch
+from robust_train.attempt.run import Run
 from robust_train.cli.main import main
-from robust_train.errors import ConfigError
-from robust_train.run import Run
-from robust_train.runfolder.requests import ControlError, StillQueued, ask
-from robust_train.runfolder.run_list import choose_run, read_run
+from robust_train.folder.requests import ControlError, StillQueued, ask
+from robust_train.folder.run_list import choose_run, read_run
+from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu, Machine
 from sweep_world import SweepWorld
 from two_gpu_machine import A
@@ -348,12 +348,6 @@ def test_status_of_a_killed_launcher_says_died_with_its_last_state(host: Host):
     shown = host.command("status", status["id"]).stdout
     assert "died; the last state was running" in shown
     assert host.told("status", status["id"])["attempt_pid"] == status["attempt_pid"]
-
-
-def test_a_verb_that_is_none_names_those_that_are(host: Host):
-    done = host.command("explode")
-    assert done.returncode == 2
-    assert "halve-batch" in done.stderr
 
 
 def contents(folder: Path, but: str) -> dict[Path, bytes]:

@@ -8,10 +8,12 @@ import json
 import re
 from pathlib import Path
 
-from robust_train.events import Event
-from robust_train.runfolder.state import RunState
-from robust_train.runfolder.summary import AttemptRecord, Summary, read_summary
-from robust_train.values import Attempt, AttemptSpec, Outcome
+from robust_train.folder.state import RunState
+from robust_train.folder.summary import Summary, read_summary
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import Event
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.spec import AttemptSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-folder.md"
 _TYPES = {
@@ -23,6 +25,7 @@ _TYPES = {
     "tuple[Speed, ...]": "list of objects",
     "Mapping[str, Json]": "object",
     "Mapping[str, int]": "object of integers",
+    "Attempt": "object",
 }
 
 
@@ -72,26 +75,30 @@ def test_the_tables_of_state_and_events_are_those_of_the_classes():
 
 def test_every_field_of_the_summary_is_on_the_page():
     page = PAGE.read_text().partition("## summary.json")[2]
-    record = AttemptRecord(Attempt(AttemptSpec((), 1, 1), Outcome(None)))
+    record = Attempt(1, AttemptSpec((), 1, 1))
     content = Summary("completed", Path(), attempts=(record,)).as_json()
     for name in (*content, *content["attempts"][0]):
         assert f"`{name}`" in page, name
 
 
-def test_attempts_are_numbered_from_1_through_all_launches(tmp_path: Path):
-    record = AttemptRecord(Attempt(AttemptSpec((), 1, 1), Outcome(None)))
-    second_launch = Summary("completed", tmp_path, attempts=(record, record), first_attempt=2)
-    assert [one["attempt"] for one in second_launch.as_json()["attempts"]] == [2, 3]
-
-
-def test_a_summary_of_schema_1_can_still_be_read(tmp_path: Path):
-    attempt = {"index": 0, "device": "cpu", "outcome": "completed", "batch_size": 4}
-    earlier = {"schema": 1, "status": "completed", "result": 0.5, "attempts": [attempt]}
+def test_a_summary_of_another_version_has_at_least_its_result(tmp_path: Path):
+    attempt = {"attempt": 1, "device": "cpu", "outcome": "completed", "batch_size": 4}
+    earlier = {"schema": 2, "status": "completed", "result": 0.5, "attempts": [attempt]}
     (tmp_path / "summary.json").write_text(json.dumps(earlier))
     summary = read_summary(tmp_path)
     assert summary is not None
-    assert (summary.objective, summary.attempts[0].batch_size) == (0.5, 4)
-    assert summary.attempts[0].attempt is None, "not number 0"
+    assert (summary.objective, summary.attempts) == (0.5, ())
+
+
+def test_what_a_newer_version_adds_is_ignored(tmp_path: Path):
+    failure = Failure(FailureKind.COMM, "gone")
+    content = Summary("failed", attempts=(Attempt(1, AttemptSpec((), 1, 1), failure=failure),))
+    written = content.as_json()
+    written["attempts"][0] |= {"colour": "red"}
+    written["attempts"][0]["failure"] |= {"kind": "gremlins", "depth": 3}
+    (tmp_path / "summary.json").write_text(json.dumps(written))
+    (attempt,) = read_summary(tmp_path).attempts
+    assert (attempt.failure.kind, attempt.failure.message) == (FailureKind.UNKNOWN, "gone")
 
 
 if __name__ == "__main__":

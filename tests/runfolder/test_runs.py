@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from live_folder import another_launcher, as_on_another_host, open_folder
 
-from robust_train.cli import queue
 from robust_train.cli.main import main
-from robust_train.runfolder import run_list
-from robust_train.runfolder.journal import AttemptStarted
-from robust_train.runfolder.requests import ControlError, ask
-from robust_train.runfolder.run_list import (
+from robust_train.folder import run_list
+from robust_train.folder.requests import ControlError, ask
+from robust_train.folder.run_list import (
     NoLiveRun,
     choose_run,
     find_live_runs,
@@ -24,6 +22,8 @@ from robust_train.runfolder.run_list import (
     register,
     state_directory,
 )
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec
 
 
 def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path: Path):
@@ -56,8 +56,8 @@ def test_the_queue_names_jobs_that_train_on_the_cpu(
 ):
     monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
     with open_folder(tmp_path / "one") as one, open_folder(tmp_path / "two"):
-        one.attempt_starts(1, AttemptStarted("cpu", 64, 1))
-        assert queue.main([]) == 0
+        one.attempt_starts(Attempt(1, AttemptSpec((), 64, 1)))
+        assert main(["queue"]) == 0
     said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train run list)\n"
     assert capsys.readouterr().out == said
 

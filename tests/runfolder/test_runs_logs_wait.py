@@ -15,9 +15,9 @@ from live_folder import another_launcher, change_json, open_folder
 from robust_train.cli import logs
 from robust_train.cli.logs import as_shown
 from robust_train.cli.main import main
-from robust_train.runfolder.folder import RunFolder
-from robust_train.runfolder.run_list import state_directory
-from robust_train.runfolder.summary import Summary
+from robust_train.folder.run_list import state_directory
+from robust_train.folder.summary import Summary
+from robust_train.launcher.run_folder import RunFolder
 
 
 def ended(run_dir: Path, name: str, status: str, result: object = None, **how: object) -> str:
@@ -93,7 +93,7 @@ def test_of_many_runs_the_newest_are_shown(
     assert main(["runs"]) == 0
     out = capsys.readouterr().out
     assert "two" in out
-    assert "1 older ones: --all" in out
+    assert "older runs: 1; --all shows them" in out
     assert main(["runs", "--all"]) == 0
     assert "one" in capsys.readouterr().out
 

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_folder import open_folder
 
-from robust_train.events import (
+from attempts import failed, gpu
+from robust_train.folder.journal import JobStarted
+from robust_train.folder.state import (
+    REQUESTED,
+    RunState,
+    StateFile,
+    read_state,
+)
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import Retry
+from robust_train.model.events import (
     AttemptProcess,
     BatchSizeFound,
     CheckpointSaved,
@@ -21,23 +31,17 @@ from robust_train.events import (
     Progress,
     TrainingStarted,
 )
-from robust_train.runfolder.journal import AttemptStarted, JobStarted
-from robust_train.runfolder.state import (
-    REQUESTED,
-    RunState,
-    StateFile,
-    after_event,
-    read_state,
-    with_attempt,
-)
-from robust_train.values import Attempt, AttemptSpec, FailureKind, Outcome, Retry
+from robust_train.model.failure import FailureKind
+from robust_train.model.spec import AttemptSpec
 
+SPEC = AttemptSpec((), 8, 1)
 STATE = RunState("0-a", "job", "/run", 1, "host", "user", 1.0, 2.0)
 
 
 def test_events_of_an_attempt_are_folded():
-    state = with_attempt(STATE, 2, AttemptStarted("cuda:0", 64, 2, 2, gpu_uuids=("A", "B")))
-    assert (state.state, state.attempt, state.effective_batch_size) == ("running", 2, 256)
+    group = (gpu(0, 20), gpu(1, 20))
+    state = replace(STATE, attempt=Attempt(2, AttemptSpec(group, 64, 2, ranks=2)))
+    assert state.attempt.spec.effective_batch_size == 256
     for event in (
         JobStarted("/run", "trainer", "c0ffee"),
         AttemptProcess(77),
@@ -51,23 +55,27 @@ def test_events_of_an_attempt_are_folded():
         BatchSizeFound(32, 4, 256),
         CheckpointSaved("/c", 12),
     ):
-        state = after_event(state, event)
-    assert (state.attempt, state.attempt_pid, state.step, state.total_steps) == (2, 77, 12, 100)
-    assert (state.loss, state.memory, state.micro_batch) == (0.5, {"allocated": 5}, 32)
-    assert (state.batch_size, state.checkpoint, state.checkpoint_step) == (32, "/c", 12)
+        state = state.after(event)
+    attempt = state.attempt
+    assert (attempt.number, attempt.pid, attempt.step, attempt.total_steps) == (2, 77, 12, 100)
+    assert (attempt.loss, attempt.memory, attempt.micro_batch) == (0.5, {"allocated": 5}, 32)
+    assert (attempt.spec.batch_size, state.checkpoint, state.checkpoint_step) == (32, "/c", 12)
     assert state.job == "c0ffee"
-    again = with_attempt(state, 3, AttemptStarted("cpu", 32, 4))
-    assert (again.step, again.loss, again.attempt_pid, again.gpu_uuids) == (None, None, None, ())
-    assert again.checkpoint == "/c"
+    about = state.about()
+    assert (about["attempt"], about["attempt_pid"], about["device"]) == (2, 77, "cuda:0,cuda:1")
+
+
+def test_events_before_any_attempt_change_no_attempt():
+    assert STATE.after(Progress(3)) == STATE
 
 
 @pytest.mark.parametrize("loss", ["tensor(0.5)", True, 10**400, [0.5], None])
 def test_a_loss_that_is_no_number_does_not_cost_the_state(loss: object, tmp_path: Path):
-    file = StateFile(tmp_path, STATE)
-    file.update(lambda state: after_event(state, Progress(3, None, {"loss": loss})))
+    file = StateFile(tmp_path, replace(STATE, attempt=Attempt(1, SPEC)))
+    file.update(lambda state: state.after(Progress(3, None, {"loss": loss})))
     read = read_state(tmp_path)
     assert read is not None
-    assert (read.step, read.loss) == (3, None)
+    assert (read.attempt.step, read.attempt.loss) == (3, None)
 
 
 def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path: Path):
@@ -85,19 +93,20 @@ def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path
         folder.on_event(JobStarted("/run", "trainer", "another"))
         assert folder.state.requested_micro_batch is None
         began = AttemptSpec((), 64, 1)
-        stopped = Attempt(began, Outcome(None, stopped_for="halve_batch"))
+        stopped = failed(began, FailureKind.INTERRUPTED, stopped_for="halve_batch")
         folder.decided(stopped, Retry(replace(began, batch_size=32), "halve", "why"), None)
     assert read_state(tmp_path).requested_micro_batch == 32
 
 
 def test_what_is_written_is_read(tmp_path: Path):
     kept = StateFile(tmp_path, STATE)
-    kept.update(lambda state: with_attempt(state, 1, AttemptStarted("cpu", 8, 1)))
-    kept.update(lambda state: after_event(state, CheckpointSaved("/c", 1)))
+    kept.update(lambda state: replace(state, attempt=Attempt(1, SPEC)))
+    kept.update(lambda state: state.after(CheckpointSaved("/c", 1)))
     found = read_state(tmp_path)
     assert found is not None
-    assert (found.attempt, found.checkpoint, found.since > STATE.since) == (1, "/c", True)
-    assert json.loads((tmp_path / "state.json").read_text())["schema"] == 1
+    assert found.attempt == replace(Attempt(1, SPEC), checkpoint="/c", saves=0)
+    assert (found.checkpoint, found.since) == ("/c", STATE.since)
+    assert json.loads((tmp_path / "state.json").read_text())["schema"] == 2
 
 
 def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
@@ -105,7 +114,7 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
     kept.write_if_due()
     written = os.stat(tmp_path / "state.json").st_ino
     for step in range(50):
-        kept.update(lambda state, step=step: after_event(state, Progress(step, None, {})))
+        kept.update(lambda state, step=step: state.after(Progress(step, None, {})))
     assert os.stat(tmp_path / "state.json").st_ino == written
 
 
@@ -117,11 +126,11 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
         b"[]",
         b"\xff\xfe",
         b"[" * 100_000,
-        b'{"schema": 1}',
+        b'{"schema": 2}',
         json.dumps({**asdict(STATE), "pid": "1"}).encode(),
-        json.dumps({**asdict(STATE), "schema": 99}).encode(),
+        json.dumps({**asdict(STATE), "schema": 1}).encode(),
         json.dumps({**asdict(STATE), "waiting": 3}).encode(),
-        json.dumps({**asdict(STATE), "step": True}).encode(),
+        json.dumps({**asdict(STATE), "attempt": {"attempt": True}}).encode(),
         json.dumps({**asdict(STATE), "started": float("nan")}).encode(),
         json.dumps(asdict(STATE)).replace("1.0", "1e999").encode(),
     ],
@@ -133,7 +142,7 @@ def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, conte
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    found = RunState.parse(
+    found = RunState.read(
         json.dumps({**asdict(STATE), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
     )
     assert found is not None
@@ -142,7 +151,7 @@ def test_control_characters_do_not_reach_a_terminal():
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: json.dumps(t).encode()))
 def test_no_bytes_crash_the_reader(data: bytes):
-    assert RunState.parse(data) is None
+    assert RunState.read(data) is None
 
 
 def test_a_disk_that_takes_nothing_costs_one_warning(
@@ -150,9 +159,9 @@ def test_a_disk_that_takes_nothing_costs_one_warning(
 ):
     kept = StateFile(tmp_path / "gone", STATE)
     for number in range(5):
-        kept.update(lambda s, n=number: with_attempt(s, n, AttemptStarted("cpu", 8, 1)))
+        kept.update(lambda s, n=number: replace(s, attempt=Attempt(n, SPEC)))
     (record,) = caplog.records
     assert "No such file or directory; the job goes on" in record.getMessage()
     (tmp_path / "gone").mkdir()
-    kept.update(lambda state: after_event(state, CheckpointSaved("/c", 1)))
+    kept.update(lambda state: state.after(CheckpointSaved("/c", 1)))
     assert read_state(tmp_path / "gone") is not None, "it is written once there is room"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.runfolder import trackers
-from robust_train.runfolder.trackers import TrackerNote, tracker_environment
+from robust_train.folder import trackers
+from robust_train.folder.trackers import TrackerNote, tracker_environment
 
 WANDB = {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"}
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.speed.speed_advice import advice_of, text_of
-from robust_train.values import Pace, Speed
+from robust_train.model.spec import Speed
+from robust_train.report.speed_advice import advice_of, text_of
 
 FAST = Speed(1000, 0.2, 0.3, 320.0)
 
 
-def advice(*speed: Speed, before: Pace | None = None) -> tuple[str, ...]:
-    return advice_of(speed, before, 2)
+def advice(*speed: Speed) -> tuple[str, ...]:
+    return advice_of(speed, 2)
 
 
 def test_nothing_is_advised_where_nothing_is_known():
@@ -41,14 +41,6 @@ def test_the_rank_that_makes_the_others_wait_is_named():
     assert "rank 2 is slow: 0.3 s a step until the ranks meet, the others 0.2 s" in sentence
     assert not advice(*(replace(r, seconds_alone_per_step=0.2) for r in ranks))
     assert not advice(*(replace(r, steps=50) for r in ranks)), "too short to matter"
-
-
-def test_an_earlier_job_that_was_faster_is_told_with_its_batch():
-    before = Pace(500.0, 1_790_000_000.0, batch_size=64, num_workers=8)
-    (sentence,) = advice(FAST, before=before)
-    assert "made 500 samples/s on this GPU model" in sentence
-    assert "micro-batch 64, 8 workers" in sentence
-    assert "now 320:" in sentence
 
 
 def test_the_figures_in_short():

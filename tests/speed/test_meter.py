@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config.schema import complete
-from robust_train.events import SpeedMeasured
-from robust_train.execution.runner import call_trainer
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.speed import meter as module
-from robust_train.speed.meter import Histogram, SpeedMeter
+from robust_train.attempt import speed as module
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.runner import call_trainer
+from robust_train.attempt.speed import Histogram, SpeedMeter
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.model.events import SpeedMeasured
 
 
 class Clock:
@@ -170,7 +171,7 @@ def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock: Clock, tm
             run.checkpoint_saved(tmp_path / "x", step)
         elif step % 5 == 0:
             clock.now += 30
-            run.micro_batcher.micro_batches([1, 2], training=False).__iter__()
+            run.forward(len, [1, 2])
     speed = run.speed.speed()
     assert speed.seconds_per_step_p95 == pytest.approx(0.1, rel=0.01)
     assert speed.samples_per_second == pytest.approx(80, rel=0.01)
@@ -301,7 +302,7 @@ def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
     cfg = complete({"data": {"train_batch_size": "${training.batch_size}"}})
     OmegaConf.resolve(cfg)
     run, seen = Run(run_dir=tmp_path), []
-    call_trainer(lambda cfg: seen.append((look(cfg), cfg.training.lr)), cfg, run)
+    call_trainer(lambda cfg: seen.append((look(cfg), cfg.training.lr)), cfg, checked(cfg), run)
     for step in range(1, 4):
         run.progress(step)
         clock.now += 2.0
@@ -325,5 +326,5 @@ def test_a_trainer_may_keep_its_numbers_of_workers_in_any_shape(
     cfg = complete({"data": data})
     OmegaConf.resolve(cfg)
     run = Run(run_dir=tmp_path)
-    call_trainer(lambda cfg: look(cfg.data), cfg, run)
+    call_trainer(lambda cfg: look(cfg.data), cfg, checked(cfg), run)
     assert run.has_read("workers") is reads

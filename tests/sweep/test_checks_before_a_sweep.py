@@ -13,13 +13,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from robust_train.cli import jobs
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.sweep import session
+from robust_train.sweep.program import program
 
 
 @pytest.fixture(autouse=True)
 def composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(session.program, "check", jobs.check)
+    monkeypatch.setattr(program, "check", jobs.check)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as when Hydra calls us
     setup_globals()
     GlobalHydra.instance().clear()
@@ -97,5 +98,5 @@ def test_a_mistake_is_checked_once_or_with_two_jobs_at_most(monkeypatch: pytest.
 
 
 def test_a_folder_of_a_user_that_does_not_exist_is_refused_in_one_line():
-    with pytest.raises(ConfigError, match=r"dataset\.root=~nobody-here/x: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"dataset\.root=~nobody-here/x: no such folder"):
         check("dataset=image_folder", "dataset.root='~nobody-here/x'", "training.lr=1,2")

@@ -76,7 +76,7 @@ def test_a_second_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorl
     assert line.startswith(f"sweep folder {sweeps.folder} is in use by the sweep of ")
     assert f", pid {first.pid}, since " in line
     assert "choose another hydra.sweep.dir" in line
-    assert sweep_story_of(sweeps.folder).sentence.endswith(" It still runs.")
+    assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")
     first.kill()
     first.communicate()
     # its jobs save a checkpoint and end; then the folder is free

@@ -12,14 +12,14 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from robust_train.execution.signals import SignalWatch, forwarded
+from robust_train.config.schema import RobustConfig
 from robust_train.files import set_aside
-from robust_train.settings import early_settings
+from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.sweep import callback
 from robust_train.sweep.current import OF_HYDRA
 from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
 from robust_train.sweep.job_process import JobProcess
-from robust_train.sweep.job_record import Entry, JobRecord, decide, read_record
+from robust_train.sweep.job_record import JobStart, SweepJob, decide, read_record
 from robust_train.sweep.live_table import LiveRow, most_important, table_lines
 from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.sweep_table import (
@@ -32,19 +32,19 @@ from robust_train.sweep.sweep_table import (
 from simulated_nvml import Gpu
 from world import wait_until
 
-RECORD = JobRecord("first", 0, ("training.lr=1e-3", "model=cnn"))
+RECORD = SweepJob(0, ("training.lr=1e-3", "model=cnn"), "first")
 
 
 @pytest.mark.parametrize(
     ("earlier", "completed", "overrides", "sweep", "resume", "entry"),
     [
-        (None, False, ["a=1"], "second", True, Entry.RUN),
-        (None, False, ["a=1"], "second", False, Entry.RUN_ANEW),
-        (RECORD, True, RECORD.overrides, "second", True, Entry.REUSE),
-        (RECORD, False, RECORD.overrides, "second", True, Entry.RUN),
-        (RECORD, True, RECORD.overrides, "second", False, Entry.RUN_ANEW),
-        (RECORD, True, ["training.lr=1e-2", "model=cnn"], "second", True, Entry.RUN_ANEW),
-        (RECORD, False, ["training.lr=1e-3"], "second", True, Entry.RUN_ANEW),
+        (None, False, ["a=1"], "second", True, JobStart.RUN),
+        (None, False, ["a=1"], "second", False, JobStart.RUN_ANEW),
+        (RECORD, True, RECORD.overrides, "second", True, JobStart.REUSE),
+        (RECORD, False, RECORD.overrides, "second", True, JobStart.RUN),
+        (RECORD, True, RECORD.overrides, "second", False, JobStart.RUN_ANEW),
+        (RECORD, True, ["training.lr=1e-2", "model=cnn"], "second", True, JobStart.RUN_ANEW),
+        (RECORD, False, ["training.lr=1e-3"], "second", True, JobStart.RUN_ANEW),
         # the order does not matter, nor what only says how to resume
         (
             RECORD,
@@ -52,10 +52,10 @@ RECORD = JobRecord("first", 0, ("training.lr=1e-3", "model=cnn"))
             ["model=cnn", "sweep_resume=true", "training.lr=1e-3"],
             "second",
             True,
-            Entry.REUSE,
+            JobStart.REUSE,
         ),
         # put back into the queue by a scheduler: goes on although a new launch would not
-        (RECORD, False, RECORD.overrides, "first", False, Entry.RUN),
+        (RECORD, False, RECORD.overrides, "first", False, JobStart.RUN),
     ],
 )
 def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
@@ -97,10 +97,10 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(
     machine = machine_with(Gpu(), Gpu())
     for name, value in machine.environ.items():
         monkeypatch.setenv(name, value)
-    assert count_gpus(early_settings(OmegaConf.create({}))) == 2
+    assert count_gpus(RobustConfig()) == 2
     machine.hang("nvmlInit")
     before = set(psutil.Process().children())
-    assert count_gpus(early_settings(OmegaConf.create({})), limit_seconds=1.0) == 0
+    assert count_gpus(RobustConfig(), limit_seconds=1.0) == 0
     assert set(psutil.Process().children()) <= before, "it is not left behind"
     assert "hydra.launcher.n_jobs" in caplog.text
 

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import training_world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
 from forked_ranks import of_forks, of_ranks
-from robust_train.errors import ConfigError, Interrupted, UserError
-from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.run import Run
-from robust_train.runfolder import identity
-from robust_train.vision import trainer
+from robust_train.attempt.run import Run
+from robust_train.folder import identity
+from robust_train.model.errors import ConfigError, Interrupted, UserError
+from robust_train.step.batcher import MicroBatcher
 
 WIDE = 1 << 18
 """Numbers that one sample's activation holds: 1 MiB."""
@@ -79,18 +79,21 @@ def train(batcher: MicroBatcher, net: nn.Module, rank: int, ranks: int, *, own: 
         least, more = divmod(samples, ranks)
         start = rank * least + min(rank, more)
         mine = slice(start, start + least + (rank < more))
-        parts = batcher.micro_batches((x[mine], y[mine]), model)
+        sizes: list[int] = []
+
+        def loss_of(batch, sizes=sizes):
+            inputs, wanted = batch
+            sizes.append(len(inputs))
+            loss = nn.functional.mse_loss(model(inputs), wanted)
+            if own and rank == 0:
+                loss = loss + net.only_of_first.sum()
+            return loss, sizes[-1]
+
         optimizer.zero_grad()
-        for micro in parts:
-            with micro:
-                inputs, wanted = micro.data
-                loss = nn.functional.mse_loss(model(inputs), wanted)
-                if own and rank == 0:
-                    loss = loss + net.only_of_first.sum()
-                micro.backward(loss)
+        loss, kept = batcher.backward(loss_of, (x[mine], y[mine]), model)
         optimizer.step()
-        losses.append(parts.loss.item())
-        repeats.append(parts.repeats)
+        losses.append(loss.item())
+        repeats.append(int(len(sizes) > len(kept)))
     return {
         "weights": torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist(),
         "unused_has_gradient": net.unused.grad is not None,
@@ -107,15 +110,14 @@ def exhausted(batcher: MicroBatcher, net: Net) -> list[object]:
         train(batcher, net, dist.get_rank(), dist.get_world_size())
     except Exception as error:
         has_gradients = any(p.grad is not None for p in net.parameters())
-        heard = getattr(error, "heard_of_rank", None)
-        return [type(error).__name__, heard, getattr(error, "others_know", None), has_gradients]
+        return [type(error).__name__, str(error), error.is_elsewhere, has_gradients]
     return []
 
 
 def refused(batcher: MicroBatcher) -> str:
     model = nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))
     try:
-        next(iter(batcher.micro_batches(data(2, 0), model)))
+        batcher.backward(lambda batch: model(batch[0]).mean(), data(2, 0), model)
     except UserError as error:
         return str(error)
     return "not refused"
@@ -173,11 +175,12 @@ def wrapped(how: str, rank: int, ranks: int) -> object:
     if how == "another default device":
         torch.set_default_device("meta")
     try:
-        parts = MicroBatcher().micro_batches((x[mine], y[mine]), named)
-        for micro in parts:
-            with micro:
-                inputs, wanted = micro.data
-                micro.backward(nn.functional.mse_loss(model(inputs), wanted))
+        changes: list[object] = []
+
+        def loss_of(batch):
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+        MicroBatcher(on_event=changes.append).backward(loss_of, (x[mine], y[mine]), named)
     except UserError as error:
         return str(error)
     finally:
@@ -188,7 +191,7 @@ def wrapped(how: str, rank: int, ranks: int) -> object:
         share = slice(start, start + 4)
         (nn.functional.mse_loss(net(x[share]), y[share]) / 4).backward()
     expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
-    return [parts.repeats, float((gradients - expected).abs().max())]
+    return [len(changes), float((gradients - expected).abs().max())]
 
 
 WAYS = (
@@ -282,7 +285,7 @@ def built_in(
     run.stop_at = stop_at
     result = None
     with contextlib.suppress(Interrupted), runs_out_once(stop_at == 1 and rank == 1):
-        result = trainer.train(cfg, run)
+        result = training_world.train(cfg, run)
     saved = [event["path"] for event in events if event["event"] == "checkpoint"]
     return {
         "result": result,

@@ -23,12 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forked_ranks import of_forks
-from robust_train.errors import ConfigError
-from robust_train.microbatch.ranks import of_all_ranks
-from robust_train.run import Run
-from robust_train.runfolder import checkpoints, identity
-from robust_train.runfolder.checkpoints import CheckpointError, CheckpointFolder, read_newest
-from robust_train.runfolder.manifests import newest_checkpoint, of_job
+from robust_train.attempt import checkpoints
+from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
+from robust_train.attempt.run import Run
+from robust_train.folder import identity
+from robust_train.folder.checkpoint_file import CheckpointError
+from robust_train.folder.manifests import newest_checkpoint, of_job
+from robust_train.model.errors import ConfigError, RankFailure
+from robust_train.step.ranks import of_all_ranks
 from robust_train.vision.sharding import folder_writer, shard, shares
 
 
@@ -164,9 +166,9 @@ def out_of_memory(run_dir: Path) -> dict[str, Any]:
         torch.save = no_room
     try:
         job.folder.save(job.content(1), 1)
-    except MemoryError as error:
+    except (MemoryError, RankFailure) as error:
         text = "".join(traceback.format_exception(error))
-        rank = getattr(error, "heard_of_rank", None)
+        rank = error.rank if isinstance(error, RankFailure) else None
         return {"stack": "in no_room" in text, "rank": rank, "left": names(job.folder)}
     finally:
         torch.save = save
@@ -312,7 +314,7 @@ def die(rank: int, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # once, before the forks
-    for name in ("torch._dynamo", "robust_train.runfolder.shards"):
+    for name in ("torch._dynamo", "robust_train.attempt.shards"):
         importlib.import_module(name)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

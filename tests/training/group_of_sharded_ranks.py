@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from training_world import write_image_folder
 
-from robust_train.errors import UserError
-from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.rewind import Models
-from robust_train.microbatch.splitting import bounds
+from robust_train.model.errors import UserError
+from robust_train.step.batcher import MicroBatcher
+from robust_train.step.rewind import Models
+from robust_train.step.splitting import bounds
 from robust_train.vision.sharding import share_buffers
 
 SHARES = (slice(0, 8), slice(8, 13))
@@ -104,20 +104,25 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def step(batcher: MicroBatcher, model: nn.Module, mine: slice):
     x, y = data()
-    parts = batcher.micro_batches((x[mine], y[mine]), model)
-    for micro in parts:
-        with micro:
-            inputs, wanted = micro.data
-            micro.backward(nn.functional.mse_loss(model(inputs).float(), wanted))
-    return parts
+    passes = []
+
+    def loss_of(batch):
+        passes.append(len(batch[0]))
+        return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+    loss = batcher.backward(loss_of, (x[mine], y[mine]), model)
+    needed = max(len(bounds(share.stop - share.start, batcher.size or 8)) for share in SHARES)
+    return loss, int(len(passes) > needed)
 
 
 def validate(batcher: MicroBatcher, model: nn.Module, mine: slice) -> torch.Tensor:
-    parts = batcher.micro_batches(data()[0][mine], model, training=False)
-    for micro in parts:
-        with micro, torch.no_grad():
-            micro.keep(model(micro.data))
-    return torch.cat(parts.kept)
+    weight = next(model.parameters())
+    weight.grad = before = torch.ones_like(weight)
+    with torch.no_grad():
+        outputs = torch.cat(batcher.forward(model, data()[0][mine], model))
+    assert weight.grad is before, "a gradient of earlier batches outlives a validation"
+    weight.grad = None
+    return outputs
 
 
 def gradients_of_one() -> dict[str, torch.Tensor]:
@@ -150,9 +155,9 @@ def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
         repeats = []
         for number in range(3):
             model[block].bomb = where if rank == bad and number == when else None
-            parts = step(batcher, model, SHARES[rank])
-            repeats.append(parts.repeats)
-            worst, loss = worst_gradient(model), parts.loss.item()
+            loss, repeated = step(batcher, model, SHARES[rank])
+            repeats.append(repeated)
+            worst, loss = worst_gradient(model), loss.item()
             model.zero_grad()
         model[block].bomb = "forward" if rank == bad else None
         kept = validate(batcher, model, SHARES[rank])
@@ -206,7 +211,7 @@ def differs_from_one_process(rank: int, mesh, kind: str) -> float:
     batcher, worst = MicroBatcher(batch_size=4), 0.0
     for number in range(3):
         model[2].bomb = "backward" if rank == 1 and number == 1 else None
-        assert step(batcher, model, SHARES[rank]).repeats == int(number == 1)
+        assert step(batcher, model, SHARES[rank])[1] == int(number == 1)
         gradient_of_one_process(one, kind, batcher.size)
         for net in (model, one):
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -229,7 +234,7 @@ def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
         for number in range(3):
             if fails and rank == 1 and number == 1:
                 model[2].bomb, model[2].is_once = "backward", True
-            assert step(batcher, model, SHARES[rank]).repeats == int(fails and number == 1)
+            assert step(batcher, model, SHARES[rank])[1] == int(fails and number == 1)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -248,12 +253,12 @@ def without_resharding(rank: int, mesh) -> list[list[object]]:
             model.set_reshard_after_backward(False)
             if number == 1 and rank == 1:
                 model[1].bomb, model[1].at = where, part
-            parts = step(batcher, model, SHARES[rank])
+            _, repeated = step(batcher, model, SHARES[rank])
             for module in (*model[1:4], model):
                 module.reshard()
             worst = worst_gradient(model)
             model.zero_grad()
-        seen.append([f"{where} {part}", parts.repeats, worst])
+        seen.append([f"{where} {part}", repeated, worst])
     return seen
 
 
@@ -281,7 +286,7 @@ def short_of_memory(rank: int, mesh) -> list[object]:
     batcher = MicroBatcher()
     if rank == 1:
         limit_memory(28)
-    parts = step(batcher, model, SHARES[rank])
+    _, repeated = step(batcher, model, SHARES[rank])
     lift_limit()
     expected = network()
     for part in expected:
@@ -294,7 +299,7 @@ def short_of_memory(rank: int, mesh) -> list[object]:
         (parameter.grad.full_tensor() - wanted[name].grad).abs().max().item()
         for name, parameter in model.named_parameters()
     )
-    return [parts.repeats, batcher.size, worst]
+    return [repeated, batcher.size, worst]
 
 
 def exhausted(rank: int, mesh) -> list[object]:
@@ -304,16 +309,14 @@ def exhausted(rank: int, mesh) -> list[object]:
         step(MicroBatcher(batch_size=4, min_batch_size=2), model, SHARES[rank])
     except Exception as error:
         has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-        heard = getattr(error, "heard_of_rank", None)
-        return [heard, getattr(error, "others_know", None), has_gradients]
+        return [error.rank, error.is_elsewhere, has_gradients]
     return []
 
 
 def refused(model: Models) -> str:
     try:
-        for micro in MicroBatcher(batch_size=8).micro_batches(data(), model):
-            with micro:
-                micro.backward(model(micro.data[0]).mean())
+        net = model[0] if isinstance(model, list) else model
+        MicroBatcher(batch_size=8).backward(lambda part: net(part[0]).mean(), data(), model)
     except UserError as error:
         return str(error)
     return "not refused"

@@ -12,23 +12,19 @@ import pytest
 import torch
 
 import preloaded
-from robust_train.run import Run
-from robust_train.runfolder import checkpoints, identity
-from robust_train.runfolder.checkpoints import (
-    CheckpointError,
-    CheckpointFolder,
-    read_newest,
-    together,
-    write_atomically,
-)
-from robust_train.runfolder.manifests import newest_checkpoint, of_job
+from robust_train.attempt import checkpoints
+from robust_train.attempt.checkpoints import CheckpointFolder, read_newest, together
+from robust_train.attempt.run import Run
+from robust_train.folder import identity
+from robust_train.folder.checkpoint_file import CheckpointError, write_atomically
+from robust_train.folder.manifests import newest_checkpoint, of_job
 
 LIMITED = """
 import logging, resource, sys
 from pathlib import Path
 from training_world import WatchedRun, config
-from robust_train.errors import UserError
-from robust_train.vision.trainer import train
+from robust_train.model.errors import UserError
+from training_world import train
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])

@@ -13,18 +13,18 @@ from training_world import (
     WatchedRun,
     config,
     cut_network,
+    train,
     use_proxy,
     write_cub200,
     write_flowers102,
     write_image_folder,
 )
 
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.batches import Loading, in_order
 from robust_train.vision.datasets import open_data
 from robust_train.vision.images import ImageDataset, ImageFiles, ImageSpec, stratified_split
 from robust_train.vision.prepare import check_config
-from robust_train.vision.trainer import train
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
 
@@ -289,7 +289,7 @@ def test_a_root_without_training_images_is_refused(tmp_path):
 
 
 def test_an_image_folder_without_a_root_is_refused():
-    with pytest.raises(ConfigError, match=r"dataset\.root=<folder>"):
+    with pytest.raises(ConfigError, match=r"dataset\.root=…"):
         check_config(config("dataset=image_folder"))
 
 

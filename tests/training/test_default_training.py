@@ -13,11 +13,10 @@ import torch
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_world import TINY_VIT, WatchedRun, config
+from training_world import TINY_VIT, WatchedRun, config, train
 
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.reporting import Reporter, TrainingDivergedError
-from robust_train.vision.trainer import train
 from robust_train.vision.training_state import ResumePosition
 
 SHORT = ("model.width=8", "training.epochs=2")
@@ -198,7 +197,7 @@ import importlib, sys, threading
 from pathlib import Path
 from omegaconf import OmegaConf
 from robust_train.vision.trainer import preload_modules, train
-from robust_train.run import Run
+from robust_train.attempt.run import Run
 
 heavy = {'timm', 'peft', 'torchvision', 'sklearn', 'tensorboard', 'PIL', 'scipy'}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)

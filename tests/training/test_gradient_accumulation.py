@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from robust_train.microbatch.batcher import MicroBatcher
+from robust_train.step.batcher import MicroBatcher
 from robust_train.vision.batches import BatchPlan
 from robust_train.vision.models import SmallCnn
 from robust_train.vision.step import (
     CosineSchedule,
     Precision,
-    accumulate_gradients,
     apply_gradients,
+    loss_of,
     make_optimizer,
 )
 
@@ -34,12 +34,11 @@ def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gradients(samples: int, micro_batch: int) -> tuple[dict[str, torch.Tensor], float]:
     model = small_model()
-    loss = accumulate_gradients(
+    precision = Precision(CPU, mixed=False)
+    loss = MicroBatcher(micro_batch).backward(
+        lambda part: loss_of(model, part, device=CPU, precision=precision, label_smoothing=0.1),
+        batch_of(samples),
         model,
-        MicroBatcher(micro_batch).micro_batches(batch_of(samples), model),
-        device=CPU,
-        precision=Precision(CPU, mixed=False),
-        label_smoothing=0.1,
     )
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, float(loss)
 
@@ -88,12 +87,13 @@ def step_with(
     model = small_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     images, labels = batch_of(4)
-    parts = MicroBatcher(2).micro_batches(
+    MicroBatcher(2).backward(
+        lambda part: loss_of(model, part, device=CPU, precision=precision),
         (images.float(), labels * 0),
         model,
         count=lambda data: 2 if len(data[0]) == 4 else 1 * loss_factor,
+        backward=lambda loss: precision.scaler.scale(loss).backward(),
     )
-    accumulate_gradients(model, parts, device=CPU, precision=precision)
     is_step = apply_gradients(model, optimizer, precision=precision, max_grad_norm=max_grad_norm)
     assert all(p.grad is None for p in model.parameters())
     return is_step, model

@@ -22,7 +22,7 @@ import json, logging, resource, sys, traceback
 from pathlib import Path
 import torch
 from training_world import WatchedRun, config
-from robust_train.vision.trainer import train
+from training_world import train
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)

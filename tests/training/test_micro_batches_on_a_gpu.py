@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from robust_train import find_batch_size
 from robust_train.memory.cleanup import return_memory
-from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.find_batch_size import find_batch_size
+from robust_train.step.batcher import MicroBatcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,16 +34,19 @@ def train(most_at_once, scaler=None):
     layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
     model = nn.Sequential(*layers).double().cuda()
     x = torch.randn(512, 64, 1024, generator=torch.Generator().manual_seed(1)).double()
-    parts = MicroBatcher(most_at_once).micro_batches(x, model)
-    starting = []
-    for micro in parts:
+    starting, changes = [], []
+
+    def loss_of(part):
         starting.append(torch.cuda.memory_allocated())
-        with micro:
-            output = model(micro.data.cuda())
-            loss = output.square().mean()
-            micro.backward(loss, scaler=scaler)
+        return model(part.cuda()).square().mean()
+
+    def backward(loss):
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    batcher = MicroBatcher(most_at_once, on_event=changes.append)
+    batcher.backward(loss_of, x, model, backward=backward)
     gradients = [p.grad.clone() for p in model.parameters()]
-    return gradients, parts.repeats, starting
+    return gradients, len(changes), starting
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -85,12 +88,14 @@ def test_the_generator_of_the_model_s_own_gpu_is_rewound():
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     model, draws = nn.Linear(4, 1).to(device), []
     torch.cuda.set_device(0)
-    for micro in MicroBatcher(8).micro_batches(torch.ones(8, 4), model):
-        with micro:
-            draws.append(torch.rand((), device=device).item())
-            if len(draws) == 1:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            micro.backward(model(micro.data.to(device)).mean())
+
+    def loss_of(part):
+        draws.append(torch.rand((), device=device).item())
+        if len(draws) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return model(part.to(device)).mean()
+
+    MicroBatcher(8).backward(loss_of, torch.ones(8, 4), model)
     assert draws[1] == draws[0]
 
 

@@ -9,10 +9,11 @@ from training_world import (
     config,
     cut_network,
     run_to_end,
+    train,
     write_image_folder,
 )
 
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.images import Shape
 from robust_train.vision.models import (
     SmallCnn,
@@ -22,7 +23,6 @@ from robust_train.vision.models import (
     trained_state,
 )
 from robust_train.vision.prepare import check_config, preload_modules
-from robust_train.vision.trainer import train
 
 
 def built(*overrides, num_classes=5):

@@ -10,8 +10,9 @@ from hydra import compose, initialize_config_module
 from training_world import WatchedRun
 
 from cuda_on_the_cpu import cuda_on_the_cpu
-from robust_train.errors import Interrupted
-from robust_train.execution.runner import call_trainer
+from robust_train.attempt.runner import call_trainer
+from robust_train.config.checks import checked
+from robust_train.model.errors import Interrupted
 from robust_train.vision.trainer import train
 
 OVERRIDES = (
@@ -30,12 +31,12 @@ def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path: Path, caplog)
     with cuda_on_the_cpu() as gpu:
         first = WatchedRun(tmp_path, stop_at_step=3)
         with pytest.raises(Interrupted):
-            call_trainer(train, cfg, first)
+            call_trainer(train, cfg, checked(cfg), first)
         second = WatchedRun(tmp_path, resume=first.last_checkpoint)
-        result = call_trainer(train, cfg, second)
+        result = call_trainer(train, cfg, checked(cfg), second)
     assert result["steps"] == 6
     assert 0 < gpu.fraction < 1, "memory.fraction"
-    assert "GPU Memory - Allocated" in caplog.text
+    assert "GPU memory: " in caplog.text
     saved = torch.load(first.last_checkpoint, weights_only=True)
     assert "cuda" in saved["rng"]
     assert first.of("memory_cleared")[0]["reason"] == "start"

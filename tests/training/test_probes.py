@@ -13,13 +13,14 @@ import torch
 from torch import is_tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training_world import WatchedRun, config, difference, trained_weights
+from training_world import WatchedRun, config, difference, train, trained_weights
 
 import preloaded
-from robust_train.batch.search import BatchSearch
-from robust_train.errors import AttemptsExhausted
-from robust_train.microbatch.find_batch_size import find_batch_size
-from robust_train.microbatch.probing import (
+from robust_train import find_batch_size
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.model.errors import AttemptsExhausted
+from robust_train.policy.batch_search import BatchSearch
+from robust_train.step.probing import (
     HostMeter,
     Prober,
     device_of,
@@ -27,8 +28,7 @@ from robust_train.microbatch.probing import (
     optimizer_state_bytes,
     optimizer_step_bytes,
 )
-from robust_train.run import MicroBatchPlan, Run
-from robust_train.vision.trainer import train
+from robust_train.step.rewind import StepStart, Watch
 from world import ROOT
 
 MIB = 2**20
@@ -40,9 +40,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from robust_train import find_batch_size
-from robust_train.batch.search import BatchSearch
+from robust_train.policy.batch_search import BatchSearch
 from robust_train.memory.cleanup import return_memory
-from robust_train.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run
 from trainers_of_their_own import limit_growth
 
 torch.set_num_threads(1)
@@ -74,10 +74,12 @@ run = Run(run_dir=Path(tempfile.mkdtemp()), report=lambda event: events.append(e
 run.micro_batch_plan = MicroBatchPlan(batch_size=256)
 run.batch_search = BatchSearch(256)
 lengths = []
-for micro in run.micro_batches(data, model):
-    with micro:
-        lengths.append(len(micro))
-        micro.backward(body(micro.data))
+
+def loss_of(part):
+    lengths.append(len(part))
+    return body(part)
+
+run.backward(loss_of, data, model)
 print(json.dumps({
     "fits": fits(found.batch_size),
     "more_fits": fits(int(found.batch_size / 0.6)),
@@ -134,16 +136,20 @@ def three_steps(tmp_path: Path, search: BatchSearch | None) -> tuple[list[torch.
     lengths = []
     data = torch.randn(3, 16, 5)
     for step in range(3):
-        kept = run.micro_batches((data[step], torch.arange(16) % 3), model)
-        for micro in kept:
-            with micro:
-                lengths.append(len(micro))
-                x, y = micro.data
-                loss = nn.functional.cross_entropy(model(x), y)
-                micro.keep(len(x))
-                micro.backward(loss, scaler=scaler)
-        assert kept.kept == [16]
-        assert kept.loss > 0
+
+        def loss_of(batch):
+            x, y = batch
+            lengths.append(len(x))
+            return nn.functional.cross_entropy(model(x), y), len(x)
+
+        loss, kept = run.backward(
+            loss_of,
+            (data[step], torch.arange(16) % 3),
+            model,
+            backward=lambda loss: scaler.scale(loss).backward(),
+        )
+        assert kept == [16]
+        assert loss > 0
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -181,41 +187,22 @@ def test_the_built_in_trainer_ends_with_the_same_weights_bit_for_bit(tmp_path):
     assert difference(trained_weights(found), trained_weights(plain)) == 0
 
 
-def test_gradients_of_earlier_batches_stay_and_a_loop_may_be_left(tmp_path):
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_an_error_in_a_probe_is_raised_with_the_step_undone(tmp_path, error):
     model = nn.Linear(5, 3)
     run = Run(run_dir=tmp_path)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=8)
     run.batch_search = BatchSearch(8)
     before = torch.full((3, 5), 2.0)
-    model.weight.grad = before.clone()
-    for micro in run.micro_batches(torch.ones(8, 5), model):
-        with micro:
-            micro.backward(model(micro.data).sum() * 0)
-        break
-    assert torch.equal(model.weight.grad, before)
+    model.weight.grad = before
+
+    def loss_of(part):
+        raise error
+
+    with pytest.raises(type(error)):
+        run.backward(loss_of, torch.ones(8, 5), model)
+    assert model.weight.grad is before
+    assert torch.equal(before, torch.full((3, 5), 2.0))
     assert model.bias.grad is None
-
-
-def test_a_mistake_in_the_body_is_raised_and_no_gradients_of_zeros_are_left(tmp_path):
-    model = nn.Linear(5, 3)
-    run = Run(run_dir=tmp_path)
-    run.batch_search = BatchSearch(8)
-    with pytest.raises(ValueError, match="mine"):  # noqa: PT012
-        for micro in run.micro_batches(torch.ones(8, 5), model):
-            with micro:
-                raise ValueError("mine")
-    assert model.weight.grad is None
-
-
-def test_a_loop_that_does_not_weight_its_losses_is_refused_with_probes_too(tmp_path):
-    model = nn.Linear(5, 3)
-    run = Run(run_dir=tmp_path)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=8)
-    run.batch_search = BatchSearch(8)
-    with pytest.raises(RuntimeError, match="without weight"):  # noqa: PT012
-        for micro in run.micro_batches(torch.ones(8, 5), model):
-            with micro:
-                model(micro.data).sum().backward()
 
 
 def test_a_first_batch_smaller_than_every_size_is_not_probed(tmp_path):
@@ -224,9 +211,7 @@ def test_a_first_batch_smaller_than_every_size_is_not_probed(tmp_path):
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
     run.batch_search = BatchSearch(16, min_batch_size=4)
     for samples in (3, 16):
-        for micro in run.micro_batches(torch.ones(samples, 5), model):
-            with micro:
-                micro.backward(model(micro.data).mean())
+        run.backward(lambda part: model(part).mean(), torch.ones(samples, 5), model)
     assert run.micro_batcher.size == 16
 
 
@@ -236,10 +221,12 @@ def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     run = Run(run_dir=tmp_path, report=lambda event: events.append(event.as_json()))
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
     run.batch_search = BatchSearch(16, min_batch_size=4)
-    with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012
-        for micro in run.micro_batches(torch.ones(16, 5), model):
-            with micro:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def loss_of(part):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run.backward(loss_of, torch.ones(16, 5), model)
     found, *changes = (e for e in events if e["event"] != "memory")
     assert (found["event"], found["batch_size"]) == ("batch_size_found", None)
     assert changes[-1]["event"] == "micro_batch_exhausted"
@@ -362,9 +349,16 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
         def limit(self):
             return 100
 
-    assert Prober((1, 2), Full(), 0, 10).begin() == 2
-    assert Prober((1, 2), Full(), 0, 11).begin() is None
-    assert Prober((1, 2), Full(), 11).begin() is None
+        def peak(self):
+            return 95
+
+    def tried(*reserved: int) -> list[int]:
+        sizes: list[int] = []
+        Prober((1, 2), Full(), *reserved).search(sizes.append, StepStart(Watch(), []))
+        return sizes
+
+    assert tried(0, 10)
+    assert tried(0, 11) == tried(11) == []
 
 
 def test_the_device_is_the_one_that_the_parameters_are_on_and_not_the_current_one():

@@ -13,10 +13,11 @@ from torch import nn
 from training_world import difference, trained_weights
 
 import preloaded
-from robust_train.microbatch.ranks import RankReport, State, agree
-from robust_train.microbatch.replicas import ReplicaFinder, Replicated
-from robust_train.microbatch.size import MicroBatchSize
-from robust_train.microbatch.splitting import share_of
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.step.ranks import RankReport, RanOut, agree
+from robust_train.step.replicas import ReplicaFinder, Replicated
+from robust_train.step.size import MicroBatchSize
+from robust_train.step.splitting import share_of
 from robust_train.vision.batches import BatchPlan
 
 
@@ -51,7 +52,7 @@ def test_any_number_of_ranks_trains_as_one_does(group: dict[str, Any], ranks: in
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_memory_that_runs_out_on_one_rank_splits_the_step_of_all(group: dict[str, Any], ranks: int):
     seen = [member["short_of_memory"] for member in members(group, ranks)]
-    assert [one["repeats"] for one in seen] == [[1, 0, 0]] * ranks
+    assert [one["repeats"] for one in seen] == [[int(n == 1), 0, 0] for n in range(ranks)]
     sizes = {one["size"] for one in seen}
     assert len(sizes) == 1
     assert sizes < {1, 2, 3}
@@ -72,10 +73,10 @@ def test_where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back(
     group: dict[str, Any], ranks: int
 ):
     for rank, seen in enumerate(members(group, ranks)):
-        error, heard_of, others_know, has_gradients = seen["exhausted"]
-        assert error == ("RuntimeError" if rank == 1 else "MemoryError")
-        assert heard_of == (None if rank == 1 else 1)
-        assert others_know is True
+        error, message, is_elsewhere, has_gradients = seen["exhausted"]
+        assert error == "RankFailure"
+        assert message.startswith("rank 1: ")
+        assert is_elsewhere is (rank != 1)
         assert has_gradients is False
 
 
@@ -83,14 +84,12 @@ def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any])
     assert {member["wished"] for member in members(group, 4)} == {2}
 
 
-@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "refused", "SyncBatchNorm")
-@pytest.mark.proves("functions (`run.micro_batches`)", "several GPUs", "refused", "static_graph")
-@pytest.mark.proves(
-    "functions (`run.micro_batches`)", "several GPUs", "refused", "communication hooks"
-)
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "SyncBatchNorm")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "static_graph")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "communication hooks")
 def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any]):
     assert {m["refused"].split(" gathers")[0] for m in members(group, 4)} == {
-        "run.micro_batches: 1 (SyncBatchNorm)"
+        "run.backward: 1 (SyncBatchNorm)"
     }
     for seen in members(group, 2):
         assert "has static_graph" in seen["wrapped"]["static graph"]
@@ -112,9 +111,9 @@ def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any
 def test_ddp_is_found_at_any_depth_when_one_rank_runs_out_of_memory_in_backward(
     group: dict[str, Any], how: str
 ):
-    for seen in members(group, 2):
+    for rank, seen in enumerate(members(group, 2)):
         repeats, difference_from_alone = seen["wrapped"][how]
-        assert repeats == 1
+        assert repeats == rank, "the other one waits"
         assert difference_from_alone < 1e-6
 
 
@@ -147,39 +146,40 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group: dict[str, A
         assert "one folder that all nodes see" in line
 
 
+FAILURE = Failure(FailureKind.HOST_OOM, "out of memory")
 REPORTS = st.builds(
     RankReport,
-    st.sampled_from(State),
-    st.integers(0, 2**20),
-    st.integers(0, 2**20),
-    st.floats(0, 2**40),
+    st.none() | st.builds(RanOut, st.just(FAILURE), st.integers(1, 2**20), st.booleans()),
+    st.none() | st.integers(1, 2**20),
     st.lists(st.booleans(), min_size=100, max_size=100).map(tuple),
+    st.booleans(),
 )
 
 
 def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.MonkeyPatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
-    monkeypatch.setattr("robust_train.microbatch.replicas.broadcast", lambda *given: None)
+    monkeypatch.setattr("robust_train.step.replicas.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
     wrapper = Replicated(net)
-    assert finder.of([net]) == [wrapper]
+    assert finder.of([net], [wrapper]) == [wrapper]
     del wrapper
     wrapper = Replicated(net)
-    assert finder.of([net]) == [wrapper]
+    assert finder.of([net], [wrapper]) == [wrapper]
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=5))
-def test_reports_survive_as_numbers_and_one_agreement_holds_for_all(reports: list[RankReport]):
-    assert [RankReport.from_row(one.row(), 100) for one in reports] == reports
-    agreed = agree(reports)
-    assert (agreed.rank is None) == all(one.state is State.THROUGH for one in reports)
+def test_one_agreement_holds_for_all(reports: list[RankReport]):
+    agreed = agree(reports, 7.0)
+    failed = [rank for rank, one in enumerate(reports) if one.ran_out is not None]
+    assert (agreed.rank is None) == (not failed)
     if agreed.rank is not None:
-        assert reports[agreed.rank].state is agreed.state
-        assert agreed.state.is_exhausted == any(one.state.is_exhausted for one in reports)
+        assert agreed.ran_out is reports[agreed.rank].ran_out
+        assert agreed.ran_out.is_exhausted == any(reports[n].ran_out.is_exhausted for n in failed)
     assert agreed.size == min((one.size for one in reports if one.size), default=None)
     assert agreed.has_gradient == tuple(
         any(one.has_gradient[i] for one in reports) for i in range(100)
     )
+    assert agreed.returns_more == any(one.returns_more for one in reports)
 
 
 def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():

@@ -11,13 +11,13 @@ from training_world import (
     config,
     difference,
     run_to_end,
+    train,
     trained_weights,
     write_image_folder,
 )
 
-from robust_train.errors import ConfigError, Interrupted
+from robust_train.model.errors import ConfigError, Interrupted
 from robust_train.vision.models import SmallCnn
-from robust_train.vision.trainer import train
 
 # 23 steps an epoch
 DIGITS = ("model.width=8", "training.epochs=2")

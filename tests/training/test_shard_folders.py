@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import preloaded
-from robust_train.run import Run
-from robust_train.runfolder.checkpoints import CheckpointFolder, read_newest
-from robust_train.runfolder.manifests import newest_checkpoint
+from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
+from robust_train.attempt.run import Run
+from robust_train.folder.manifests import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

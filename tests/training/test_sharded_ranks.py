@@ -11,7 +11,7 @@ import torch
 from training_world import difference, trained_weights
 
 import preloaded
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.sharding import shard
 
 
@@ -44,7 +44,7 @@ def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
             assert place["size"] == 2, place
 
 
-@pytest.mark.proves("functions (`run.micro_batches`)", "FSDP2", "in the step")
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "in the step")
 def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]):
     assert len(ranks[0]["places"]) == 4
     must_give_the_gradients_of_one_process(ranks)
@@ -96,7 +96,7 @@ def test_weights_that_stay_gathered_between_parts_change_nothing(ranks: list[dic
 
 
 def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
-    assert [rank["exhausted"] for rank in ranks] == [[None, True, False], [0, True, False]]
+    assert [rank["exhausted"] for rank in ranks] == [[0, False, False], [0, True, False]]
 
 
 @pytest.mark.parametrize(
@@ -106,28 +106,28 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
             "own",
             "collectives of its own",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "FSDP2", "refused", "custom collectives"
+                "functions (`run.backward`)", "FSDP2", "refused", "custom collectives"
             ),
         ),
         pytest.param(
             "in part",
             "is not sharded, beside parameters that are",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "FSDP2", "refused", "models sharded in part"
+                "functions (`run.backward`)", "FSDP2", "refused", "models sharded in part"
             ),
         ),
         pytest.param(
             "hybrid",
             "hybrid sharding or tensor parallelism",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "FSDP2", "refused", "hybrid sharding"
+                "functions (`run.backward`)", "FSDP2", "refused", "hybrid sharding"
             ),
         ),
         pytest.param(
             "beside",
             "DistributedDataParallel beside a sharded one",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)",
+                "functions (`run.backward`)",
                 "FSDP2",
                 "refused",
                 "DistributedDataParallel beside it",
@@ -137,35 +137,35 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
             "split",
             "1.wide (Linear) gathers its weights",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "FSDP2", "refused", "tensor parallelism"
+                "functions (`run.backward`)", "FSDP2", "refused", "tensor parallelism"
             ),
         ),
         pytest.param(
             "first kind",
             "(FullyShardedDataParallel) gathers its weights",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "several GPUs", "refused", "FSDP1"
+                "functions (`run.backward`)", "several GPUs", "refused", "FSDP1"
             ),
         ),
         pytest.param(
             "skips",
             "differ in what its ranks send each other",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "FSDP2", "refused", "passes that differ"
+                "functions (`run.backward`)", "FSDP2", "refused", "passes that differ"
             ),
         ),
         pytest.param(
             "older",
             "needs a torch that has FSDPModule.reset_iter_state; update torch",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)", "FSDP2", "refused", "older versions of torch"
+                "functions (`run.backward`)", "FSDP2", "refused", "older versions of torch"
             ),
         ),
         pytest.param(
             "averages",
             "a collective of your own",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)",
+                "functions (`run.backward`)",
                 "FSDP2",
                 "refused",
                 "a collective inside a micro-batch",
@@ -175,7 +175,7 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
             "averages in replicas",
             "a collective of your own",
             marks=pytest.mark.proves(
-                "functions (`run.micro_batches`)",
+                "functions (`run.backward`)",
                 "several GPUs",
                 "refused",
                 "a collective inside a micro-batch",
@@ -188,9 +188,9 @@ def test_what_cannot_be_repeated_is_refused_in_a_line(
 ):
     for rank in ranks:
         line = rank["refused"][model]
-        assert line.startswith("run.micro_batches: ")
+        assert line.startswith("run.backward: ")
         assert reason in line
-        assert "or do without run.micro_batches" in line
+        assert "or do without run.backward" in line
 
 
 def test_all_ranks_score_with_the_statistics_of_the_first(ranks: list[dict[str, Any]]):

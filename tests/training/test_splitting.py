@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.splitting import bounds, length_of, part_of
+from robust_train.step.batcher import MicroBatcher
+from robust_train.step.splitting import Parts, bounds, length_of, part_of
 from robust_train.vision.batches import StepSamples
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -92,14 +92,11 @@ def joined(parts):
 def test_the_parts_of_any_batch_are_the_batch(draw, samples, size):
     batch = draw.draw(nested(samples))
     assert length_of(batch) == samples
-    micros = []
-    batches = MicroBatcher(size).micro_batches(batch, training=False)
-    for micro in batches:
-        with micro:
-            micros.append(micro)
-    assert joined([micro.data for micro in micros]) == joined([batch])
-    assert all(1 <= len(micro) <= size for micro in micros)
-    assert sum(micro.weight for micro in micros) == pytest.approx(1)
+    whole = Parts(batch, samples)
+    parts = [whole.part(start, stop) for start, stop in bounds(samples, size)]
+    assert joined([part.data for part in parts]) == joined([batch])
+    assert all(1 <= len(part) <= size for part in parts)
+    assert sum(part.weight for part in parts) == pytest.approx(1)
 
 
 @given(st.integers(0, 200), st.integers(1, 50), st.integers(0, 200))
@@ -150,11 +147,7 @@ def test_a_batch_whose_samples_cannot_be_counted_is_refused_with_the_way_out():
 
 
 def test_functions_of_ones_own_divide_what_has_no_first_dimension():
-    texts = "abcdefg"
-    parts = []
-    for micro in MicroBatcher(3).micro_batches(
-        texts, training=False, length=len, split=lambda text, start, stop: text[start:stop]
-    ):
-        with micro:
-            parts.append(micro.data)
-    assert parts == ["ab", "cd", "efg"]
+    split = {"split": lambda text, start, stop: text[start:stop]}
+    assert MicroBatcher(3).forward(str, "abcdefg", **split) == ["ab", "cd", "efg"]
+    shorter = MicroBatcher(3).forward(str, "abcdefg", length=lambda text: 4, **split)
+    assert shorter == ["ab", "cd"]

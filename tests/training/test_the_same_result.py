@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from robust_train.run import Run
+from robust_train.attempt.run import Run
 from trainers_of_their_own import limit_growth
 
 torch.set_num_threads(1)
@@ -52,11 +52,13 @@ def train(events):
     bodies = {}
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
-        for micro in run.micro_batches(batch_of(step), model):
-            with micro:
-                bodies.setdefault(step, []).append(len(micro))
-                x, y = micro.data
-                micro.backward(nn.functional.cross_entropy(model(x), y))
+
+        def loss_of(batch):
+            x, y = batch
+            bodies.setdefault(step, []).append(len(x))
+            return nn.functional.cross_entropy(model(x), y)
+
+        run.backward(loss_of, batch_of(step), model)
         optimizer.step()
         run.progress(step)
     return model, bodies

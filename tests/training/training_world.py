@@ -16,8 +16,10 @@ from omegaconf import DictConfig
 from PIL import Image
 from scipy.io import savemat
 
-from robust_train.run import Run
-from robust_train.vision.trainer import train
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
+from robust_train.config.plans import SavePlan
+from robust_train.vision import trainer
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
 
@@ -26,6 +28,13 @@ def config(*overrides: str) -> DictConfig:
     """The config of ``train.py`` on the CPU."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         return compose("config", overrides=["device=cpu", *overrides])
+
+
+def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
+    """Call the built-in trainer with the plans that an attempt sets."""
+    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    run.saving.plan = SavePlan.of(unchecked(cfg))
+    return trainer.train(cfg, run)
 
 
 class WatchedRun(Run):

@@ -35,7 +35,7 @@ class GpuQueueLauncher(Launcher):
         """Take what Hydra gives once, before the first batch of jobs."""
         self._arguments = (hydra_context, task_function, config)
         if self._n_jobs is not None and self._n_jobs < 1:
-            from robust_train.errors import ConfigError
+            from robust_train.model.errors import ConfigError
 
             raise ConfigError(
                 f"hydra.launcher.n_jobs={self._n_jobs}: must be 1 or more, or null to choose"

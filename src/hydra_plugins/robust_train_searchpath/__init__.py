@@ -11,9 +11,11 @@ class RobustTrainSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Extend Hydra's search path while it is built."""
-        from robust_train.config import schema as config
+        from robust_train.config import composition
+        from robust_train.vision import keys
 
-        config.register()
+        composition.register()
+        keys.register()
         search_path.append(provider="robust-train", path="pkg://robust_train.configs")
 
 

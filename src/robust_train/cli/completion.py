@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from argparse import SUPPRESS, Namespace
+from collections.abc import Iterable
 
-from robust_train.cli.door import groups
-from robust_train.cli.main import COMMANDS, OF_LIVE_RUNS
-from robust_train.cli.memory import ACTIONS
-from robust_train.cli.output import Parser
+from robust_train.cli.commands import COMMANDS, members_of
+from robust_train.cli.train import groups
 from robust_train.config.refusals import all_keys, composed
 
 _OF_HYDRA = ["hydra/launcher=gpu_queue", "hydra.run.dir=", "hydra.sweep.dir="]
 _SCRIPT = """\
-# robust-train completion: commands, keys and choices
+# robust-train completion: commands, options, keys and choices
 _robust_train() {{
     local line="${{COMP_LINE:0:$COMP_POINT}}" words="" IFS=$'\\n'
     local cur="${{line##* }}"
     case "$line" in
         *" -- "*) ;;
-        *[\\ /]train_robust.py\\ *|robust-train\\ train\\ *|robust-train\\ plan\\ *)
-            words='{keys}' ;;
-        robust-train\\ run\\ *) words='{run}' ;;
-        robust-train\\ memory\\ *) words='{memory}' ;;
+        *[\\ /]train_robust.py\\ *|robust-train\\ train\\ *) words={keys} ;;
+{cases}
         robust-train\\ *\\ *) ;;
-        robust-train\\ *) words='{commands}' ;;
+        robust-train\\ *) words={commands} ;;
     esac
     COMPREPLY=($(compgen -W "$words" -- "$cur" | sed 's/[^=]$/& /'))
     # the shell completes what follows the last = as a word of its own
@@ -50,14 +48,35 @@ done; unset _name _was _set _ours
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def completion(arguments: Namespace) -> int:
     """Print the script."""
-    about = "Print a script that completes commands, keys and choices in bash and zsh."
-    Parser(prog="robust-train completion", description=about).parse_args(argv)
     choices = [f"{group}={name}" for group, names in groups().items() for name in names]
     found = all_keys(composed, ())
-    keys = [f"{key}=" for key in found if not any(one.startswith(f"{key}.") for one in found)]
-    words = {"commands": COMMANDS, "keys": [*choices, *keys, *_OF_HYDRA]}
-    words |= {"run": OF_LIVE_RUNS, "memory": ACTIONS}
-    print(_SCRIPT.format(**{name: "\n".join(given) for name, given in words.items()}), end="")
+    keys = [f"{key}=" for key in found if not any(each.startswith(f"{key}.") for each in found)]
+    # commands of two words first: the first case that matches counts
+    by_length = sorted(COMMANDS, key=lambda name: -len(name.split()))
+    groups_of_commands = {name.partition(" ")[0] for name in COMMANDS}
+    cases = [_case(name) for name in [*by_length, *groups_of_commands.difference(COMMANDS)]]
+    script = _SCRIPT.format(
+        keys=_words([*choices, *keys, *_OF_HYDRA]),
+        cases="\n".join(case for case in cases if case),
+        commands=_words(dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)),
+    )
+    print(script, end="")
     return 0
+
+
+def _case(name: str) -> str:
+    """Return the line for the words that may follow a command; empty if there are none."""
+    words = list(members_of(name))
+    if name in COMMANDS:
+        shown = (each for each in COMMANDS[name].options if each.settings.get("help") != SUPPRESS)
+        words += [word for each in shown for word in each.names if word.startswith("--")]
+    pattern = "robust-train " + name + " "
+    escaped = pattern.replace(" ", "\\ ")
+    return f"        {escaped}*) words={_words(words)} ;;" if words else ""
+
+
+def _words(words: Iterable[str]) -> str:
+    """Return words as one quoted value, a line each."""
+    return shlex.quote("\n".join(words))

@@ -6,61 +6,67 @@ import importlib.metadata
 import os
 import platform
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json
+from robust_train.cli.command import Answer, Table
 from robust_train.compat import torch_cuda_version
 from robust_train.config.schema import RobustConfig
-from robust_train.events import Json
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import sees_host_pids, user_name
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.memory.host import cgroup_rooms, read_host_memory
-from robust_train.queue.exclusions import Exclusion, clear, mark_excluded, read_exclusions
-from robust_train.queue.queue_dir import QueueProblem, directory_for, tmpfiles_line
-from robust_train.queue.reservations import JobRegistry, LiveJob
-from robust_train.readable import mib
-from robust_train.values import MIB, GpuInfo, Inventory
+from robust_train.host.memory import cgroup_rooms, read_host_memory
+from robust_train.model.errors import EXIT_FAILED
+from robust_train.model.events import Json
+from robust_train.model.gpu import GpuInfo, Inventory
+from robust_train.queue.queue_dir import (
+    Exclusion,
+    QueueProblem,
+    clear,
+    directory_for,
+    mark_excluded,
+    read_exclusions,
+    tmpfiles_line,
+)
+from robust_train.queue.registry import QueuedJob, Registry
+from robust_train.readable import MIB, mib
 
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _DEFAULT_MB = RobustConfig.min_gpu_memory_mb
+_NOT_A_FACT = ("driver_answers", "gpus", "queue", "avoided", "probes")
+_TITLES = {
+    "driver_version": "driver",
+    "mask": VARIABLE,
+    "torch_cuda": "torch's CUDA",
+    "wsl": "WSL",
+    "cpus": "CPUs",
+    "cuda_order": "CUDA's order of the GPUs",
+}
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was found; return the exit code. 0: some GPU can be used and so can the queue
-    directory, and no probe failed. 1: otherwise, or there was nothing to clear."""
-    parser = Parser(
-        prog="robust-train doctor",
-        description="For each GPU usable or why not; driver, mask, queue directory, excluded GPUs, "
-        "and what a bug report needs.",
-    )
-    parser.add_json()
-    parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
-    parser.add_argument("--clear", metavar="GPU", help="use the excluded GPU with this UUID again")
-    probe = "use each free GPU for some seconds: allocate, run out of memory, recover"
-    parser.add_argument("--probe", action="store_true", help=probe)
-    arguments = parser.parse_args(argv)
+def doctor(arguments: Namespace) -> Answer:
+    """Describe GPUs, driver and queue, or clear an excluded GPU.
+
+    The exit code is 0 if some GPU and the queue directory can be used, and no probe failed.
+    """
     path = directory_for(arguments.dir, os.environ)
-    registry: JobRegistry | None = None
+    registry: Registry | None = None
     problem: str | None = None
     try:
-        registry = JobRegistry(path)
-    except QueueProblem as found:
-        problem = str(found)
+        registry = Registry(path)
+    except QueueProblem as error:
+        problem = str(error)
     try:
-        if (uuid := arguments.clear) is not None:
-            if registry is None or not clear(registry.directory, uuid):
-                return fail(f"doctor --clear {uuid}", "no job of yours excluded it")
-            print(f"{uuid} is no longer excluded")
-            return 0
+        if arguments.clear is not None:
+            return _clear(registry, arguments.clear)
         inventory = read_inventory(processes=False)
         excluded = [] if registry is None else read_exclusions(registry.directory)
         usable, gpus = _gpus(inventory, excluded, [] if registry is None else registry.jobs())
-        report = {
+        data = {
             **_facts(inventory),
             "gpus": gpus,
             "queue": _queue(path, registry, problem),
@@ -70,13 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if registry is not None:
             registry.close()
     if arguments.probe:
-        report["probes"] = _probe(usable, path if problem is None else None)
-    if arguments.json:
-        print_json(report)
-    else:
-        _print(report)
-    passed = all(result["passed"] for result in report.get("probes", ()))
-    return 0 if usable and problem is None and passed else EXIT_NOT_DONE
+        data["probes"] = _probe(usable, path if problem is None else None)
+    passed = all(result["passed"] for result in data.get("probes", ()))
+    is_fine = bool(usable) and problem is None and passed
+    return Answer(data, _shown(data), exit_code=0 if is_fine else EXIT_FAILED)
+
+
+def _clear(registry: Registry | None, uuid: str) -> Answer:
+    """Use an excluded GPU again."""
+    if registry is None or not clear(registry.directory, uuid):
+        return Answer(error=f"--clear {uuid}: you have not excluded this GPU")
+    return Answer({"cleared": uuid}, [f"{uuid} is no longer excluded"])
 
 
 def _facts(inventory: Inventory) -> dict[str, Json]:
@@ -128,10 +138,10 @@ def _cuda_order(inventory: Inventory) -> str | None:
 
 
 def _gpus(
-    inventory: Inventory, excluded: Sequence[Exclusion], jobs: Sequence[LiveJob]
+    inventory: Inventory, excluded: Sequence[Exclusion], jobs: Sequence[QueuedJob]
 ) -> tuple[list[GpuInfo], list[dict[str, Json]]]:
     """Return the usable GPUs, and all GPUs with why they are not usable, or have no room now."""
-    busy = {uuid: job.id for job in jobs if job.record is not None for uuid in job.record.gpus}
+    busy = {uuid: job.id for job in jobs for uuid in job.gpus}
     shown = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
     names = ("index", "uuid", "name", "compute_mode", "mps", "free_bytes")
     usable, rows = [], []
@@ -152,19 +162,14 @@ def _gpus(
     return usable, rows
 
 
-def _queue(path: Path, registry: JobRegistry | None, problem: str | None) -> dict[str, Json]:
-    known: dict[str, Json] = dict.fromkeys(
-        ("file_system", "jobs", "lock_held_by", "owner", "tmpfiles_line")
-    )
-    known |= {"unreadable": [], "in_container": not sees_host_pids()}
+def _queue(path: Path, registry: Registry | None, problem: str | None) -> dict[str, Json]:
+    known: dict[str, Json] = dict.fromkeys(("file_system", "jobs", "owner", "tmpfiles_line"))
+    known["in_container"] = not sees_host_pids()
     if registry is not None:
-        jobs, owner = registry.jobs(), registry.directory.owner
-        unreadable = [job for job in jobs if job.record is None]
+        owner = registry.directory.owner
         known |= {
             "file_system": registry.directory.file_system,
-            "jobs": len(jobs),
-            "unreadable": [{"id": job.id, "owner": user_name(job.owner)} for job in unreadable],
-            "lock_held_by": registry.lock_holder(),
+            "jobs": len(registry.jobs()),
             "owner": user_name(owner),
             "tmpfiles_line": tmpfiles_line(path) if owner else None,
         }
@@ -182,61 +187,56 @@ def _probe(gpus: Sequence[GpuInfo], queue_directory: Path | None) -> list[dict[s
     return results
 
 
-def _print(report: dict[str, Json]) -> None:
-    packages = ", ".join(f"{name} {version or '-'}" for name, version in report["packages"].items())
-    packages += f", torch's CUDA {report['torch_cuda'] or '?'}"
-    limit, mask = report["host_memory_limit_bytes"], report["mask"]
-    host = f"Linux {report['kernel']}{' (WSL)' if report['wsl'] else ''}"
-    host += ", container" if report["container"] else ", no container"
-    host += f", {report['cpus']} CPUs, {'?' if limit is None else mib(limit)} of memory"
-    host += (
-        " (its cgroup's limit)" if report["cgroup_limit_bytes"] == limit else ", no cgroup limit"
-    )
-    lines = [
-        f"driver: {report['driver_version'] or 'none'}",
-        report["problem"],
-        f"packages: {packages}, Python {report['python']}",
-        f"host: {host}",
-        f"{VARIABLE}: {'not set' if mask is None else repr(mask)}",
-        report["mask_warning"] and f"warning: {report['mask_warning']}",
-        report["cuda_order"] and f"CUDA's order of the GPUs: {report['cuda_order']}",
+def _shown(data: dict[str, Json]) -> list[str | Table]:
+    """Return the same for people."""
+    rows = [
+        [_TITLES.get(name, name.replace("_", " ").removesuffix(" bytes")), _text(name, value)]
+        for name, value in data.items()
+        if name not in _NOT_A_FACT and value is not None
     ]
-    print("\n".join(line for line in lines if line))
-    for gpu in report["gpus"]:
-        print(_described(gpu))
-    for result in report.get("probes", ()):
-        print(f"probe of GPU {result['index']}: {result['result']}")
-    _print_queue(report["queue"])
+    probes = data.get("probes", ())
+    return [
+        Table(("what", "value"), rows),
+        *(line for gpu in data["gpus"] for line in _gpu_lines(gpu)),
+        *(f"probe of GPU {result['index']}: {result['result']}" for result in probes),
+        *_queue_lines(data["queue"]),
+    ]
 
 
-def _print_queue(queue: dict[str, Json]) -> None:
-    if queue["problem"]:
-        print(queue["problem"])
-    else:
-        print(f"queue: {queue['directory']} on {queue['file_system']}, {queue['jobs']} jobs")
-    for job in queue["unreadable"]:
-        print(f"queue: the record of job {job['id']} of {job['owner']} cannot be read")
-    if queue["lock_held_by"]:
-        print(f"queue: its lock is held by {queue['lock_held_by']}")
+def _text(name: str, value: Json) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {known or '-'}" for key, known in value.items())
+    return mib(value) if name.endswith("_bytes") else str(value)
+
+
+def _gpu_lines(gpu: dict[str, Json]) -> list[str]:
+    """Return whether a GPU is usable, what it is, and its UUID, a line each."""
+    lines = [f"GPU {gpu['index']}: {gpu['why_not'] or gpu['why_no_room'] or 'usable'}"]
+    if gpu["name"] is not None:
+        mps = ", MPS" if gpu["mps"] else ""
+        free = mib(gpu["free_bytes"])
+        lines.append(f"  {gpu['name']}, compute mode {gpu['compute_mode']}{mps}, {free} free")
+    if gpu["uuid"]:
+        lines.append(f"  {gpu['uuid']}")
+    return lines
+
+
+def _queue_lines(queue: dict[str, Json]) -> list[str]:
+    directory = queue["directory"]
+    lines = [
+        queue["problem"] or f"queue: {directory} on {queue['file_system']}, {queue['jobs']} jobs"
+    ]
     if queue["tmpfiles_line"]:
-        print(
-            f"queue: {queue['directory']} belongs to {queue['owner']}, who could remove others' "
-            "reservations. This line in /etc/tmpfiles.d/robust-train.conf gives it to root from "
-            f"the next boot on:\n  {queue['tmpfiles_line']}"
+        lines.append(
+            f"queue: {directory} belongs to {queue['owner']}, who could remove reservations of "
+            "others. This line in /etc/tmpfiles.d/robust-train.conf makes root its owner at the "
+            f"next boot:\n  {queue['tmpfiles_line']}"
         )
     if queue["in_container"]:
-        print(
-            "queue: in a container, jobs of the host and of other containers are seen only where "
+        lines.append(
+            "queue: in a container, jobs of the host and of other containers are seen only if "
             "they share this directory (mount it, or set gpu_queue_dir)"
         )
-
-
-def _described(gpu: dict[str, Json]) -> str:
-    """Return whether it is usable, what it is, and its UUID, a line each."""
-    about = gpu["name"]
-    if about is not None:
-        mps = ", MPS" if gpu["mps"] else ""
-        about += f", compute mode {gpu['compute_mode']}{mps}, {mib(gpu['free_bytes'])} free"
-    state = gpu["why_not"] or gpu["why_no_room"] or "usable"
-    lines = (f"GPU {gpu['index']}: {state}", about, gpu["uuid"])
-    return "\n  ".join(line for line in lines if line)
+    return lines

@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.events import Json
 from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.model.events import Json
+from robust_train.model.gpu import GpuInfo
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.waiting import GpuRequest, NoGpu
-from robust_train.values import GIB, GpuInfo
+from robust_train.readable import GIB
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
     )
     request = GpuRequest(_NEED_BYTES, wait=False, only=frozenset({gpu.uuid}))
     try:
-        found = queue.wait(request, lambda status: None, lambda seconds, wake=None: None)
+        found = queue.wait(request, lambda status: None, time.sleep)
         if isinstance(found, NoGpu):
             return True, f"not probed: {found.reason}"
         return _in_a_process(gpu.uuid)
@@ -72,7 +73,7 @@ def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
     RuntimeError: a result is wrong, or memory never ran out."""
     import torch
 
-    from robust_train.microbatch.oom_handler import adaptive_batch_training
+    from robust_train.step.oom_handler import adaptive_batch_training
 
     started = time.monotonic()
     ones = torch.ones(512, 512, device=device)

@@ -1,4 +1,4 @@
-"""``robust-train memory kill``: end CUDA processes of one's own."""
+"""``robust-train memory kill``: end your own CUDA processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from robust_train.cli.output import EXIT_NOT_DONE, Parser, fail, print_json, print_table
-from robust_train.errors import EXIT_BAD_CONFIG
+from robust_train.cli.command import Answer, CommandFailed, Table
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     CudaProcess,
@@ -23,7 +22,8 @@ from robust_train.gpu.processes import (
     list_cuda_processes,
     send_signal,
 )
-from robust_train.values import MIB
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
+from robust_train.readable import MIB
 
 COLUMNS = ("pid", "user", "command", "GPUs", "MiB")
 EXIT_INTERRUPTED = 130
@@ -39,55 +39,38 @@ _SENTENCES = {
 
 
 class Choice(NamedTuple):
-    """Whom to end, and for each number that was named and must not be ended the reason."""
+    """The processes to end, and why others that were named must not be ended."""
 
     targets: tuple[CudaProcess, ...]
     refusals: dict[int, str]
 
 
 class Ending(NamedTuple):
-    """How it went with a process: ``ended`` (after SIGTERM), ``killed`` (SIGKILL), ``gone`` (before
-    anything was sent), ``not permitted``, or ``still there``."""
+    """What became of a process: ``ended`` (after SIGTERM), ``killed`` (SIGKILL), ``gone`` (before
+    any signal), ``not permitted``, or ``still there``."""
 
     process: CudaProcess
     how: str
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the options of ``kill``, beside ``--json``."""
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
-    parser.add_argument("--dry-run", action="store_true", help="show who would be ended; end none")
-    only = "only this process (may be repeated); root may name others' processes"
-    parser.add_argument("--pid", type=int, action="append", default=[], metavar="PID", help=only)
-    grace = "from SIGTERM to SIGKILL (default 10)"
-    parser.add_argument("--grace", type=_seconds, default=10.0, metavar="SECONDS", help=grace)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Show, ask, end; return the exit code.
-
-    0: all that were chosen are gone, or there was none, or ``--dry-run``. 1: somebody is still
-    there, was refused, or the answer was no. 2: nobody could be asked. 130: Ctrl-C at the question.
-    """
+def kill(arguments: argparse.Namespace) -> Answer | int:
+    """List the caller's CUDA processes, ask, and end them."""
     inventory = read_inventory()
     if inventory.problem is not None:
-        problem = f"CUDA processes cannot be listed: {inventory.problem}"
-        return fail("memory kill", problem, arguments.json)
+        raise CommandFailed(f"CUDA processes cannot be listed: {inventory.problem}")
     me = psutil.Process()
     ancestors = {process.pid for process in (me, *me.parents())}
     listed = list_cuda_processes(inventory)
     targets, refusals = choose(listed, arguments.pid, uid=os.getuid(), ancestors=ancestors)
     if refusals:
-        if arguments.json:
-            refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
-            print_json({"error": "refused", "refused": refused})
-        for pid, why in refusals.items():
-            fail("memory kill", f"pid {pid} {why}; nothing was ended")
-        return EXIT_NOT_DONE
+        reasons = "; ".join(f"pid {pid} {why}" for pid, why in refusals.items())
+        refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
+        error = f"{reasons}; nothing was ended"
+        return Answer({"refused": refused}, error=error)
     try:
         return _show_and_end(targets, arguments)
     except KeyboardInterrupt:
-        print("\nnothing further was sent", file=sys.stderr)
+        print("\nno further signal was sent", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -98,9 +81,9 @@ def choose(
 
     Args:
         listed: what NVML lists.
-        named: process ids that were asked for; none: all of the caller's own.
-        uid: the caller's user; only 0 may name others' processes.
-        ancestors: the caller itself and all that it was started by.
+        named: process ids to end; empty for all of the caller's own.
+        uid: the caller's user; only 0 may name processes of others.
+        ancestors: the caller itself and all its parents.
     """
     if not named:
         own = [p for p in listed.processes if p.uid == uid and p.pid not in ancestors]
@@ -113,7 +96,7 @@ def choose(
         if pid in ancestors:
             refusals[pid] = "is this command itself, or what it was started from"
         elif process is None:
-            refusals[pid] = listed.others.get(pid, "is no CUDA process: NVML does not list it")
+            refusals[pid] = listed.others.get(pid, "is not a CUDA process: NVML does not list it")
         elif process.uid != uid and uid != 0:
             refusals[pid] = f"belongs to {process.user}"
         else:
@@ -124,9 +107,11 @@ def choose(
 def end_all(
     processes: Sequence[CudaProcess], *, grace_seconds: float, last_seconds: float
 ) -> list[Ending]:
-    """Send SIGTERM to all, and SIGKILL to those that are still there when the grace is over; then
-    wait ``last_seconds``, for a process in the driver may need a while. Never signals a process
-    that has only inherited the number, however long ago it was listed."""
+    """Send SIGTERM to all, then SIGKILL to those that are still there after ``grace_seconds``.
+
+    Wait ``last_seconds`` for the killed ones, because a process inside the driver may need a while.
+    A process that has only inherited the process id is never signalled.
+    """
     how = {process: _send(process, signal.SIGTERM, "ended") for process in processes}
     asked = [process for process in processes if how[process] == "ended"]
     stubborn = _still_there(asked, grace_seconds)
@@ -155,34 +140,37 @@ def _still_there(processes: Iterable[CudaProcess], seconds: float) -> list[CudaP
         time.sleep(_POLL_SECONDS)
 
 
-def _show_and_end(targets: Sequence[CudaProcess], arguments: argparse.Namespace) -> int:
-    if not arguments.json and not targets:
-        print("no CUDA process of yours runs on this machine's GPUs")
-    elif not arguments.json:
-        print_table(COLUMNS, [_row(process) for process in targets], {"pid", "MiB"})
+def _show_and_end(targets: Sequence[CudaProcess], arguments: argparse.Namespace) -> Answer:
+    if not targets:
+        nothing = "no CUDA process of yours runs on this machine's GPUs"
+        return Answer({"dry_run": arguments.dry_run, "processes": []}, [nothing])
+    if not arguments.json:
+        Table(COLUMNS, [_row(process) for process in targets], {"pid", "MiB"}).print()
     number = "this process" if len(targets) == 1 else f"these {len(targets)} processes"
-    if targets and not arguments.dry_run and not arguments.yes:
+    if arguments.dry_run:
+        processes = [{**asdict(process), "result": None} for process in targets]
+        return Answer(
+            {"dry_run": True, "processes": processes},
+            [f"would end {number}; no signal was sent (--dry-run)"],
+        )
+    if not arguments.yes:
         if arguments.json or not sys.stdin.isatty():
-            problem = "nobody to ask here: add --yes to end them, or --dry-run to look"
-            return fail("memory kill", problem, arguments.json, EXIT_BAD_CONFIG)
+            problem = "not a terminal: pass --yes to end them, or --dry-run to only list them"
+            raise CommandFailed(problem, EXIT_BAD_CONFIG)
         if not _confirmed(f"end {number}? [y/N] "):
-            print("nothing was ended")
-            return EXIT_NOT_DONE
-    endings: list[Ending] = []
-    if targets and arguments.dry_run and not arguments.json:
-        print(f"would end {number}; nothing was sent (--dry-run)")
-    elif not arguments.dry_run:
-        endings = end_all(targets, grace_seconds=arguments.grace, last_seconds=_LAST_SECONDS)
-    if arguments.json:
-        how = {ending.process.pid: ending.how for ending in endings}
-        processes = [{**asdict(process), "result": how.get(process.pid)} for process in targets]
-        print_json({"dry_run": arguments.dry_run, "processes": processes})
-    else:
-        for process, ended in endings:
-            sentence = _SENTENCES[ended].format(grace=arguments.grace)
-            print(f"{process.command} (pid {process.pid}) {sentence}")
-    left = any(ending.how in ("not permitted", "still there") for ending in endings)
-    return EXIT_NOT_DONE if left else 0
+            return Answer(shown=["nothing was ended"], exit_code=EXIT_FAILED)
+    endings = end_all(targets, grace_seconds=arguments.grace, last_seconds=_LAST_SECONDS)
+    processes = [{**asdict(ending.process), "result": ending.how} for ending in endings]
+    lines = []
+    for process, how in endings:
+        sentence = _SENTENCES[how].format(grace=arguments.grace)
+        lines.append(f"{process.command} (pid {process.pid}) {sentence}")
+    is_left = any(ending.how in ("not permitted", "still there") for ending in endings)
+    return Answer(
+        {"dry_run": False, "processes": processes},
+        lines,
+        exit_code=EXIT_FAILED if is_left else 0,
+    )
 
 
 def _confirmed(question: str) -> bool:
@@ -197,13 +185,3 @@ def _row(process: CudaProcess) -> list[str]:
     gpus = ", ".join(map(str, process.gpus))
     size = "?" if process.used_bytes is None else str(process.used_bytes // MIB)
     return [str(process.pid), process.user, process.command, gpus, size]
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text}: accepted is a number of seconds, 0 or more")
-    return value

@@ -1,66 +1,42 @@
-"""The ``robust-train`` command."""
+"""The ``robust-train`` command: find the command, parse its arguments, print its answer."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import errno
-import importlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import robust_train
-from robust_train.errors import EXIT_FAILED
-from robust_train.execution.screen import open_closed_streams
-from robust_train.readable import meant
+from robust_train.cli.command import Answer, Command, CommandFailed, load
+from robust_train.cli.commands import COMMANDS, GONE, members_of
+from robust_train.host.screen import open_closed_streams
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
-USAGE = """usage: robust-train COMMAND [OPTIONS]
-
-commands:
-  train   a job or a sweep (-m), as train_robust.py does   [OVERRIDE …]
-  gpus    table of this machine's GPUs and who holds them  [--json]
-  queue   jobs that run and wait on this host, and why     [--json] [cancel ID]
-  run     a script under the launcher                      [OPTIONS] -- PROGRAM [ARGUMENT …]
-  run     your live runs: list, status, checkpoint,        [--json] [--run ID|PATH|PID]
-          halve-batch, stop
-  runs    your jobs, live and past                         [--json] [--all]
-  logs    what a job's attempts print                      [RUN] [-f] [--attempt N]
-  notify  send a notification as jobs do                   test [KEY=VALUE …]
-  attach  a live job as its terminal would show it         [RUN]
-  wait    until jobs have ended; their exit code           [RUN …]
-  init    a new project that trains at once                DIR
-  plan    memory that a job will take, and where it fits   [OVERRIDE …] [--json]
-  doctor  each GPU usable or why not, and the queue        [--json] [--clear GPU]
-  report  report.html of a run or sweep, made anew         PATH [--open] [--json]
-  memory  of GPUs and of a live run: info, clear, reset,   [--json] [--run ID|PATH|PID]
-          fraction, enable, snapshot, kill
-  completion  complete commands and keys in bash or zsh
-  cleanup show it, and have a run release what it can      [--json] [--stats-only | --force]
-"""
-
-_PLAIN = ("completion", "gpus", "queue", "init", "plan", "doctor", "report")
-_OF_JOBS = ("runs", "logs", "wait", "attach", "notify")
-COMMANDS = {name: f"{name}:main" for name in (*_PLAIN, *_OF_JOBS)} | {
-    "train": "door:open_robust",
-    "run": "run_script:main",
-    "memory": "memory:main",
-    "cleanup": "memory:cleanup",
-}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-OF_LIVE_RUNS = ("list", "status", "checkpoint", "halve-batch", "stop")
+_HELP = ("-h", "--help")
+_COLUMNS = 78
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names and paths may hold what the locale has no character for
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = _run(arguments)
+        code = _run(words)
         sys.stdout.flush()
+    except CommandFailed as error:
+        print(f"robust-train {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -76,26 +52,137 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0 if arguments else 2
-    command, *rest = arguments
-    if command == "--version":
+def _run(words: list[str]) -> int:
+    if not words or words[0] in _HELP:
+        print(_listing(COMMANDS.values()))
+        return 0 if words else EXIT_BAD_CONFIG
+    if words[0] == "--version":
         print(f"robust-train {robust_train.__version__}")
         return 0
-    if command not in COMMANDS:
-        names = (*COMMANDS, *(f"run {verb}" for verb in OF_LIVE_RUNS))
-        problem = f"no such command; {meant(command, names)}"
-        print(f"robust-train {command}: {problem}", file=sys.stderr)
-        return 2
-    module, _, function = COMMANDS[command].partition(":")
-    # ``run`` starts the program after ``--``; with a verb and no program it talks to live runs
-    if command == "run" and rest[:1] and rest[0] in OF_LIVE_RUNS and "--" not in rest:
-        module = "live_runs"
-    run: Callable[[list[str]], int]
-    run = getattr(importlib.import_module(f"robust_train.cli.{module}"), function)
-    return run(rest)
+    is_group = words[0] not in COMMANDS and bool(members_of(words[0]))
+    if is_group and set(words[1:2]) & set(_HELP):
+        print(_listing(members_of(words[0]).values()))
+        return 0
+    command, rest = find(words)
+    if command.parses_itself:
+        return int(load(command.function)(rest))
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    if set(_HELP) & set(own):
+        print(parser_of(command).format_help(), end="")
+        return 0
+    arguments = parse(command, rest)
+    as_json = getattr(arguments, "json", False)
+    try:
+        answer: Answer | int = load(command.function)(arguments)
+    except Exception as error:
+        code = _exit_code_of(error)
+        if code is None:
+            raise
+        answer = Answer(error=str(error), exit_code=code)
+    if isinstance(answer, int):
+        return answer
+    answer.print(command.name, as_json)
+    return answer.exit_code or (EXIT_FAILED if answer.error else 0)
+
+
+def find(words: Sequence[str]) -> tuple[Command, list[str]]:
+    """Return the command that a command line begins with, and the other words.
+
+    Raises CommandFailed if there is no such command; it names the one that was probably meant.
+    """
+    first, second = words[0], words[1] if words[1:] else ""
+    members = {} if "--" in words else members_of(first)
+    if second in members:
+        return members[second], list(words[2:])
+    if near := difflib.get_close_matches(second, members, n=1):
+        takes_program = first in COMMANDS and COMMANDS[first].takes_program
+        hint = f" To run a program: -- {second}" if takes_program else ""
+        raise CommandFailed(f"{first}: {second}: did you mean {near[0]}?{hint}", EXIT_BAD_CONFIG)
+    if first in COMMANDS:
+        return COMMANDS[first], list(words[1:])
+    if first in GONE:
+        raise CommandFailed(f"{first} is gone: {GONE[first]}", EXIT_BAD_CONFIG)
+    if members:
+        problem = f"{second}: no such action" if second else "an action is needed"
+        raise CommandFailed(f"{first}: {problem}: {', '.join(members)}", EXIT_BAD_CONFIG)
+    raise CommandFailed(f"{first}: no such command; {_meant(first)}", EXIT_BAD_CONFIG)
+
+
+def _meant(word: str) -> str:
+    """Return the command that is probably meant by one word, else all first words."""
+    by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
+    if near := difflib.get_close_matches(word, by_last_word, n=1):
+        return f"did you mean {by_last_word[near[0]]}?"
+    return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what was wrong."""
+        raise CommandFailed(f"{self.prog.partition(' ')[2]}: {message}", EXIT_BAD_CONFIG)
+
+
+def parser_of(command: Command) -> argparse.ArgumentParser:
+    """Return the parser of a command's arguments, without a program after ``--``."""
+    members = " | ".join(members_of(command.name))
+    epilog = load(command.epilog) if command.epilog else ""
+    if members:
+        epilog += f"\nsee also: robust-train {command.name} {members}\n"
+    parser = _Parser(
+        prog=f"robust-train {command.name}",
+        description=textwrap.fill(command.about or f"{command.help.capitalize()}.", _COLUMNS),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if command.takes_program:
+        options = "[OPTIONS] [KEY=VALUE …]"
+        parser.usage = f"robust-train {command.name} {options} -- PROGRAM [ARGUMENT …]"
+    for each in command.options:
+        parser.add_argument(*each.names, **each.settings)
+    return parser
+
+
+def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments of a command; raise CommandFailed for a mistake."""
+    if not command.takes_program:
+        return parser_of(command).parse_args(words)
+    split = words.index("--") if "--" in words else len(words)
+    arguments = parser_of(command).parse_args(words[:split])
+    arguments.program = list(words[split + 1 :])
+    return arguments
+
+
+def _listing(commands: Iterable[Command]) -> str:
+    """Return usage and help of commands, a line each."""
+    shown = [(command.usage, command.help) for command in commands]
+    width = max(len(usage) for usage, _ in shown)
+    lines = [f"  {usage.ljust(width)}  {text}" for usage, text in shown]
+    return "\n".join(
+        [
+            "usage: robust-train COMMAND [OPTIONS]",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "robust-train COMMAND --help shows the options of a command.",
+        ]
+    )
+
+
+def _exit_code_of(error: Exception) -> int | None:
+    """Return the exit code for an error that its message explains; None for any other."""
+    if isinstance(error, CommandFailed):
+        return error.exit_code
+    from robust_train.folder.requests import ControlError, Refused
+    from robust_train.folder.run_list import NoLiveRun
+    from robust_train.queue.queue_dir import QueueProblem
+
+    if isinstance(error, ControlError | Refused | NoLiveRun):
+        return EXIT_FAILED
+    return EXIT_BAD_CONFIG if isinstance(error, QueueProblem) else None
 
 
 if __name__ == "__main__":

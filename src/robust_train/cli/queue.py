@@ -1,93 +1,111 @@
-"""``robust-train queue``: who runs and who waits on this host, and why."""
+"""``robust-train queue``: the jobs that run and wait on this host, and why."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import textwrap
+import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from robust_train.cli.output import Parser, fail, print_json, print_table
-from robust_train.errors import EXIT_BAD_CONFIG
-from robust_train.events import Json
+import psutil
+
+from robust_train.cli.command import Answer, CommandFailed, Table
+from robust_train.files import printable
+from robust_train.folder.run_list import find_live_runs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import send_signal, user_name
-from robust_train.queue.exclusions import mark_excluded, read_exclusions
-from robust_train.queue.order import DEFAULT_RULES, QueueRules, why_overtaken
-from robust_train.queue.queue_dir import QueueProblem, directory_for
-from robust_train.queue.queue_rules import read_rules, running
-from robust_train.queue.queued_job import as_waiting, split
-from robust_train.queue.reasons import describe, why_waiting
-from robust_train.queue.records import JobRecord, JobState, printable
-from robust_train.queue.reservations import JobRegistry, LiveJob, RegistryBusy, boottime
-from robust_train.queue.scheduler import plan
-from robust_train.queue.usage import read_usage, recent_hours, week_hours
-from robust_train.readable import as_clock, shortened
-from robust_train.runfolder.run_list import find_live_runs
-from robust_train.values import MIB, GpuInfo
+from robust_train.model.errors import EXIT_BAD_CONFIG
+from robust_train.model.events import Json
+from robust_train.model.gpu import GpuInfo
+from robust_train.queue.plan import describe, plan, who_goes_first, why_waiting
+from robust_train.queue.queue_dir import (
+    MOST_FILES_PER_USER,
+    directory_for,
+    mark_excluded,
+    read_exclusions,
+    read_gpu_limit,
+)
+from robust_train.queue.registry import QueuedJob, Registry
+from robust_train.readable import MIB, as_clock, shortened
 
 COLUMNS = ("id", "#", "state", "job", "user", "MiB", "GPU", "for")
 _RIGHT = {"#", "MiB", "for"}
 _LONGEST_NAME = 20  # the table fits 80 columns
-_PATIENCE_SECONDS = 2.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table or cancel a job; return the exit code. 0: done, also where there is no job.
-    1: the job to cancel is not there or not the caller's. 2: the queue directory cannot be used."""
-    parser = Parser(
-        prog="robust-train queue",
-        description="Jobs on this host: those that run, with their GPUs, and those that wait, with "
-        "their queue position (#) and the reason.",
-    )
-    parser.add_json()
-    parser.add_argument("--verbose", action="store_true", help="who has how much of each GPU")
-    parser.add_argument("--usage", action="store_true", help="GPU-hours by user, of seven days")
-    parser.add_argument("--dir", help="the queue directory, as gpu_queue_dir")
-    commands = parser.add_subparsers(dest="command")
-    cancel = commands.add_parser("cancel", help="ask one of your own jobs to stop (SIGTERM)")
-    cancel.add_argument("id", help="as the table shows it")
-    arguments = parser.parse_args(argv)
+def queue(arguments: Namespace) -> Answer:
+    """Show the jobs that run and wait on this host."""
+    if arguments.usage:
+        problem = "--usage is gone: the queue no longer counts GPU-hours; `queue` lists holders"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG)
     path = directory_for(arguments.dir, os.environ)
-    try:
-        registry = JobRegistry(path) if os.path.exists(path) else None
-    except QueueProblem as problem:
-        print(problem, file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    try:
-        found = [] if registry is None else _living(registry)
-        if arguments.command == "cancel":
-            return _cancel(found, arguments.id)
-        if arguments.usage:
-            return _print_usage(registry, found, as_json=arguments.json)
-        rules = DEFAULT_RULES if registry is None else read_rules(registry.directory, found)
-        jobs, gpus = _describe(registry, found, rules) if registry and found else ([], [])
-        excluded = [] if registry is None else read_exclusions(registry.directory)
-    finally:
-        if registry is not None:
-            registry.close()
-    if arguments.json:
-        about = [asdict(item) for item in excluded]
-        print_json({"directory": str(path), "jobs": jobs, "excluded": about})
-        return 0
-    if jobs:
-        print_table(COLUMNS, [_row(job) for job in jobs], _RIGHT)
-    else:
-        print(_nobody(path))
-    now = boottime()
+    if not os.path.exists(path):
+        return Answer({"directory": str(path), "jobs": [], "excluded": []}, [_empty(path)])
+    with contextlib.closing(Registry(path)) as registry:
+        found = registry.jobs()
+        excluded = read_exclusions(registry.directory)
+        limit = read_gpu_limit(registry.directory)
+        warnings = [
+            f"{user_name(user)} has {MOST_FILES_PER_USER + count} record files in "
+            f"{registry.directory.path}; only {MOST_FILES_PER_USER} were read"
+            for user, count in registry.left_out.items()
+        ]
+    gpus: Sequence[GpuInfo] = ()
+    if found:
+        inventory = read_inventory(processes=False)
+        gpus = mark_excluded(inventory.gpus, excluded)
+        if not inventory.answered:
+            warnings.append(str(inventory.problem))
+    jobs = _describe(found, gpus, limit)
+    table = Table(COLUMNS, [_row(job) for job in jobs], _RIGHT) if jobs else _empty(path)
+    now = time.monotonic()
     lines = [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
-    lines += gpus if arguments.verbose else ()
+    lines += describe(found, gpus) if arguments.verbose else ()
     lines += [f"{item.uuid}: {item.sentence(now)}" for item in excluded]
-    for line in lines:
-        print("\n".join(textwrap.wrap(line, _width(), subsequent_indent="  ")))
-    return 0
+    return Answer(
+        {
+            "directory": str(path),
+            "jobs": jobs,
+            "excluded": [asdict(item) for item in excluded],
+        },
+        [table, *map(_wrapped, lines)],
+        warnings,
+    )
 
 
-def _nobody(path: Path) -> str:
+def cancel(arguments: Namespace) -> Answer:
+    """Ask one of the caller's own jobs to stop."""
+    path = directory_for(arguments.dir, os.environ)
+    found: Sequence[QueuedJob] = ()
+    if os.path.exists(path):
+        with contextlib.closing(Registry(path)) as registry:
+            found = registry.jobs()
+    job = next((job for job in found if job.id == arguments.id), None)
+    if job is None:
+        raise CommandFailed(f"{printable(arguments.id)}: there is no such job")
+    # the owner of the file, not of the record: that could name any process
+    if job.owner != os.geteuid():
+        raise CommandFailed(f"{job.id}: it belongs to user {job.owner}")
+    try:
+        is_sent = send_signal(job.pid, job.started, signal.SIGTERM)
+    except PermissionError as error:
+        raise CommandFailed(f"{job.id}: pid {job.pid} is another user's process") from error
+    if not is_sent:
+        raise CommandFailed(
+            f"{job.id}: its launcher (pid {job.pid}) has ended, or is in another container; what "
+            "is left of the job keeps its GPUs until it ends"
+        )
+    return Answer(shown=[f"{job.id} ({job.name}, pid {job.pid}) was asked to stop"])
+
+
+def _empty(path: Path) -> str:
     """Return the sentence for an empty queue: jobs of this user may run on the CPU."""
     states = [run.state for run in find_live_runs()]
     if on_cpu := sum(state is not None and state.device == "cpu" for state in states):
@@ -96,108 +114,84 @@ def _nobody(path: Path) -> str:
     return f"no job holds or waits for a GPU (queue directory {path})"
 
 
-def _width() -> int:
-    """Return the terminal's width; in a pipe a reason stays one line."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-
-
-def _living(registry: JobRegistry) -> list[LiveJob]:
-    try:
-        with registry.locked(_PATIENCE_SECONDS):
-            return registry.jobs(sweep=True)
-    except RegistryBusy as busy:
-        print(f"warning: {busy}", file=sys.stderr)
-        return registry.jobs()
+def _wrapped(line: str) -> str:
+    """Return a line as wide as the terminal; in a pipe it stays one line."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent="  "))
 
 
 def _describe(
-    registry: JobRegistry, found: Sequence[LiveJob], rules: QueueRules
-) -> tuple[list[dict[str, Json]], list[str]]:
-    """Return the jobs in JSON's types, and a line for each GPU."""
-    inventory = read_inventory(processes=False)
-    if not inventory.answered:
-        print(f"warning: {inventory.problem}", file=sys.stderr)
-    gpus = mark_excluded(inventory.gpus, read_exclusions(registry.directory))
-    waiting, reservations = split(found)
-    now = boottime()
-    decided = plan(waiting, reservations, gpus, now, rules)
-    jobs: list[dict[str, Json]] = []
+    found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], limit: int | None
+) -> list[dict[str, Json]]:
+    """Return the jobs in JSON's types, in the order of the queue."""
+    now = time.monotonic()
+    decided = plan(found, gpus, now, limit)
+    running = [job for job in found if job.gpus]
+    jobs = []
     for job in found:
-        record = job.record
-        if record is None:
-            shut = "its record cannot be read, so it may have any GPU"
-            about = {"owner_uid": job.owner, "reason": shut}
-            jobs.append({"id": job.id, "state": "unreadable", **about})
-            continue
-        position = reason = None
-        if record.state is JobState.WAITING:
-            me = as_waiting(record, job.owner)
-            position = decided.order.index(me) + 1
-            reason = why_waiting(me, reservations, gpus, decided)
-            if record.id in decided.groups:
-                reason = "a GPU is free for it"
-            elif why := why_overtaken(me, decided.order, reservations, rules):
-                reason = f"{why}; {reason}"
-        elif idle := record.idle():
-            reason = f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}"
-        about = _as_json(record, now, gpus)
-        jobs.append(about | {"position": position, "reason": reason})
-    jobs.sort(key=lambda job: job.get("position") or 0)
-    return jobs, describe(reservations, gpus)
+        position, reasons = None, []
+        if whose := _whose_process(job):
+            reasons.append(whose)
+        if not job.gpus:
+            position = decided.order.index(job) + 1
+            if not job.is_polling(now):
+                reasons.append("it does not poll (stopped, or its driver hangs): others pass it")
+            elif job.id in decided.groups:
+                reasons.append("a GPU is free for it")
+            else:
+                first = who_goes_first(job, decided.order)
+                reasons += [first] if first else []
+                reasons.append(why_waiting(job, running, gpus, decided))
+        elif idle := job.idle():
+            reasons.append(f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}")
+        about = _as_json(job, now, gpus)
+        jobs.append(about | {"position": position, "reason": "; ".join(reasons) or None})
+    jobs.sort(key=lambda job: job["position"] or 0)
+    return jobs
 
 
-def _print_usage(registry: JobRegistry | None, found: Sequence[LiveJob], *, as_json: bool) -> int:
-    """Print how much GPU time each user had, most first."""
-    now, jobs = boottime(), running(found)
-    usage = {} if registry is None else read_usage(registry.directory, jobs, now)
-    users: list[dict[str, Json]] = [
-        {
-            "uid": uid,
-            "user": user_name(uid),
-            "gpus": len({gpu for owner, record in jobs if owner == uid for gpu in record.gpus}),
-            "recent_gpu_hours": recent_hours(hours, now),
-            "gpu_hours": round(week_hours(hours, now), 2),
-        }
-        for uid, hours in usage.items()
-    ]
-    users.sort(key=lambda user: (-user["gpu_hours"], user["uid"]))
-    columns = ("user", "GPUs now", "GPU-hours, recent", "GPU-hours, 7 days")
-    rows = [[str(value) for key, value in user.items() if key != "uid"] for user in users]
-    if as_json:
-        print_json({"users": users})
-    elif rows:
-        print_table(columns, rows, columns[1:])
-    else:
-        print("nobody has had a GPU through the queue since this machine was started")
-    return 0
+def _whose_process(job: QueuedJob) -> str | None:
+    """Return whose process the record names, if it is not the record's owner's."""
+    try:
+        user = psutil.Process(job.pid).uids().real
+    except (psutil.Error, ValueError, OverflowError):
+        return None  # ended, hidden, or in another container
+    if user == job.owner:
+        return None
+    return f"its record names pid {job.pid}, which here is a process of {user_name(user)}"
 
 
-def _as_json(record: JobRecord, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:
+def _as_json(job: QueuedJob, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
+    idle = job.idle()
     return {
-        "id": record.id,
-        "state": record.state.value,
+        "id": job.id,
+        "state": job.state,
         "position": None,
-        "name": record.name,
-        "user": record.user,
-        "pid": record.pid,
-        "run_dir": record.run_dir,
-        "claim_bytes": record.reserved_bytes,
-        "num_gpus": record.count,
-        "jobs_per_device": record.jobs_per_device,
+        "name": job.name,
+        "user": user_name(job.owner),
+        "pid": job.pid,
+        "run_dir": job.run_dir,
+        "claim_bytes": job.reserved_bytes,
+        "num_gpus": job.count,
+        "jobs_per_device": job.jobs_per_device,
         "gpus": [
-            {"uuid": uuid, "index": indexes.get(uuid), "taken_bytes": taken_bytes}
-            | {"idle_seconds": record.idle().get(uuid)}
-            for uuid, taken_bytes in zip(record.gpus, record.taken_bytes, strict=True)
+            {
+                "uuid": uuid,
+                "index": indexes.get(uuid),
+                "taken_bytes": taken_bytes,
+                "idle_seconds": idle.get(uuid),
+            }
+            for uuid, taken_bytes in zip(job.gpus, job.taken_bytes, strict=True)
         ],
-        "seconds_in_state": round(max(now - record.since, 0.0), 1),
-        "seconds_since_queued": round(max(now - record.queued_at, 0.0), 1),
+        "seconds_in_state": round(max(now - job.since, 0.0), 1),
+        "seconds_since_queued": round(max(now - job.queued_at, 0.0), 1),
     }
 
 
 def _row(job: dict[str, Json]) -> list[str]:
-    if job["state"] == "unreadable":
-        return [job["id"], "-", "?", "-", user_name(job["owner_uid"]), "?", "?", "?"]
     many, claim, gpus = job["num_gpus"], str(job["claim_bytes"] // MIB), job["gpus"]
     # ``GPU 0``, ``GPU 0, 1, 3``; the UUID if the number is not known
     names = [gpu["uuid"] if gpu["index"] is None else str(gpu["index"]) for gpu in gpus]
@@ -212,27 +206,3 @@ def _row(job: dict[str, Json]) -> list[str]:
         prefix + (", ".join(names) or "-"),
         as_clock(int(job["seconds_in_state"])),
     ]
-
-
-def _cancel(found: Sequence[LiveJob], job_id: str) -> int:
-    job = next((job for job in found if job.id == job_id), None)
-    if job is None:
-        problem = "there is no such job"
-    elif job.owner != os.geteuid():
-        # the file's owner, not the record: that could name anybody's process
-        problem = f"it belongs to user {job.owner}"
-    elif job.record is None:
-        problem = "its record cannot be read, and so its process is not known; end that yourself"
-    else:
-        record = job.record
-        problem = (
-            f"its launcher (pid {record.pid}) is gone, or in another container; what is left of "
-            "the job ends by itself within seconds"
-        )
-        try:
-            if send_signal(record.pid, record.started, signal.SIGTERM):
-                print(f"{job_id} ({record.name}, pid {record.pid}) was asked to stop")
-                return 0
-        except PermissionError:
-            problem = f"pid {record.pid} is another user's process"
-    return fail(f"queue cancel {printable(job_id)}", problem)

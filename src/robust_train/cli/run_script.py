@@ -2,182 +2,149 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import json
 import logging
 import re
 import shlex
 import sys
+import textwrap
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from robust_train.cli.main import OF_LIVE_RUNS
-from robust_train.cli.output import Parser
+from robust_train.cli.command import CommandFailed
+from robust_train.cli.commands import members_of
 from robust_train.config.names import name_of_program
-from robust_train.errors import EXIT_BAD_CONFIG
-from robust_train.events import Json
-from robust_train.script.placeholders import PLACEHOLDERS, literal, placeholders_in
+from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
+from robust_train.model.errors import EXIT_BAD_CONFIG
+from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
 
-_EPILOG = f"""
-live runs: robust-train run {" | ".join(OF_LIVE_RUNS)} [--run ID|PATH|PID] [--json]
+_INDENTED = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="  ")
+EPILOG = f"""
+placeholders in the program's arguments, --resume-argv and --checkpoint:
+{_INDENTED.fill(" ".join("{" + name + "}" for name in PLACEHOLDERS))}
+The script has the same in variables: ROBUST_TRAIN_BATCH_SIZE and so on.
 
-placeholders in the program's arguments, the resume arguments and the checkpoint pattern:
-  {" ".join("{" + name + "}" for name in PLACEHOLDERS[:4])}
-  {" ".join("{" + name + "}" for name in PLACEHOLDERS[4:])}
-The script has the same in environment variables: ROBUST_TRAIN_BATCH_SIZE and so on.
-
-exit codes: 0 completed, 1 the script failed, 2 cannot be run as asked, 75 no device in time,
-76 three launches without progress, 129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
+exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
+75 no device in time, 76 three launches without progress,
+129/130/143 stopped by SIGHUP, Ctrl-C, SIGTERM
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(arguments: Namespace) -> int:
     """Run the script to its end; return the exit code of the job."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = command_parser()
-    verb = "" if split < len(arguments) else "".join(arguments[:1])
-    if near := difflib.get_close_matches(verb, OF_LIVE_RUNS, n=1):
-        parser.error(f"{verb}: did you mean {near[0]}? To run a program: -- {verb}")
-    options = parser.parse_args(arguments[:split])
-    program = arguments[split + 1 :]
-    if not program:
-        parser.error(
+    if not arguments.program:
+        raise CommandFailed(
             "no program to run; put -- before it: robust-train run --batch-size 128 -- "
-            "python train.py --batch_size {batch_size} (live runs: "
-            f"robust-train run {' | '.join(OF_LIVE_RUNS)})"
+            "python train.py --batch_size {batch_size} (live runs: robust-train run "
+            f"{' | '.join(members_of('run'))})",
+            EXIT_BAD_CONFIG,
         )
-    try:
-        overrides = overrides_of(options, program)
-        texts = _texts(options, program)
-    except ValueError as error:
-        parser.error(str(error))
-    from robust_train.execution import at_hand
-    from robust_train.execution.screen import never_blocking_output
+    overrides = overrides_of(arguments)
+    texts = _texts(arguments)
+    from robust_train.host.screen import never_blocking_output
+    from robust_train.launcher.interpreters import discard_early, start_early
 
-    at_hand.warm_up(())
+    start_early()
     try:
         with never_blocking_output():
-            return _run(overrides, texts, options.run_dir)
+            return _run(overrides, texts, arguments.run_dir)
     finally:
-        at_hand.discard()
+        discard_early()
 
 
-def command_parser() -> Parser:
-    parser = Parser(
-        prog="robust-train run",
-        usage="robust-train run [OPTIONS] [KEY=VALUE …] -- PROGRAM [ARGUMENT …]",
-        description="Run a script in any language: picks and waits for a GPU, and starts it again "
-        "with a smaller batch when memory runs out.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def overrides_of(arguments: Namespace) -> list[str]:
+    """Return the command line as overrides of ``configs/robust.yaml``.
 
-    def number(name: str, least: int, metavar: str, meaning: str) -> None:
-        def read(text: str) -> int:
-            if not re.fullmatch(r"-?\d+", text) or int(text) < least:
-                raise argparse.ArgumentTypeError(f"{text} is not an integer of {least} or more")
-            return int(text)
-
-        parser.add_argument(name, type=read, metavar=metavar, help=meaning)
-
-    add = parser.add_argument
-    number("--batch-size", 1, "N", "micro-batch of the first attempt")
-    number("--gradient-accumulation", 1, "N", "micro-batches a step (1)")
-    number("--min-batch-size", 1, "N", "never smaller than this (4)")
-    number("--min-gpu-memory-mb", 0, "MIB", "free on a GPU to take it")
-    number("--max-retries", 0, "N", "smaller batches tried a device (3)")
-    add("--device", metavar="DEVICE", help="cpu, cuda:1 or a GPU's UUID instead of the best GPU")
-    add("--no-wait", action="store_true", help="do not wait for a GPU")
-    add("--no-cpu", action="store_true", help="never fall back to the CPU")
-    add("--detach", action="store_true", help="go on in the background, past logout")
-    add("--name", help="how queue and tables call the job (the script's name)")
-    add("--run-dir", type=Path, metavar="DIR", help="run folder; an unfinished job in it goes on")
-    add("--checkpoint", metavar="GLOB", help="the script's own checkpoints, as 'ckpt/*.pt'")
-    resume = "appended where there is a checkpoint, as '--resume {checkpoint}'"
-    add("--resume-argv", metavar="ARGUMENTS", help=resume)
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="any other key of configs/robust.yaml")
-    return parser
-
-
-def overrides_of(options: argparse.Namespace, program: Sequence[str]) -> list[str]:
-    """Return the command line as overrides of ``configs/robust.yaml``; ValueError: it is no job."""
-    for override in options.overrides:
+    Raises CommandFailed if it does not describe a job.
+    """
+    for override in arguments.overrides:
         if not re.match(r"[+~]{0,2}[\w./@]+=", override):
-            raise ValueError(
-                f"{override}: accepted before -- are options and key=value; the program comes after"
-            )
-    batch_size, least = options.batch_size, options.min_batch_size
-    is_given = batch_size or any(o.startswith("training.batch_size=") for o in options.overrides)
-    if not is_given:
-        used = set().union(*(placeholders_in(word) for word in program))
-        if used & {"batch_size", "min_batch_size"} or least is not None:
-            raise ValueError("the batch size is used but not given; add --batch-size N")
-        batch_size = least = 1  # the script's own: no use in starting it again with less
-    if batch_size is not None:
-        least = min(4, batch_size) if least is None else least
-        if least > batch_size:
-            problem = f"--min-batch-size {least}: must not be above"
-            raise ValueError(f"{problem} --batch-size {batch_size}")
+            problem = f"{override}: before -- go options and key=value; the program comes after"
+            raise CommandFailed(problem, EXIT_BAD_CONFIG)
+    batch_size, min_batch_size = _batch_sizes(arguments)
     pairs = {
         "training.batch_size": batch_size,
-        "training.gradient_accumulation_steps": options.gradient_accumulation,
-        "min_batch_size": least,
-        "min_gpu_memory_mb": options.min_gpu_memory_mb,
-        "max_retries": options.max_retries,
-        "auto_device": None if options.device in (None, "auto") else False,
-        "wait_for_gpu": False if options.no_wait else None,
-        "allow_cpu_fallback": False if options.no_cpu else None,
-        "detach": True if options.detach else None,
+        "training.gradient_accumulation_steps": arguments.gradient_accumulation,
+        "min_batch_size": min_batch_size,
+        "min_gpu_memory_mb": arguments.min_gpu_memory_mb,
+        "max_retries": arguments.max_retries,
+        "auto_device": None if arguments.device in (None, "auto") else False,
+        "wait_for_gpu": False if arguments.no_wait else None,
+        "allow_cpu_fallback": False if arguments.no_cpu else None,
+        "detach": True if arguments.detach else None,
     }
-    own = [f"{key}={str(value).lower()}" for key, value in pairs.items() if value is not None]
-    return ["trainer=command", *own, *options.overrides]
+    given = [f"{key}={str(value).lower()}" for key, value in pairs.items() if value is not None]
+    return ["trainer=command", *given, *arguments.overrides]
 
 
-def _texts(options: argparse.Namespace, program: Sequence[str]) -> dict[str, Json]:
-    """Return what goes into the config as it is, past the grammar of overrides; ValueError: the
-    resume arguments' quotes do not match."""
+def _batch_sizes(arguments: Namespace) -> tuple[int | None, int | None]:
+    """Return the first and the smallest micro-batch size, None for what a key gives."""
+    batch_size, least = arguments.batch_size, arguments.min_batch_size
+    by_key = any(each.startswith("training.batch_size=") for each in arguments.overrides)
+    if batch_size is None and not by_key:
+        used = set().union(*(placeholders_in(word) for word in arguments.program))
+        if used & {"batch_size", "min_batch_size"} or least is not None:
+            problem = "the batch size is used but not given; add --batch-size N"
+            raise CommandFailed(problem, EXIT_BAD_CONFIG)
+        # the script has a batch size of its own, so a smaller one of ours would change nothing
+        return 1, 1
+    if batch_size is None:
+        return None, least
+    if least is None:
+        least = min(4, batch_size)
+    if least > batch_size:
+        problem = f"--min-batch-size {least}: must not be above --batch-size {batch_size}"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG)
+    return batch_size, least
+
+
+def _texts(arguments: Namespace) -> dict[str, Json]:
+    """Return what goes into the config unchanged, past the grammar of overrides.
+
+    Raises CommandFailed if the quotes of the resume arguments do not match.
+    """
     try:
-        resume = shlex.split(options.resume_argv or "")
+        resume = shlex.split(arguments.resume_argv or "")
     except ValueError as error:
-        raise ValueError(f"--resume-argv {options.resume_argv!r}: {error}") from None
+        problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     texts = {
-        "trainer.argv": [literal(word) for word in program],
+        "trainer.argv": [literal(word) for word in arguments.program],
         "trainer.resume_argv": [literal(word) for word in resume] or None,
-        "trainer.checkpoint_glob": options.checkpoint and literal(options.checkpoint),
-        "job_name": literal(options.name or name_of_program(program)),
-        "device": options.device,
+        "trainer.checkpoint_glob": arguments.checkpoint and literal(arguments.checkpoint),
+        "job_name": literal(arguments.name or name_of_program(arguments.program)),
+        "device": arguments.device,
     }
     return {key: value for key, value in texts.items() if value is not None}
 
 
-def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: Path | None) -> int:
+def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) -> int:
     from omegaconf import OmegaConf
 
-    from robust_train import settings
+    from robust_train.attempt.script.command import check_command
     from robust_train.cli.jobs import exit_code_of, print_failure
-    from robust_train.config.batch import settle
+    from robust_train.config.checks import checked, hide_urls
+    from robust_train.config.names import job_name_of
     from robust_train.config.refusals import REFUSALS, composed, explain
-    from robust_train.errors import JobInterrupted
-    from robust_train.launcher import Job
-    from robust_train.runfolder import detach
-    from robust_train.runfolder.notifier import is_secret
-    from robust_train.script.command import CommandSettings
+    from robust_train.config.values import is_secret
+    from robust_train.launcher import detach
+    from robust_train.launcher.hydra_state import run_folder
+    from robust_train.launcher.job import Job
+    from robust_train.model.errors import JobInterrupted
 
     try:
         cfg = composed(overrides)
         for key, value in texts.items():
             OmegaConf.update(cfg, key, value)
-        settle(cfg.copy())
-        CommandSettings.of(cfg)
-        settings.hide_urls(cfg)
-        if settings.detaches(cfg):
+        hide_urls(cfg)
+        config = checked(cfg)
+        check_command(config)
+        if detach.is_due(config):
             return detach.start()
-        folder = settings.run_folder(run_dir, settings.job_name(cfg, ""))
+        folder = run_folder(run_dir, job_name_of(config, ""))
         _log_into(folder)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
@@ -202,7 +169,7 @@ def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
 
 def _log_into(run_dir: Path) -> None:
     """Log as Hydra has it set up for ``train_robust.py``: to the screen and to a file."""
-    from robust_train.execution.hydra_state import HYDRAS_FORMAT
+    from robust_train.host.job_logging import HYDRAS_FORMAT
 
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 

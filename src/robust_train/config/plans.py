@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-AUTO = "auto"
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,13 @@ class MicroBatchPlan:
         return self.batch_size and self.batch_size * self.gradient_accumulation_steps
 
     @classmethod
-    def of(cls, cfg: Mapping[Any, Any]) -> MicroBatchPlan:
-        """Read a composed config; ``train.py``'s has no ``min_batch_size``."""
-        training = cfg["training"]
+    def of(cls, config: RobustConfig) -> MicroBatchPlan:
+        """Return the plan of an attempt's config."""
         return cls(
-            batch_size=training["batch_size"],
-            gradient_accumulation_steps=training["gradient_accumulation_steps"],
-            min_batch_size=cfg.get("min_batch_size") or 1,
-            regrow_after_steps=training.get("regrow_after_steps"),
+            batch_size=config.training.batch_size,
+            gradient_accumulation_steps=config.training.gradient_accumulation_steps,
+            min_batch_size=config.min_batch_size,
+            regrow_after_steps=config.training.regrow_after_steps,
         )
 
 
@@ -46,9 +45,10 @@ class SavePlan:
     every_steps: int | None = None
 
     @classmethod
-    def of(cls, cfg: Mapping[Any, Any]) -> SavePlan:
-        """Read ``training.checkpoint_every_minutes`` and ``training.checkpoint_every_steps``."""
-        training = cfg["training"]
-        minutes = training.get("checkpoint_every_minutes", AUTO)
-        every = None if minutes in (None, "", AUTO) else 60 * float(minutes)
-        return cls(every, int(training.get("checkpoint_every_steps") or 0) or None)
+    def of(cls, config: RobustConfig) -> SavePlan:
+        """Return the plan of a config."""
+        minutes = config.training.checkpoint_every_minutes
+        return cls(
+            every_seconds=None if minutes is None else 60 * minutes,
+            every_steps=config.training.checkpoint_every_steps or None,
+        )

@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import unknown_to_hydra
-from robust_train.errors import ConfigError
+from robust_train.config.checks import gone
+from robust_train.model.errors import ConfigError
 
 OURS = "pkg://robust_train.configs"
 Composed = Callable[[Sequence[str]], DictConfig]  # Composes the command's config with overrides
@@ -67,8 +68,8 @@ def explain(
         return f"{place}: {error.strerror}; choose another folder with hydra.run.dir=…"
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override}: cannot be read as an override; accepted is key=value, with quotes "
-            "around values that hold spaces, commas or brackets: 'key=\"a, b\"'"
+            f"{error.override}: not an override; write key=value, with quotes around a "
+            "value that holds spaces, commas or brackets: 'key=\"a, b\"'"
         )
     if sentence := _about_sweeps(chain) or _not_installed(chain):
         return sentence
@@ -80,9 +81,9 @@ def explain(
     key = found[1] if found else None
     if match := _WRONG_TYPE.search(chain):
         accepted = _ACCEPTED.get(match[2], f"a value of type {match[2]}")
-        return f"{key or '?'}={match[1]}: accepted is {accepted}"
+        return f"{key or '?'}={match[1]}: must be {accepted}"
     if _NO_LIST.search(chain):
-        return f"{key or '?'}: accepted is a list, '{key or '?'}=[one, \"two words\"]'"
+        return f"{key or '?'}: must be a list, '{key or '?'}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
         return _unknown_key(match[1] or key or match[2], compose_with, overrides)
     return _joined(line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line)
@@ -93,7 +94,7 @@ def _about_sweeps(chain: str) -> str | None:
     if match := _NO_SWEEP.search(chain):
         key, _, value = (match[1] or match[2]).partition("=")
         return (
-            f"{key}={value}: several values; add -m for a sweep over them, or write a list as "
+            f"{key}={value}: several values; add -m to sweep over them, or write a list: "
             f"{key}=[{value}]"
         )
     if match := _RELATIVE_LAUNCHER.search(chain):
@@ -116,24 +117,27 @@ def _not_installed(chain: str) -> str | None:
     extra = match and _EXTRAS.get(f"{match[1]}/{match[2]}")
     if match is None or extra is None:
         return None
-    return f'{match[1]}={match[2]}: is not installed; pip install "robust-train[{extra}]" brings it'
+    return f'{match[1]}={match[2]}: not installed; pip install "robust-train[{extra}]"'
 
 
 def _unknown_option(group: str, option: str, chain: str) -> str:
     listed = _OPTIONS.search(chain)
     options = listed[1].split() if listed else []
-    hint = f"; accepted are {', '.join(o for o in options if o != '__init__')}" if options else ""
+    names = ", ".join(name for name in options if name != "__init__")
+    hint = f"; the options are {names}" if options else ""
     return f"{group}={option}: no such option{hint}{_did_you_mean(option, options)}"
 
 
 def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> str:
+    if answer := gone(key):
+        return answer
     typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
     everything = all_keys(compose_with, others)
     accepted = [k.rpartition(".")[2] for k in everything if k.rpartition(".")[0] == parent]
     place = f" under {parent}" if parent else ""
-    hint = f"; accepted{place} are {', '.join(accepted)}" if accepted else ""
+    hint = f"; the keys{place} are {', '.join(accepted)}" if accepted else ""
     group = key.partition(".")[0]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         value = typed.partition("=")[2]
@@ -175,7 +179,7 @@ def composed(
 def explain_option(
     arguments: Sequence[str], config_name: str, config_path: str = OURS
 ) -> str | None:
-    """Return one line about an option that Hydra does not have, None where there is none."""
+    """Return one line about an option that Hydra does not have, None if there is none."""
     unknown = [one for one in unknown_to_hydra(arguments) if one.startswith("-")]
     if not unknown:
         return None

@@ -1,399 +1,421 @@
-"""The configuration's schema and its range checks.
+"""Every key: its name, type and default, what it accepts and what it means.
 
-Importing this module puts the schemas into Hydra's ConfigStore; the YAML files under ``configs/``
-build on them by name. The root stays open for a user's own keys; every key of ours is typed.
+This is the only place where a key is declared. ``configs/*.yaml`` and the tables of
+``docs/configuration.md`` are written from it (``just keys``), Hydra checks types by it, and
+:class:`RobustConfig`, made once by :func:`robust_train.config.checks.checked`, is what the launcher
+and the attempts are handed.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import MISSING
 
-from robust_train.compat import typed_nodes
-from robust_train.config.names import folder_name
-from robust_train.errors import ConfigError
-from robust_train.readable import meant
+from robust_train.config.values import (
+    AUTO,
+    EVENTS,
+    FROM_0,
+    FROM_1,
+    FROM_10_OR_OFF,
+    POSITIVE,
+    POSITIVE_SHARE,
+    SHARE,
+    events,
+    group,
+    integer_or_auto,
+    is_not_false,
+    key,
+    open_group,
+    program_words,
+    retry_rules,
+    text_or_none,
+    words,
+    words_of_list,
+)
+from robust_train.model.decision import RetryRule
+from robust_train.readable import MIB
+
+GONE = {
+    "num_nodes": "start one rank per GPU with torchrun, srun, …; see docs/several-machines.md",
+    "reuse_known_batch": (
+        "leave it out: the first size is training.batch_size, and a size that does not fit costs "
+        "one step"
+    ),
+}
+"""Keys of earlier versions that are refused, and what to write instead."""
 
 
 @dataclass(frozen=True)
-class Range:
-    """The accepted numbers of a key, in words and as a test."""
-
-    words: str
-    has: Callable[[float], bool]
-
-
-FROM_0 = Range("0 or more", lambda value: value >= 0)
-FROM_1 = Range("1 or more", lambda value: value >= 1)
-FROM_10 = Range("10 or more", lambda value: value >= 10)
-POSITIVE = Range("more than 0", lambda value: value > 0)
-SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
-POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1)
-
-
-def _range(accepted: Range, *, off: object = None) -> dict[str, object]:
-    """Return metadata of a key: its value has to be in a range, or equal to ``off``."""
-    return {"range": accepted, "off": off}
-
-
-def _choices(*accepted: object) -> dict[str, object]:
-    return {"choices": accepted}
-
-
-def _in(accepted: Range, default: Any, *, off: object = None) -> Any:
-    return field(default=default, metadata=_range(accepted, off=off))
-
-
-@dataclass
 class TrainingConfig:
     """``training``: what every trainer needs to know, and what the launcher adapts."""
 
-    # an integer or auto: see batch.py
-    batch_size: Any = field(default=64, metadata=_range(FROM_1))
-    gradient_accumulation_steps: int = _in(FROM_1, 1)
-    effective_batch_size: int | None = None
-    num_workers: int = _in(FROM_0, 2)
-    prefetch_factor: int = _in(FROM_1, 2)
-    epochs: int = _in(FROM_1, 10)
-    lr: float = _in(POSITIVE, 1e-3)
-    weight_decay: float = _in(FROM_0, 0.01)
-    max_grad_norm: float = _in(FROM_0, 1.0)
-    label_smoothing: float = _in(SHARE, 0.0)
-    warmup_fraction: float = _in(SHARE, 0.05)
-    mixed_precision: bool = True
-    gradient_checkpointing: bool = False
-    sharding: str = field(default="ddp", metadata=_choices("ddp", "fsdp"))
-    seed: int = _in(FROM_0, 42)
-    log_every_steps: int = _in(FROM_1, 50)
-    regrow_after_steps: int | None = _in(FROM_0, None)
-    checkpoint_every_steps: int | None = _in(FROM_0, None)
-    # minutes or auto
-    checkpoint_every_minutes: Any = field(default="auto", metadata=_range(FROM_0, off="auto"))
-    keep_checkpoints: int = _in(FROM_1, 2)
+    batch_size: int = key(
+        64,
+        "micro-batch: samples in one forward and backward pass; `auto`: the largest that fits",
+        accepts="integer or `auto`",
+        read=integer_or_auto,
+    )
+    gradient_accumulation_steps: int = key(1, "micro-batches per optimizer step", range=FROM_1)
+    effective_batch_size: int | None = key(
+        None,
+        "samples per optimizer step; accumulation follows from it",
+        more="With `batch_size=auto` 64 if not given",
+        range=FROM_1,
+    )
+    num_workers: int = key(
+        2, "data-loader workers of each process", range=FROM_0, follows="dataset.num_workers"
+    )
+    prefetch_factor: int = key(2, "batches that each worker prepares ahead", range=FROM_1)
+    epochs: int = key(10, "passes over the training data", range=FROM_1, follows="dataset.epochs")
+    lr: float = key(
+        1e-3, "learning rate (AdamW, cosine schedule)", range=POSITIVE, follows="model.lr"
+    )
+    weight_decay: float = key(0.01, "weight decay", range=FROM_0)
+    warmup_fraction: float = key(
+        0.05, "share of the steps with a rising learning rate", range=SHARE
+    )
+    label_smoothing: float = key(0.0, "label smoothing of the loss", range=SHARE)
+    max_grad_norm: float = key(1.0, "gradient clipping; `0`: none", range=FROM_0)
+    mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
+    gradient_checkpointing: bool = key(False, "less memory for more time")
+    sharding: str = key(
+        "ddp",
+        "`fsdp`: each rank holds its share of weights, gradients and optimizer state",
+        more="Needs `num_gpus` ([several GPUs](several-gpus.md#sharded-models))",
+        choices=("ddp", "fsdp"),
+    )
+    checkpoint_every_minutes: float | None = key(
+        None,
+        "longest time between checkpoints; `auto`: as often as saving is cheap",
+        more="`auto`: at most 1 % of the time is spent on them, more often after failures, every "
+        "10 seconds to 5 minutes",
+        unit="minutes",
+        range=FROM_0,
+        written=AUTO,
+    )
+    checkpoint_every_steps: int | None = key(
+        None, "besides the minutes: at most this many steps are lost", range=FROM_0
+    )
+    keep_checkpoints: int = key(2, "number of checkpoints kept", range=FROM_1)
+    regrow_after_steps: int | None = key(
+        None,
+        "after an out-of-memory error, steps until a larger micro-batch is tried",
+        more="Each failure doubles them",
+        range=FROM_0,
+    )
+    log_every_steps: int = key(
+        50, "steps between progress lines where no live status shows them", range=FROM_1
+    )
+    seed: int = key(42, "seed of the built-in trainer", range=FROM_0, follows="seed")
 
 
-@dataclass
+@dataclass(frozen=True)
 class MemoryConfig:
     """``memory``: what each attempt does about memory. Steps are optimizer steps, 0 is never."""
 
-    clear_on_start: bool = True
-    fraction: float = _in(POSITIVE_SHARE, 0.95)
-    expandable_segments: Any = field(default="auto", metadata=_choices("auto", True, False))
-    empty_cache_frequency: int = _in(FROM_0, 10)
-    empty_cache_threshold: float = _in(SHARE, 0.5)
-    clear_after_save: bool = True
-    clear_after_epoch: bool = True
-    clear_on_failure: bool = True
-    log_frequency: int = _in(FROM_0, 0)
-    sample_interval_ms: int = _in(FROM_10, 100, off=0)
-    snapshot_on_oom: bool = True
+    fraction: float = key(
+        0.95,
+        "share of the GPU's memory that an attempt's tensors and cache may take",
+        range=POSITIVE_SHARE,
+    )
+    expandable_segments: bool | None = key(
+        None,
+        "CUDA allocator setting against fragmentation",
+        more="`auto`: for a function on one GPU, not for scripts, several GPUs or under WSL; an "
+        "exported variable takes precedence",
+        choices=(AUTO, True, False),
+        written=AUTO,
+    )
+    empty_cache_frequency: int = key(
+        10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
+    )
+    empty_cache_threshold: float = key(
+        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
+    )
+    clear_on_start: bool = key(True, "empty the CUDA cache at the start")
+    clear_after_save: bool = key(True, "… after a checkpoint")
+    clear_after_epoch: bool = key(True, "… after an epoch")
+    clear_on_failure: bool = key(
+        True, "clear a failed trainer's frames; `false` leaves them to a debugger"
+    )
+    log_frequency: int = key(0, "steps between log lines about memory; `0`: none", range=FROM_0)
+    sample_interval_ms: int = key(
+        100,
+        "time between memory samples in `memory.jsonl`; `0`: none",
+        unit="milliseconds",
+        range=FROM_10_OR_OFF,
+    )
+    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
 
 
-@dataclass
-class NotifyConfig:
-    """``notify``: who is notified about a job, and of what."""
-
-    # a command line or a list
-    command: Any = None
-    # one or a list; never written anywhere
-    urls: Any = None
-    # a list of events; null: all
-    on: Any = None
-    waiting_minutes: float = _in(FROM_0, 30.0)
-    sweep_jobs: bool = False
-
-
-@dataclass
+@dataclass(frozen=True)
 class RetryConfig:
-    """``retry``: what the user knows about failures; see retry_rules.py."""
+    """``retry``: what the user knows about failures."""
 
-    rules: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class CnnConfig:
-    """``model=cnn``: a small convolutional network, trained from scratch."""
-
-    name: str = "cnn"
-    width: int = 32
-    image_size: int | None = None
-    dropout: float = 0.1
-    lr: float = 3e-3
-    weights: str | None = None
+    rules: tuple[RetryRule, ...] = key(
+        (),
+        "your own rules, before ours: what to do after an exit code, message or exception",
+        more='For example `{message: "NCCL.*timed out", then: retry, times: 5}` '
+        "([recovery](recovery.md#your-own-rules))",
+        accepts="list",
+        written=[],
+        read=retry_rules,
+    )
 
 
-@dataclass
-class BackboneConfig:
-    """What the models on a timm backbone share."""
+@dataclass(frozen=True)
+class NotifyConfig:
+    """``notify``: where notifications go, and what they are about."""
 
-    name: str = MISSING
-    backbone: str = MISSING
-    pretrained: bool = True
-    weights: str | None = None
-    image_size: int = 224
-    dropout: float = 0.0
-    lr: float = 1e-3
-
-
-@dataclass
-class LinearProbeConfig(BackboneConfig):
-    """``model=linear_probe``: a frozen backbone and one trained linear layer."""
-
-    name: str = "linear_probe"
-
-
-@dataclass
-class LoraModelConfig(BackboneConfig):
-    """``model=lora``: low-rank adapters (peft) in a frozen backbone, and a trained head."""
-
-    name: str = "lora"
-    lora_r: int = 8
-    lora_alpha: int = 16
-    lora_dropout: float = 0.1
-    target_modules: list[str] = field(default_factory=lambda: ["attn.qkv", "attn.proj"])
-
-
-@dataclass
-class FullFinetuneConfig(BackboneConfig):
-    """``model=full_finetune``: every weight of the backbone is trained."""
-
-    name: str = "full_finetune"
-    lr: float = 5e-5
+    command: tuple[str, ...] = key(
+        (),
+        "program and arguments; it gets the notification as JSON on standard input",
+        accepts="string or list",
+        written=None,
+        read=words,
+    )
+    urls: tuple[str, ...] = key(
+        (),
+        "[Apprise](https://github.com/caronc/apprise)'s URLs, besides `$ROBUST_TRAIN_NOTIFY_URLS`",
+        accepts="string or list",
+        written=None,
+        read=words,
+        is_secret=True,
+    )
+    on: tuple[str, ...] = key(
+        EVENTS,
+        "a list of " + ", ".join(f"`{event}`" for event in EVENTS) + "; `null`: all",
+        accepts="list",
+        written=None,
+        read=events,
+    )
+    waiting_minutes: float = key(
+        30.0, "waiting longer for a GPU is notified once", unit="minutes", range=FROM_0
+    )
+    sweep_jobs: bool = key(
+        False, "`true`: each job of a sweep too; `false`: one notification at the sweep's end"
+    )
 
 
-@dataclass
-class DatasetConfig:
-    """What every data set has. ``root`` is relative to the directory the command was run in."""
+@dataclass(frozen=True)
+class TrainerConfig:
+    """``trainer``: what is called; beyond ``_target_``, the keys of ``trainer=command``."""
 
-    name: str = MISSING
-    root: str = "data"
-    download: bool = True
-    num_classes: int | None = None
-    augment: str = "crop_flip"
-    num_workers: int = 2
-    epochs: int = 10
-
-
-@dataclass
-class ImageFolderConfig(DatasetConfig):
-    """``dataset=image_folder``: one folder of images a class."""
-
-    name: str = "image_folder"
-    root: str = MISSING
-    train: str = "train"
-    test: str = "test"
-    test_fraction: float = 0.2
-
-
-@dataclass
-class CommandConfig:
-    """``trainer=command``: a script in any language."""
-
-    _target_: str = MISSING
-    argv: list[str] = MISSING
-    resume_argv: list[str] = field(default_factory=list)
-    checkpoint_glob: str | None = None
-    cwd: str | None = None
+    _target_: str | None = key(
+        None,
+        "dotted path of any callable `train(cfg)` or `train(cfg, run)`",
+        accepts="string",
+        read=text_or_none,
+    )
+    argv: tuple[str, ...] | None = key(
+        None,
+        "program and arguments; {batch_size}, {checkpoint} and so on are filled in",
+        accepts="list",
+        written=MISSING,
+        read=program_words,
+    )
+    resume_argv: tuple[str, ...] = key(
+        (),
+        "appended where there is a checkpoint",
+        accepts="list",
+        written=[],
+        read=words_of_list,
+    )
+    checkpoint_glob: str | None = key(None, "pattern of the script's own checkpoints")
+    cwd: str | None = key(None, "the script's working directory; `null`: the command's")
 
 
-@dataclass
+@dataclass(frozen=True)
+class OpenConfig:
+    """``model`` and ``dataset``, as far as the launcher reads them: a project's hold anything."""
+
+    name: str | None = key(None, "", read=text_or_none)
+    root: str | None = key(None, "", read=text_or_none)
+    download: bool = key(True, "", read=is_not_false)
+
+
+@dataclass(frozen=True)
 class PlainConfig:
     """The root of ``configs/config.yaml``, which serves ``train.py``."""
 
-    model: Any = MISSING
-    dataset: Any = MISSING
-    trainer: Any = MISSING
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    device: str = "auto"
-    seed: int = 42
+    model: OpenConfig = open_group(OpenConfig)
+    dataset: OpenConfig = open_group(OpenConfig)
+    trainer: TrainerConfig = open_group(TrainerConfig)
+    device: str = key(
+        "auto",
+        "with `auto_device=false`: `cpu`, `cuda`, `cuda:1`, or a GPU's UUID (or its beginning)",
+        section="Device and queue",
+    )
+    seed: int = key(42, "seed of everything random", range=FROM_0, section="Training")
+    training: TrainingConfig = group(TrainingConfig, "Training")
+    memory: MemoryConfig = group(MemoryConfig, "Memory")
 
 
-@dataclass
+@dataclass(frozen=True)
 class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
 
-    job_name: str | None = None
-    detach: bool = False
-    auto_device: bool = True
-    num_gpus: int = _in(FROM_1, 1)
-    num_nodes: int = _in(FROM_1, 1)
-    min_num_gpus: int | None = _in(FROM_1, None)
-    wait_for_gpu: bool = True
-    min_gpu_memory_mb: int = _in(FROM_0, 4000)
-    gpu_wait_timeout_minutes: float = _in(FROM_0, 60.0)
-    gpu_check_interval_seconds: float = _in(POSITIVE, 30.0)
-    gpu_queue: bool = True
-    gpu_queue_dir: str | None = None
-    gpu_jobs_per_device: int = _in(FROM_1, 1)
-    cuda_visible_devices: str = field(default="auto", metadata=_choices("auto", "uuid", "index"))
-    min_batch_size: int = _in(FROM_1, 4)
-    max_retries: int = _in(FROM_0, 3)
-    max_launches: int = _in(FROM_0, 3)
-    retry: RetryConfig = field(default_factory=RetryConfig)
-    allow_gradient_checkpointing: bool = True
-    shrink_before_oom: bool = False
-    allow_cpu_fallback: bool = True
-    preserve_effective_batch_size: bool = True
-    reuse_known_batch: bool = True
-    isolation: str = field(default="process", metadata=_choices("process", "none"))
-    stop_grace_seconds: float = _in(FROM_0, 20.0)
-    # minutes or auto
-    stall_timeout_minutes: Any = field(default="auto", metadata=_range(FROM_0, off="auto"))
-    retry_pause_seconds: float = _in(FROM_0, 10.0)
-    resume: bool = True
-    notify: NotifyConfig = field(default_factory=NotifyConfig)
-    sweep_resume: bool = True
-    sweep_fail_fast: bool = False
+    auto_device: bool = key(
+        True,
+        "pick the GPU with the most free memory; `false`: use `device`",
+        section="Device and queue",
+    )
+    num_gpus: int = key(
+        1,
+        "GPUs for this one job, one process each",
+        more="([several GPUs](several-gpus.md))",
+        range=FROM_1,
+    )
+    min_num_gpus: int | None = key(
+        None,
+        "go on with as few GPUs as this if there are no more in time; `null`: never fewer",
+        more="At the start or after one has failed, at the same effective batch",
+        range=FROM_1,
+    )
+    min_gpu_memory_mb: int = key(
+        4000, "memory that must be free on each GPU before it is taken", unit="MiB", range=FROM_0
+    )
+    wait_for_gpu: bool = key(True, "wait until that much is free")
+    gpu_wait_timeout_minutes: float = key(60.0, "longest wait", unit="minutes", range=FROM_0)
+    gpu_check_interval_seconds: float = key(
+        30.0, "longest time between two polls while waiting", unit="seconds", range=POSITIVE
+    )
+    gpu_queue: bool = key(
+        True, "queue and reserve GPUs with the host's other jobs", more="([queue](queue.md))"
+    )
+    gpu_jobs_per_device: int = key(
+        1, "maximum number of jobs per GPU that this job accepts, including itself", range=FROM_1
+    )
+    gpu_queue_dir: str | None = key(
+        None,
+        "the host's queue directory; `null`: `/run/lock/robust-train`",
+        more="If that cannot be made, `/tmp/robust-train`",
+    )
+    cuda_visible_devices: str = key(
+        "auto",
+        "GPUs of an attempt by `uuid` or `index`; `auto`: `index` for scripts, else `uuid`",
+        more="Always UUIDs beside MIG slices or unreadable GPUs",
+        choices=("auto", "uuid", "index"),
+    )
+    allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
+    detach: bool = key(
+        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
+    )
+    job_name: str | None = key(
+        None,
+        "name of the job; `null`: `<model>_<dataset>`, or the function or script",
+        more="In queue, tables and the name of the run folder",
+    )
 
+    min_batch_size: int = key(
+        4, "no attempt uses a smaller micro-batch", range=FROM_1, section="Recovery"
+    )
+    max_retries: int = key(
+        3,
+        "smaller micro-batches tried on one device before the next device",
+        more="Also retries of the same thing; a checkpoint of a later step renews both "
+        "([recovery](recovery.md))",
+        range=FROM_0,
+    )
+    allow_gradient_checkpointing: bool = key(
+        True,
+        "where the smallest micro-batch does not fit, try it with gradient checkpointing",
+        more="Only if the trainer supports it ([recovery](recovery.md#gradient-checkpointing))",
+    )
+    shrink_before_oom: bool = key(
+        False,
+        "take a smaller micro-batch when memory is nearly out",
+        more="That is when torch's allocator had to empty its cache in two steps in a row "
+        "([recovery](recovery.md#nearly-out-of-memory))",
+    )
+    preserve_effective_batch_size: bool = key(True, "accumulation grows as the micro-batch shrinks")
+    retry: RetryConfig = group(RetryConfig)
+    isolation: str = key(
+        "process",
+        "`process`: attempts are children; `none`: in this process, for debuggers",
+        choices=("process", "none"),
+    )
+    stop_grace_seconds: float = key(
+        20.0,
+        "time for a last checkpoint after Ctrl-C or SIGTERM",
+        unit="seconds",
+        range=FROM_0,
+    )
+    stall_timeout_minutes: float | None = key(
+        None,
+        "without progress for this long, end the attempt and resume; `0`: never",
+        more="`auto`: five times the longest pause so far, at least 10 minutes, and 30 before the "
+        "first progress ([hangs](walk-away.md#hangs)). Not with `isolation=none`",
+        unit="minutes",
+        range=FROM_0,
+        written=AUTO,
+    )
+    retry_pause_seconds: float = key(
+        10.0,
+        "pause before a retry after a network failure; doubles each time",
+        more="Up to an hour",
+        unit="seconds",
+        range=FROM_0,
+    )
+    resume: bool = key(True, "resume an unfinished job in its run folder")
+    max_launches: int = key(
+        3,
+        "launches in a row without a new checkpoint; `0`: any number",
+        more="The next is refused with exit code 76 "
+        "([recovery](recovery.md#launches-without-progress))",
+        range=FROM_0,
+    )
+    notify: NotifyConfig = group(NotifyConfig, "Notifications")
+    sweep_resume: bool = key(
+        True,
+        "repeated into the same folder, a sweep does not run completed jobs again",
+        section="Sweeps",
+    )
+    sweep_fail_fast: bool = key(False, "the first failure ends the sweep")
 
-_DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
+    # not keys: what the checks have settled
+    finds_batch_size: bool = False  # `training.batch_size=auto`: batch_size is the largest to try
 
+    @property
+    def is_script(self) -> bool:
+        """Whether the trainer is a program of the user."""
+        return self.trainer.argv is not None
 
-def open_root(schema: type) -> DictConfig:
-    """Return a root with the typed keys of ``schema`` that accepts other keys beside them. A
-    dataclass as Hydra's root would reject a user's own top-level keys."""
-    typed = OmegaConf.structured(schema)
-    root = OmegaConf.create({})
-    for name, node in typed_nodes(typed).items():
-        root[name] = node
-    return root
+    @property
+    def target(self) -> str | None:
+        """The dotted path of the trainer, None if the config names none."""
+        return self.trainer._target_
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the trainer is ours."""
+        return (self.target or "").startswith("robust_train.vision.")
 
-def register() -> None:
-    """Put the schemas into Hydra's ConfigStore, unless it has them."""
-    store = ConfigStore.instance()
-    if "robust_schema.yaml" not in store.repo:
-        _store_schemas(store)
-    # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
-    OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("robust_job", folder_name, replace=True)
+    @property
+    def data_folder(self) -> str | None:
+        """The folder that has to hold the built-in trainer's data already, None if none has to."""
+        data = self.dataset
+        is_local = not data.download and data.name != "digits"
+        return data.root if self.is_built_in and (is_local or data.name == "image_folder") else None
 
+    @property
+    def runs_inline(self) -> bool:
+        """Whether attempts run in the launcher's process."""
+        return self.isolation == "none"
 
-def _store_schemas(store: ConfigStore) -> None:
-    store.store(name="plain_schema", node=open_root(PlainConfig), provider="robust_train")
-    store.store(name="robust_schema", node=open_root(RobustConfig), provider="robust_train")
-    for group, name, schema in (
-        ("model", "cnn", CnnConfig),
-        ("model", "linear_probe", LinearProbeConfig),
-        ("model", "lora", LoraModelConfig),
-        ("model", "full_finetune", FullFinetuneConfig),
-        ("dataset", "dataset", DatasetConfig),
-        ("dataset", "image_folder", ImageFolderConfig),
-        ("trainer", "command", CommandConfig),
-    ):
-        store.store(group=f"schema/{group}", name=name, node=schema, provider="robust_train")
+    @property
+    def gpus_by_index(self) -> bool:
+        """Whether an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs."""
+        by = self.cuda_visible_devices
+        return by == "index" or (by == AUTO and self.is_script)
 
+    @property
+    def min_gpu_memory_bytes(self) -> int:
+        """Free memory that a GPU needs to be taken."""
+        return self.min_gpu_memory_mb * MIB
 
-def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
-    """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`.
-    Raises ConfigError: a value is of the wrong type."""
-    try:
-        merged = OmegaConf.merge(open_root(RobustConfig), cfg)
-    except OmegaConfBaseException as error:
-        parent, _, name = str(error.full_key).rpartition(".")
-        kind = error.object_type
-        known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
-        if isinstance(error, ConfigKeyError) and known:
-            hint = meant(name, known, f"{parent}.")
-            raise ConfigError(f"{error.full_key}: no such key; {hint}") from None
-        raise ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})") from None
-    assert isinstance(merged, DictConfig)
-    for group in ("model", "dataset", "trainer"):
-        if OmegaConf.is_missing(merged, group):
-            merged[group] = {}
-    return merged
-
-
-def is_script(cfg: DictConfig) -> bool:
-    """Return whether the trainer is a program of the user's."""
-    return OmegaConf.select(cfg, "trainer.argv") is not None
-
-
-def validate(cfg: DictConfig) -> None:
-    """Check the ranges that types cannot express, of a config whose values are resolved. Raises
-    ConfigError: with one line naming the key, its value and what is accepted."""
-    _reject_near_misses(cfg)
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigError(f"{missing[0]}: has no default and must be given: {missing[0]}=…")
-    parts = {"training.": TrainingConfig, "memory.": MemoryConfig, "notify.": NotifyConfig}
-    for prefix, schema in {"": RobustConfig, **parts}.items():
-        _check_fields(cfg, schema, prefix)
-    device = str(cfg.device)
-    if not _DEVICE.fullmatch(device):
-        raise ConfigError(
-            f"device={device}: accepted are auto, cpu, cuda, cuda:<number> or a GPU's UUID"
-        )
-    if "isolation" in cfg:
-        _validate_launcher(cfg)
-
-
-def resolve_all(cfg: DictConfig, prefix: str = "") -> None:
-    """Resolve every value, so that an error names the key itself."""
-    for key in cfg:
-        name = prefix + str(key)
-        if OmegaConf.is_missing(cfg, key):
-            continue
-        try:
-            value = cfg[key]
-            if isinstance(value, ListConfig):
-                OmegaConf.to_container(value, resolve=True)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
-        if isinstance(value, DictConfig):
-            resolve_all(value, f"{name}.")
-
-
-def _validate_launcher(cfg: DictConfig) -> None:
-    for key, other in (("min_batch_size", "training.batch_size"), ("min_num_gpus", "num_gpus")):
-        least, most = OmegaConf.select(cfg, key), OmegaConf.select(cfg, other)
-        if (least or 1) > most:
-            raise ConfigError(f"{key}={least}: must not be above {other}={most}")
-    if cfg.isolation == "none" and cfg.num_gpus > 1:
-        raise ConfigError(
-            f"num_gpus={cfg.num_gpus}: every GPU needs a process of its own; leave isolation=none "
-            "out, or use num_gpus=1"
-        )
-    if cfg.isolation == "none" and is_script(cfg):
-        raise ConfigError("isolation=none: a script (trainer.argv) has a process of its own anyway")
-
-
-def _check_fields(cfg: DictConfig, schema: type, prefix: str) -> None:
-    """Compare the values with the ranges and choices in the schema."""
-    for item in fields(schema):
-        key, value = prefix + item.name, OmegaConf.select(cfg, prefix + item.name)
-        choices, accepted = item.metadata.get("choices"), item.metadata.get("range")
-        if value is None:
-            continue
-        if choices is not None and value not in choices:
-            names = ", ".join(str(one).lower() for one in choices)
-            raise ConfigError(f"{key}={value}: accepted are {names}")
-        if accepted is None or value == item.metadata["off"]:
-            continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            auto = f" or {item.metadata['off']}" if isinstance(item.metadata["off"], str) else ""
-            raise ConfigError(f"{key}={value}: accepted is a number{auto}") from None
-        if not accepted.has(number):  # NaN is in no range
-            raise ConfigError(f"{key}={number:g}: must be {accepted.words}")
-
-
-def _reject_near_misses(cfg: DictConfig) -> None:
-    """Refuse likely typos: the root is open, so one in a config file would pass unseen."""
-    known = {item.name for item in fields(RobustConfig)}
-    for name in {str(key) for key in cfg} - known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if close:
-            raise ConfigError(f"{name}: no such key; did you mean {close[0]}?")
-
-
-register()
+    @property
+    def stall_timeout_seconds(self) -> float | None:
+        """After how long without progress an attempt counts as hanging; 0: never, None: learned."""
+        return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes

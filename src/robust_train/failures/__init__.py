@@ -5,27 +5,29 @@
     try:
         train()
     except Exception as error:
-        failure = classify_failure(error)  # .kind, .message, .evidence, .advice
+        failure = classify_failure(error)  # .kind, .message, .evidence
 
-:mod:`.error_reports` finds what an exception or a log reports, :mod:`.matching` looks it up in the
-table of patterns, :mod:`.evidence` and :mod:`.stack` read the figures and clues, :mod:`.advice`
-lists advice. :mod:`.exits` does the same for a process that ended without a report.
+:mod:`.error_reports` finds what an exception or a log reports, :mod:`.patterns` looks it up in
+``patterns.txt``, :mod:`.evidence` and :mod:`.stack` read the figures and clues. :mod:`.exits` does
+the same for a process that ended without a report, and :mod:`.advice` lists advice.
 """
 
 from __future__ import annotations
 
-from robust_train.failures.advice import advice_for
+import contextlib
+
 from robust_train.failures.error_reports import ErrorReport, reports_of
 from robust_train.failures.evidence import read_evidence, with_statistics
 from robust_train.failures.exits import classify_exit, signal_of
-from robust_train.failures.matching import match, most_telling
-from robust_train.failures.memory_patterns import UNCLEAR
-from robust_train.failures.patterns import Match
-from robust_train.failures.shortage import shortage_at
+from robust_train.failures.patterns import Match, match, most_telling, named
+from robust_train.failures.shortage import little_is_left
 from robust_train.failures.stack import refined, stack_of
-from robust_train.values import Clue, Failure, FailureKind
+from robust_train.model.errors import RankFailure
+from robust_train.model.failure import Clue, Failure, FailureKind
 
 __all__ = ["classify_exit", "classify_failure"]
+
+_CLASSIFIED = "_robust_train_failure"
 
 
 def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = False) -> Failure:
@@ -39,32 +41,46 @@ def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = Fa
     A message of oneDNN's that has several causes is ``host_oom`` if this process has little host
     memory left, or ``host_memory_ran_out`` just before; else a bug.
 
-    Never raises and imports nothing: torch's statistics are read only if CUDA was started.
+    An exception is classified once, where it is caught: the first answer stays with it, since later
+    the memory that its frames held may be free again. Never raises and imports nothing: torch's
+    statistics are read only if CUDA was started.
     """
+    known = getattr(exception, _CLASSIFIED, None)
+    if isinstance(known, Failure):
+        return known
+    failure = _classified(exception, host_memory_ran_out)
+    with contextlib.suppress(Exception):
+        setattr(exception, _CLASSIFIED, failure)
+    return failure
+
+
+def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
     if isinstance(exception, SystemExit):
         return _exit_of(exception)
+    if isinstance(exception, RankFailure):
+        return exception.failure
     matches: list[tuple[ErrorReport, Match]] = []
     shortage = ""
     for report in reports_of(exception):
         stack = "" if report.exception is None else stack_of(report.exception)
         found = refined(match(report), report.text, report.types, stack)
-        if found is None and UNCLEAR.matches(report):
-            shortage = shortage_at(exception, ran_out_before=host_memory_ran_out)
-            found = UNCLEAR.match if shortage else None
+        if found is None and named("UNCLEAR").matches(report):
+            shortage = "host memory had run out just before" if host_memory_ran_out else ""
+            shortage = shortage or little_is_left()
+            found = named("UNCLEAR").match if shortage else None
         if found is not None:
             matches.append((report, found))
             if not report.in_group:
                 break
     if not matches:
-        # what no row matches is shown as its author wrote it
+        # what no section matches is shown as its author wrote it
         return Failure(FailureKind.BUG, message=next(iter(reports_of(exception))).headline)
     report, found = most_telling(matches)
     evidence = read_evidence(report.text, found)
     if found.kind is FailureKind.DEVICE_OOM:
         evidence = with_statistics(evidence, report.text)
-    advice = advice_for(found.kind, evidence)
     message = f"{report.headline} ({shortage})" if found.clue == Clue.UNCLEAR else report.headline
-    return Failure(found.kind, message, evidence, advice)
+    return Failure(found.kind, message, evidence)
 
 
 def _exit_of(stop: SystemExit) -> Failure:

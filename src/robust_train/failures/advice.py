@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from robust_train.values import Clue, Evidence, FailureKind, Outcome
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Clue, Evidence, FailureKind
 
 _SMALLER_BATCH = (
     "use a smaller training.batch_size: activations take memory for each sample",
@@ -105,29 +106,28 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     return advice
 
 
-def with_fitting_advice(
-    outcome: Outcome, num_workers: int, is_script: bool, is_built_in: bool
-) -> Outcome:
-    """Return the outcome without advice that its trainer cannot follow.
+def with_advice(attempt: Attempt, *, is_script: bool, is_built_in: bool) -> Attempt:
+    """Return the attempt with advice on its failure that its trainer can follow.
 
     Args:
-        outcome: of an attempt.
-        num_workers: its data-loader workers.
+        attempt: one that has ended.
         is_script: the trainer is a program, configured by a command line.
         is_built_in: the trainer is ours: it has the keys of a model, and reports its first step.
     """
-    if outcome.failure is None:
-        return outcome
+    failure = attempt.failure
+    if failure is None:
+        return attempt
     unfit: frozenset[str] = frozenset()
-    if num_workers == 0 or is_script or outcome.failure.evidence.no_workers:
+    if attempt.spec.num_workers == 0 or is_script or failure.evidence.no_workers:
         unfit |= _NEEDS_WORKERS
     if not is_built_in:
         unfit |= frozenset(_OF_THE_MODEL[1:])
-    elif not outcome.has_begun:
+    elif not attempt.has_begun:
         unfit |= frozenset((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]))
     others = _OF_A_SCRIPT if is_script else {} if is_built_in else {_OF_THE_MODEL[0]: _OF_ANY_MODEL}
-    advice = (others.get(one, one) for one in outcome.failure.advice if one not in unfit)
-    return replace(outcome, failure=replace(outcome.failure, advice=tuple(advice)))
+    advice = failure.advice or advice_for(failure.kind, failure.evidence)
+    fitting = tuple(others.get(one, one) for one in advice if one not in unfit)
+    return replace(attempt, failure=replace(failure, advice=fitting))
 
 
 def _is_others(evidence: Evidence) -> bool:

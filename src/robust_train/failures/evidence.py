@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from robust_train.failures.patterns import Match
-from robust_train.values import Evidence, FailureKind
+from robust_train.model.failure import Evidence, FailureKind
 
 # torch's and MPS's "MB" are 1024 based too; XLA's letters stand alone ("5.02G")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5, "e": 1024**6}

@@ -6,14 +6,11 @@ import re
 import signal
 from collections.abc import Sequence
 
-from robust_train.failures.advice import advice_for
 from robust_train.failures.error_reports import ErrorReport, one_line, reports_in
 from robust_train.failures.evidence import read_evidence
-from robust_train.failures.matching import match
-from robust_train.failures.memory_patterns import KERNEL_OOM
-from robust_train.failures.patterns import Match
+from robust_train.failures.patterns import Match, match, named
 from robust_train.failures.stack import last_stack_in, native_stack_in, refined
-from robust_train.values import Clue, Evidence, Failure, FailureKind
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.
@@ -21,6 +18,7 @@ _STOPS = frozenset(
     {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
 )
 _TAIL_LINES = 60
+_KERNELS = named("KERNEL_OOM").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b")
 
@@ -41,7 +39,7 @@ def classify_exit(
     """Return why a process failed that left no report.
 
     A bare SIGKILL is ``host_oom`` only on evidence: the kernel's or the scheduler's words in the
-    output, or ``oom_killed``; else ``interrupted`` with the clue ``killed``: somebody did it.
+    output, or ``oom_killed``; else ``interrupted`` with the clue ``killed``: someone did it.
 
     Args:
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process; a
@@ -54,26 +52,26 @@ def classify_exit(
     name = None if number is None else signal.Signals(number).name
     ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
     lines = output_tail.splitlines()[-_TAIL_LINES:]
-    killer = KERNEL_OOM.search(output_tail)
+    killer = _KERNELS.search(output_tail)
     record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
     if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
-        return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
+        return Failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         if name == "SIGKILL":
-            message = "killed by SIGKILL (by somebody, not by us)"
+            message = "killed by SIGKILL (sender unknown)"
             return Failure(FailureKind.INTERRUPTED, message, Evidence(clue=Clue.KILLED))
         return Failure(FailureKind.INTERRUPTED, ended)
     reported = _reported_in(output_tail, lines, native=name is not None)
     if reported is not None:
         report, found = reported
         evidence = read_evidence(report.text, found)
-        return _failure(found.kind, f"{ended}: {report.headline}", evidence)
+        return Failure(found.kind, f"{ended}: {report.headline}", evidence)
     if name == "SIGBUS":
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
-        return _failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
+        return Failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
     if killer is not None:
-        return _failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
+        return Failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
     crash = native_stack_in(output_tail) if name is not None else None
     words = _with_last_words(ended, lines) if crash is None else f"{ended}: {crash.headline}"
     return Failure(FailureKind.BUG, words)
@@ -146,7 +144,3 @@ def _with_last_words(ended: str, lines: Sequence[str]) -> str:
         if words and not words.startswith(("Extension modules", "File ", "(core dumped)")):
             return f"{ended}: {words[:300]}" if _NATIVE.search(words) or ":" in words else ended
     return ended
-
-
-def _failure(kind: FailureKind, message: str, evidence: Evidence) -> Failure:
-    return Failure(kind, message, evidence, advice_for(kind, evidence))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import sys
 
-from robust_train.values import GIB, Clue, Failure
+from robust_train.model.failure import Clue, Failure
+from robust_train.readable import GIB
 
 log = logging.getLogger("robust_train")
 
@@ -20,20 +20,6 @@ _NO_ROOM = re.compile(
     r"failed to map segment from shared object|Cannot allocate memory|can't start new thread"
 )
 
-_SAID = "_robust_train_shortage"
-
-
-def shortage_at(exception: BaseException, *, ran_out_before: bool) -> str:
-    """Return what shows that memory was short, empty for no evidence. The first answer for an
-    exception stays: later the memory of its frames may be free again."""
-    known = getattr(exception, _SAID, None)
-    if isinstance(known, str):
-        return known
-    found = "host memory had run out just before" if ran_out_before else _little_is_left()
-    with contextlib.suppress(Exception):
-        setattr(exception, _SAID, found)
-    return found
-
 
 def no_room_to_import(module: str, error: BaseException | None) -> str | None:
     """Return in a line that a limit of this process leaves no room to import a module, else None.
@@ -42,7 +28,7 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
         module: whose import failed.
         error: how; None if it ended the process.
     """
-    from robust_train.memory.host import process_limits
+    from robust_train.host.memory import process_limits
     from robust_train.readable import memory
 
     limits = process_limits()
@@ -71,8 +57,9 @@ def do_without_onednn(failure: Failure) -> None:
         log.warning("oneDNN is off until this process ends: convolutions take up to twice the time")
 
 
-def _little_is_left() -> str:
-    from robust_train.memory.host import own_memory, room_left
+def little_is_left() -> str:
+    """Return what shows that host memory is short, empty for no evidence."""
+    from robust_train.host.memory import own_memory, room_left
     from robust_train.readable import memory
 
     try:

@@ -8,8 +8,8 @@ import traceback
 from dataclasses import dataclass
 
 from robust_train.failures.patterns import Match
+from robust_train.model.failure import Clue, FailureKind
 from robust_train.readable import shortened
-from robust_train.values import Clue, FailureKind
 
 _MAIN = ", in <module>"
 _MAKES_OR_MOVES_A_MODEL = re.compile(
@@ -28,8 +28,10 @@ _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
 _IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
 _CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
 _IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
-_IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\]execution[/\\]")
-_IS_OURS = re.compile(r"[/\\]robust_train[/\\](?:execution|memory|microbatch|runfolder)[/\\]")
+_IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]")
+_IS_OURS = re.compile(
+    r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host|memory|step|folder)[/\\]"
+)
 _OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
 _RANK = re.compile(r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE)
 _PROCESS = re.compile(r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE)
@@ -78,7 +80,7 @@ class NativeStack:
 
 
 def native_stack_in(output: str) -> NativeStack | None:
-    """Return the last stack that faulthandler wrote, None where it wrote none."""
+    """Return the last stack that faulthandler wrote, None if it wrote none."""
     _, found, text = output.rpartition("Fatal Python error: ")
     if not found:
         return None

@@ -10,7 +10,8 @@ from robust_train.gpu.cuda_order import order_in_this_process
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.select import explain, rank
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.values import MIB, GpuInfo
+from robust_train.model.gpu import GpuInfo
+from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from robust_train.files import read_object, write_json
-from robust_train.values import GIB, MIB
+from robust_train.readable import GIB, MIB
 
 CONTEXT_BYTES = 512 * MIB
 """A CUDA context with its kernels, which NVML shows beside torch's cache, until it was measured."""

@@ -27,7 +27,7 @@ from robust_train.gpu.nvml_session import (
     slice_handles,
 )
 from robust_train.gpu.processes import is_mps_server
-from robust_train.values import GpuInfo, GpuProcess, Inventory, SkippedGpu
+from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
 _HEALTH_SECONDS = 10.0
 # where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from robust_train.values import GpuInfo, Inventory
+from robust_train.model.gpu import GpuInfo, Inventory
 
 # the kernel's PROC_PID_INIT_INO
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"

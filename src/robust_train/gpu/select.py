@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from robust_train.gpu.processes import Holder
+from robust_train.model.gpu import GpuInfo, GpuProcess, Group
 from robust_train.readable import mib
-from robust_train.values import GpuInfo, GpuProcess, Group
 
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:

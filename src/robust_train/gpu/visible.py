@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
-from robust_train.values import GpuInfo, Inventory
+from robust_train.model.gpu import GpuInfo, Inventory
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+_SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
 _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)
 
 
@@ -80,6 +81,19 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     )
 
 
+def allocated_by(environ: Mapping[str, str]) -> str | None:
+    """Return who has allocated the GPUs of a process with this environment: ``Slurm`` or ``Ray``.
+
+    Their allocation is a reservation already. A Slurm without GPUs in its configuration and a Ray
+    task that asked for none reserve nothing, although they see every GPU of the host.
+    """
+    if "SLURM_JOB_ID" in environ and any(environ.get(name) for name in _SLURM_GPUS):
+        return "Slurm"
+    if "RAY_RAYLET_PID" in environ and environ.get("CUDA_VISIBLE_DEVICES"):
+        return "Ray"
+    return None
+
+
 def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
     """Return a CUDA_VISIBLE_DEVICES that shows exactly these GPUs, in this order.
 
@@ -103,7 +117,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     """Read a CUDA_VISIBLE_DEVICES as CUDA does.
 
     Args:
-        mask: the variable's value, None where it is not set.
+        mask: the variable's value, None if it is not set.
         cuda_order: the machine's GPUs as CUDA numbers them. The slices of a GPU follow each other
             and count as one; the GPU's number or UUID shows the first of them alone.
     """

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.checkpoints import together
+from robust_train.attempt.run import Run
 from robust_train.config.extras import require
-from robust_train.errors import Interrupted, UserError
 from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,
@@ -19,11 +20,9 @@ from robust_train.integrations.attempt import (
 )
 from robust_train.integrations.sample_order import take_over
 from robust_train.integrations.step_shares import StepShares
-from robust_train.microbatch.micro_batches import MicroBatches
-from robust_train.microbatch.ranks import is_sharded, of_all_ranks
-from robust_train.microbatch.splitting import part_of
-from robust_train.run import Run
-from robust_train.runfolder.checkpoints import together
+from robust_train.model.errors import Interrupted, UserError
+from robust_train.step.ranks import is_sharded, of_all_ranks
+from robust_train.step.splitting import part_of
 
 _NEEDED_BY = "robust_train.integrations.accelerate"
 require("accelerate", _NEEDED_BY, extra="accelerate")
@@ -34,6 +33,8 @@ log = logging.getLogger("robust_train.integrations")
 __all__ = ["RobustLoop", "effective_batch_size"]
 
 _SAVED = "step-"
+
+T = TypeVar("T")
 
 
 class RobustLoop:
@@ -58,7 +59,7 @@ class RobustLoop:
         self, accelerator: Any, model: Any, loader: Any, *, cfg: DictConfig, run: Run
     ) -> None:
         _check(accelerator, run)
-        refuse_saving_on_each_node("Accelerator", accelerator.project_configuration, cfg)
+        refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
         if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
             its_log.setLevel(logging.WARNING)  # it has twelve lines for a checkpoint, we one
         self.accelerator = accelerator
@@ -80,7 +81,7 @@ class RobustLoop:
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
         self._total: int | None = None
-        self._parts: MicroBatches | None = None
+        self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)
         if run.stop_requested:
             raise Interrupted("stopped before the first step")
@@ -130,16 +131,22 @@ class RobustLoop:
             batch = _loaders.send_to_device(batch, self.accelerator.device)
             self._has_samples = False
             # the pass of a sharded model needs a sample, which then has no weight
-            is_whole = is_sharded(self.run.micro_batcher.watch, self.model)
+            is_whole = is_sharded(self.model)
             yield batch if is_whole else part_of(batch, 0, 0)
             self._has_samples = True
 
-    def micro_batches(self, batch: Any, **options: Any) -> MicroBatches:
-        """Call ``run.micro_batches`` for this loop's model."""
+    def backward(self, loss_of: Callable[[Any], Any], batch: Any, **options: Any) -> Any:
+        """Call ``run.backward`` for this loop's model, with the accelerator's backward pass."""
         if not self._has_samples:
             options["length"] = lambda batch: 0
-        self._parts = self.run.micro_batches(batch, self.model, **options)
-        return self._parts
+        options.setdefault("backward", self.accelerator.backward)
+        result = self.run.backward(loss_of, batch, self.model, **options)
+        self._loss = result[0] if isinstance(result, tuple) else result
+        return result
+
+    def forward(self, function: Callable[[Any], T], batch: Any, **options: Any) -> list[T]:
+        """Call ``run.forward`` for this loop's model."""
+        return self.run.forward(function, batch, self.model, **options)
 
     def save(self) -> Path | None:
         """Save a checkpoint, and remove those that are too many.
@@ -186,9 +193,9 @@ class RobustLoop:
 
     def _step_done(self) -> None:
         # reading the loss waits for the GPU
-        if self._parts is not None and self.step % max(self._cfg.log_every_steps, 1) == 0:
-            self._steps.log_loss(float(self._parts.loss))
-        self._parts = None
+        if self._loss is not None and self.step % max(self._cfg.log_every_steps, 1) == 0:
+            self._steps.log_loss(float(self._loss))
+        self._loss = None
         self._steps.done(self.step, self._total)
         if self.run.stop_requested:
             self.save()

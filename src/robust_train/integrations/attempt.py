@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.attempt.run import Run
+from robust_train.config.checks import unchecked
 from robust_train.config.plans import SavePlan
-from robust_train.errors import UserError
-from robust_train.events import BatchKept
-from robust_train.run import Run
+from robust_train.model.errors import UserError
+from robust_train.model.events import BatchKept
 
 
 def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
-    ranks = (OmegaConf.select(cfg, "num_gpus") or 1) * nodes_of(cfg)
+    ranks = OmegaConf.select(cfg, "num_gpus") or 1
     return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
 
 
-def nodes_of(cfg: DictConfig) -> int:
-    """Return the machines that the job spans."""
-    return OmegaConf.select(cfg, "num_nodes") or 1
+def machines() -> int:
+    """Return how many machines the ranks are on, as torchrun counts them."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
-def refuse_saving_on_each_node(owner: str, options: Any, cfg: DictConfig) -> None:
-    """Raise UserError if every node would write the same files: all see the run folder."""
-    if getattr(options, "save_on_each_node", False) and nodes_of(cfg) > 1:
+def refuse_saving_on_each_node(owner: str, options: Any) -> None:
+    """Raise UserError if every machine would write the same files: all see the run folder."""
+    if getattr(options, "save_on_each_node", False) and machines() > 1:
         raise UserError(
-            f"{owner}: save_on_each_node=True: all nodes would write the same files into the run "
-            "folder, which they share; leave it out"
+            f"{owner}: save_on_each_node=True: all machines would write the same files into the "
+            "run folder, which they share; leave it out"
         )
 
 
@@ -44,7 +46,7 @@ class Steps:
     """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:
-        run.saving.plan = SavePlan.of(cfg)
+        run.saving.plan = SavePlan.of(unchecked(cfg))
         self._run = run
         self._loss: dict[str, float] = {}
 

@@ -5,18 +5,93 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
-from robust_train.errors import UserError
-from robust_train.microbatch.open_step import CannotSplit, OpenStep, like, no_collectives
-from robust_train.microbatch.ranks import SharedStep
-from robust_train.microbatch.splitting import joined, length_of
-from robust_train.run import Run
-from robust_train.values import Failure
+from robust_train.attempt.run import Run
+from robust_train.compat import TorchDispatchMode
+from robust_train.model.errors import UserError
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.step import ranks, splitting
+from robust_train.step.engine import Body, Step, holds_graphs
+from robust_train.step.ranks import SharedStep
+from robust_train.step.splitting import Count, Part, Parts
 
 log = logging.getLogger("robust_train.integrations")
+
+
+class CannotSplit(Exception):
+    """What a part does cannot be done for a smaller one; the message has the reason."""
+
+
+class OpenStep(Step[Any]):
+    """The step in progress. Call :meth:`run_batch` for each of its batches, then drop it.
+
+    Ranks run their batches each by itself, since parts send nothing; they exchange one message
+    after the step's last batch.
+    """
+
+    refuses_collectives = False  # a framework may log through them; only a repeat may not
+
+    def begin(
+        self, say: Callable[[str], None], on_rewind: Callable[[], None] = lambda: None
+    ) -> OpenStep:
+        """Set what is called with the reason why the step cannot start over, and if it does."""
+        self._say = say
+        self._on_rewind = on_rewind
+        self._can_be_cut = True
+        return self
+
+    def run_batch(
+        self,
+        data: Any,
+        samples: int | None,  # None if it cannot be cut
+        body: Body[Any],
+        *,
+        count: Count | None = None,
+        is_last: bool,
+        only_evaluates: bool = False,
+    ) -> list[tuple[Any, Part]]:
+        """Return the results of a batch's parts; in training the last one ends the step."""
+        # views: the structure as it is now, whatever a body does to it
+        whole = data if samples is None else splitting.part_of(data, 0, samples)
+        parts = Parts(whole, samples or 1, count=count, counts_whole=False)
+        self._can_be_cut = samples is not None
+
+        def on_original(part: Part) -> Any:
+            is_whole = len(part) == parts.samples
+            return body(Part(data, part.weight, part.start, part.stop) if is_whole else part)
+
+        try:
+            if only_evaluates:
+                with self._shared.without_collectives():
+                    return self.run_each(parts, on_original)
+            results = self.run(parts, on_original, is_last=is_last)
+            if is_last:
+                self.end()
+        except CannotSplit as reason:
+            self._say(str(reason))
+            raise like(None if self._ran_out is None else self._ran_out.failure) from None
+        return results
+
+    def rewound(self) -> None:
+        self._on_rewind()
+
+    def guard(self) -> AbstractContextManager[object]:
+        return no_collectives() if self.repeats else contextlib.nullcontext()
+
+    def cannot_repeat(self) -> bool:
+        reason = None
+        if not self._can_be_cut:
+            reason = "the batch is a lone sample, or several that are packed into one"
+        elif holds_graphs():
+            reason = "a CUDA graph was captured, which holds its memory"
+        if reason is not None:
+            self._say(reason)
+        return reason is not None
 
 
 class InStep:
@@ -31,67 +106,61 @@ class InStep:
 
     def say(self, reason: str, *, on_all_ranks: bool = False) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
-        if not self._said:
-            kept = self._run.keeps_batch
-            log.log(
-                logging.DEBUG if on_all_ranks and not self._run.is_main else logging.WARNING,
-                "%s: where memory runs out, a new attempt %s; no step is repeated in smaller "
-                "parts: %s%s",
-                self._framework,
-                "has the same batch" if kept else "has half the micro-batch",
-                reason,
-                f"; {kept}" if kept else "",
-            )
-            self._said = True
-            self._run.splits_no_more()
+        if self._said:
+            return
+        kept = self._run.keeps_batch
+        log.log(
+            logging.DEBUG if on_all_ranks and not self._run.is_main else logging.WARNING,
+            "%s: where memory runs out, a new attempt %s; no step is repeated in smaller "
+            "parts: %s%s",
+            self._framework,
+            "has the same batch" if kept else "has half the micro-batch",
+            reason,
+            f"; {kept}" if kept else "",
+        )
+        self._said = True
+        self._run.splits_no_more()
 
-    def begin(self, model: nn.Module, **options: Any) -> OpenStep | None:
-        """Begin an optimizer step; None where the framework has to run it by itself."""
+    def begin(
+        self,
+        model: nn.Module,
+        *,
+        on_rewind: Callable[[], None] = lambda: None,
+        keeps_gradients: bool = True,
+    ) -> OpenStep | None:
+        """Begin an optimizer step; None if the framework has to run it by itself."""
         shared = self._shared(model) if self.is_on else None
         if shared is None:
             return None
-        return OpenStep(self._batcher, model, shared, say=self.say, **options)
+        step = self._batcher.open_step(OpenStep, model, shared, keeps_gradients=keeps_gradients)
+        return step.begin(self.say, on_rewind)
 
     def samples_of(self, batch: Any) -> int | None:
-        """Return the samples in a batch, None where it cannot be cut."""
+        """Return the samples in a batch, None if it cannot be cut."""
         try:
-            samples = length_of(batch, is_strict=True)
+            samples = splitting.length_of(batch, is_strict=True)
         except (TypeError, ValueError) as error:
             self.say(str(error).partition(";")[0])
             return None
         # a lone sample, or several that were packed into one
         return samples if samples > 1 else None
 
-    def evaluate(
-        self, model: nn.Module, batch: Any, body: Callable[[Any, int], Any]
-    ) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Run ``body(data, samples)`` for a batch in parts that fit; return results and bounds."""
+    def evaluate(self, model: nn.Module, batch: Any, body: Body[Any]) -> list[tuple[Any, Part]]:
+        """Run a batch of a validation in parts that fit; return each part's result."""
         samples = self.samples_of(batch) if self.is_on else None
         shared = None if samples is None else self._shared(model)
-        if samples is None or shared is None:
-            return [body(batch, 0)], [(0, 0)]
-        results: list[Any] = []
-        bounds: list[tuple[int, int]] = []
-        failure: Failure | None = None
-        parts = self._batcher.micro_batches(
-            batch, model, training=False, length=lambda _: samples or 0
-        )
-        with shared.without_collectives():
-            for micro in parts:
-                try:
-                    with micro, no_collectives() if failure else contextlib.nullcontext():
-                        results.append(body(micro.data, len(micro)))
-                        bounds.append((micro.start, micro.stop))
-                except CannotSplit as reason:
-                    self.say(str(reason))
-                    raise like(failure) from None
-                failure = micro.failure or failure
-        return results, bounds
+        if shared is None:
+            whole = Part(batch, 1.0)
+            return [(body(whole), whole)]
+        step = self._batcher.open_evaluation(OpenStep, shared).begin(self.say)
+        return step.run_batch(batch, samples, body, is_last=True, only_evaluates=True)
 
-    def joined(self, found: Sequence[Any], sizes: Sequence[int]) -> Any:
+    def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:
         """Return a batch's result of those of its parts; run out of memory if they don't fit."""
         try:
-            return joined(found, sizes)
+            return splitting.joined(
+                [result for result, _ in found], [len(part) for _, part in found]
+            )
         except ValueError as error:
             self.say(f"the results of parts cannot be put together: {error}")
             raise like(None) from None
@@ -107,3 +176,32 @@ class InStep:
         self.is_on = False
         self.say(reason)
         return None
+
+
+def like(failure: Failure | None) -> Exception:
+    """Return an error of the same kind as the one that a pass was to be repeated for."""
+    message = "" if failure is None else failure.message
+    message = message.removeprefix("OutOfMemoryError: ") or "out of memory"
+    is_hosts = failure is not None and failure.kind is FailureKind.HOST_OOM
+    return MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise CannotSplit(
+                f"it calls the collective {func.name().partition('::')[2]}, for which the other "
+                "ranks would wait"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def no_collectives() -> AbstractContextManager[object]:
+    """Let collectives raise :class:`CannotSplit`, if there are other ranks.
+
+    A rank that repeats what others do once would leave them waiting, or pair the wrong ones.
+    """
+    if ranks.here() is None:
+        return contextlib.nullcontext()
+    mode: AbstractContextManager[object] = _NoCollectives()  # type: ignore[no-untyped-call]
+    return mode

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from robust_train.attempt.run import Run
 from robust_train.config.extras import require
-from robust_train.errors import Interrupted, UserError
-from robust_train.integrations.attempt import keep_batch, nodes_of, result_of
+from robust_train.integrations.attempt import keep_batch, machines, result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
-from robust_train.run import Run
+from robust_train.model.errors import Interrupted, UserError
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
@@ -37,7 +37,7 @@ __all__ = ["RobustCallback", "fit", "trainer_arguments"]
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
-    device, nodes = torch.device(cfg.device), nodes_of(cfg)
+    device, nodes = torch.device(cfg.device), machines()
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": run.world_size // nodes,
@@ -111,7 +111,7 @@ def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
     if trainer.world_size != run.world_size:
         raise UserError(
             f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
-            "Trainer(**trainer_arguments(cfg, run)), and num_gpus=…, num_nodes=… for more"
+            "Trainer(**trainer_arguments(cfg, run)), and num_gpus=… for more"
         )
     if trainer.accumulate_grad_batches not in (1, accumulation) or any(
         isinstance(callback, _callbacks.GradientAccumulationScheduler)

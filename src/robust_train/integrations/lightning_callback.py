@@ -13,15 +13,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.run import Run
 from robust_train.config.extras import require
-from robust_train.errors import UserError
 from robust_train.integrations.attempt import Steps
 from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over
 from robust_train.integrations.step_shares import StepShares
-from robust_train.microbatch.ranks import of_all_ranks
-from robust_train.microbatch.rng import capture_rng, restore_rng
-from robust_train.run import Run
+from robust_train.model.errors import UserError
+from robust_train.step.ranks import of_all_ranks
+from robust_train.step.rng import capture_rng, restore_rng
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -37,7 +37,7 @@ class Stopped(Exception):
 class RobustCallback(_Checkpoint):  # type: ignore[misc]
     """Adds resume position, checkpoints, progress and stopping to a trainer.
 
-    It is a ``Checkpoint``, so Lightning calls it after the user's own callbacks.
+    It is a ``Checkpoint``, so Lightning calls it after the user's callbacks.
     """
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from robust_train.attempt.run import Run
 from robust_train.compat import LATEST, LOGGED, accumulates_now, logged_by
 from robust_train.config.extras import require
-from robust_train.integrations.in_step import InStep
-from robust_train.microbatch.open_step import OpenStep
-from robust_train.microbatch.part import MicroBatch
-from robust_train.run import Run
+from robust_train.integrations.in_step import InStep, OpenStep
+from robust_train.step.splitting import Part
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _automatic: Any = require(
@@ -77,25 +76,26 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         """Run the closure for each part of the batch; return the batch's result."""
         trainer, batch = self.trainer, kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        if self._step is not None and self._step.batches and zero_grad is not None:
+        if self._step is not None and zero_grad is not None:
             self._step = None  # the last one was left before its last batch
         if self._step is None:
             self._zero_grad = zero_grad
             restore = partial(self._logged.restore, self._logged.state())
-            options = {"on_rewind": restore, "keeps_gradients": False}
-            self._step = self._in_step.begin(trainer.model, **options)
+            self._step = self._in_step.begin(
+                trainer.model, on_rewind=restore, keeps_gradients=False
+            )
             if self._step is None:
                 return super()._make_closure(kwargs, optimizer, batch_idx).closure()
 
         number = self._callback.done
 
-        def body(micro: MicroBatch) -> Any:
+        def body(part: Part) -> Any:
             self._callback.done = number  # an earlier batch that is repeated has its own weight
-            part = kwargs if micro.data is batch else type(kwargs)(kwargs, batch=micro.data)
-            weight = micro.weight
+            is_whole, weight = part.data is batch, part.weight
+            inputs = kwargs if is_whole else type(kwargs)(kwargs, batch=part.data)
 
             def step() -> Any:
-                result = self._training_step(part)
+                result = self._training_step(inputs)
                 if weight != 1.0 and result.closure_loss is not None:
                     result.closure_loss = result.closure_loss * weight
                     result.loss = result.closure_loss.detach().clone()
@@ -103,22 +103,22 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
             backward, zero_grad = self._make_backward_fn(optimizer), self._zero_once
             closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
-            if not micro.start:
+            if not part.start:
                 self._logged.of_parts.clear()
-            with self._logged.part(micro.data, len(micro), is_whole=micro.data is batch):
+            with self._logged.part(part.data, len(part), is_whole=is_whole):
                 return closure.closure()
 
         is_last = not accumulates_now(trainer)
-        found = self._step.run(batch, self._in_step.samples_of(batch), body, is_last=is_last)
+        found = self._step.run_batch(batch, self._in_step.samples_of(batch), body, is_last=is_last)
         self._logged.batch_ends(batch, syncs=is_last)
         if is_last:
             self._step = None
-        return found[0][0] if len(found) == 1 else self._merged(*zip(*found, strict=True))
+        return found[0][0] if len(found) == 1 else self._merged(found)
 
-    def _merged(self, results: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+    def _merged(self, found: Sequence[tuple[Any, Part]]) -> Any:
         merged = _automatic.ClosureResult(None)
-        merged.extra = self._in_step.joined([result.extra for result in results], sizes)
-        losses = [result.loss for result in results if result.loss is not None]
+        merged.extra = self._in_step.joined([(result.extra, part) for result, part in found])
+        losses = [result.loss for result, _ in found if result.loss is not None]
         merged.loss = functools.reduce(operator.add, losses) if losses else None
         return merged
 
@@ -133,14 +133,14 @@ def _evaluate(
 ) -> Any:
     """Run a validation, test or prediction step for each part of a batch."""
 
-    def body(part: Any, samples: int) -> Any:
-        with logged.part(part, samples, is_whole=part is batch):
-            return inner(part, *rest)
+    def body(part: Part) -> Any:
+        with logged.part(part.data, len(part), is_whole=part.data is batch):
+            return inner(part.data, *rest)
 
     logged.of_parts.clear()
-    found, bounds = in_step.evaluate(trainer.model, batch, body)
+    found = in_step.evaluate(trainer.model, batch, body)
     logged.batch_ends(batch, syncs=True)
-    return in_step.joined(found, [stop - start for start, stop in bounds])
+    return in_step.joined(found)
 
 
 class _Logged:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
-from robust_train.errors import UserError
 from robust_train.integrations.step_shares import StepShares
-from robust_train.microbatch.rng import GeneratorStates, seed_everything
+from robust_train.model.errors import UserError
+from robust_train.step.rng import GeneratorStates, seed_everything
 
 
 class SampleOrder(Sampler[Any]):
@@ -104,7 +104,7 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
     micro-batch.
 
     Raises:
-        UserError: it is no plain loader of a map-style data set, or has another batch size.
+        UserError: it is not a plain loader of a map-style data set, or has another batch size.
     """
     loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
     if not isinstance(loader, DataLoader):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from robust_train.microbatch.splitting import share_of
+from robust_train.step.splitting import share_of
 
 
 @dataclass(frozen=True)

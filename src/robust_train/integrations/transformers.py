@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer
 from robust_train.config.extras import require
-from robust_train.errors import Interrupted, UserError
 from robust_train.files import replacing
 from robust_train.integrations.attempt import (
     Steps,
@@ -29,8 +29,8 @@ from robust_train.integrations.attempt import (
     result_of,
 )
 from robust_train.integrations.transformers_step import recover_in_steps
-from robust_train.microbatch.ranks import of_all_ranks
-from robust_train.run import Run
+from robust_train.model.errors import Interrupted, UserError
+from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
 require("accelerate", _NEEDED_BY, extra="transformers")  # Trainer cannot be had without it
@@ -241,7 +241,7 @@ def _check(args: Any, cfg: DictConfig, run: Run) -> None:
             f"this attempt has {run.world_size}: leave isolation=process, and set num_gpus=… for "
             "more"
         )
-    refuse_saving_on_each_node("TrainingArguments", args, cfg)
+    refuse_saving_on_each_node("TrainingArguments", args)
     config = args.accelerator_config
     if run.world_size > 1 and (config.split_batches or config.dispatch_batches):
         raise UserError(

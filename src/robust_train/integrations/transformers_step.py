@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robust_train.attempt.run import Run
 from robust_train.compat import prepared_inputs, prepares_inputs_itself, shifts_labels
 from robust_train.config.extras import require
-from robust_train.integrations.in_step import InStep
-from robust_train.microbatch.open_step import CannotSplit, OpenStep
-from robust_train.microbatch.part import MicroBatch
-from robust_train.microbatch.splitting import length_of, part_of
-from robust_train.run import Run
+from robust_train.integrations.in_step import CannotSplit, InStep, OpenStep
+from robust_train.step.splitting import Part, length_of, part_of
 
 _transformers: Any = require(
     "transformers", "robust_train.integrations.transformers", extra="transformers"
@@ -44,7 +42,8 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self._in_step = in_step
         self._step: OpenStep | None = None
-        self._logged: Tensor | float = 0.0  # what the Trainer got of this step's loss
+        self._shares: list[Tensor] = []  # of the step's loss, a part each
+        self._logged: Tensor | float = 0.0  # what the Trainer got of it
         self._weight = 1.0  # of the part in progress
         self._is_weighted = True
         self._is_sum: bool | None = None
@@ -72,53 +71,51 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     ) -> Tensor:
         """Run the Trainer's for each part; return what the step's loss has grown by."""
         if self._step is None:
-            self._step, self._logged = self._in_step.begin(model), 0.0
+            self._shares = []
+            self._step, self._logged = self._in_step.begin(model, on_rewind=self._shares.clear), 0.0
         if self._step is None:
             loss: Tensor = self._training_step(model, inputs, num_items_in_batch, **more)
             return loss
 
-        def body(micro: MicroBatch) -> Tensor:
-            self._weight = micro.weight
-            self._is_weighted = self._weight in (0.0, 1.0)
+        def body(part: Part) -> None:
+            self._weight = part.weight
+            self._is_weighted = part.weight in (0.0, 1.0)
             try:
-                loss = self._training_step(model, micro.data, num_items_in_batch, **more)
+                loss = self._training_step(model, part.data, num_items_in_batch, **more)
             finally:
                 self._weight = 1.0
             if not self._is_weighted:
                 name = type(self._trainer).__name__
                 raise CannotSplit(f"{name}.training_step does not call self.accelerator.backward")
-            share = _share(loss, micro.weight)
-            micro.add_loss(share)
-            return share
+            self._shares.append(_share(loss, part.weight).detach())
 
         def count(data: Any) -> float | Tensor:
             return 1.0 if self.adds_up(model, data, num_items_in_batch) else self.items(data)
 
-        step, repeats = self._step, self._step.repeats
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
         samples = self._in_step.samples_of(inputs)
-        shares = step.run(inputs, samples, body, count=count, is_last=is_last)
-        if step.repeats == repeats:
-            loss = functools.reduce(operator.add, [share for share, _ in shares])
-        else:
-            # the earlier batches' losses were computed anew
-            loss = step.loss.to(self._trainer.args.device) - self._logged
-        self._logged = self._logged + loss
+        self._step.run_batch(inputs, samples, body, count=count, is_last=is_last)
+        # if the step started over, the earlier batches' losses were computed again
+        total = functools.reduce(operator.add, self._shares)
+        loss = total.to(self._trainer.args.device) - self._logged
+        self._logged = total
         if is_last:
             self._step = None
         return loss
 
     def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
-        found, bounds = self._in_step.evaluate(
-            model, inputs, lambda part, _: self._prediction_step(model, part, *rest, **more)
+        found = self._in_step.evaluate(
+            model,
+            inputs,
+            lambda part: self._prediction_step(model, part.data, *rest, **more),
         )
         if len(found) == 1:
-            return found[0]
-        losses, *tensors = zip(*found, strict=True)
+            return found[0][0]
+        losses, *tensors = zip(*(result for result, _ in found), strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self.items(part_of(inputs, start, stop))) for start, stop in bounds]
+            items = [float(self.items(part.data)) for _, part in found]
             shares = [
                 _share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)
             ]
@@ -153,13 +150,13 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
                     for n in (items, items * 2)
                 )
             model.train()
-            # a mean over samples without labels is no number
+            # the mean over samples without labels is NaN
             self._is_sum = bool(twice.abs() <= 0.75 * once.abs())
         return self._is_sum
 
 
 def _share(loss: Tensor, weight: float) -> Tensor:
-    # a mean over nothing is no number, whatever it is multiplied by
+    # the mean of an empty part is NaN, also when multiplied by 0
     return loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss)
 
 

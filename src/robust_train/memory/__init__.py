@@ -1,7 +1,7 @@
 """Memory of this process: see it, clear it, limit it, and name what holds it.
 
-Importing this package imports no torch; each name loads what it needs when used. Without CUDA the
-functions act on the host's memory, and say so in what they return and log.
+Importing this package imports no torch; each name loads its module when it is used. Without CUDA
+the functions act on the host's memory, and name it in what they return and log.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from robust_train.folder.checkpoint_file import save_checkpoint
     from robust_train.memory.clearing import (
         Cleared,
         cleanup_model_memory,
         clear_cuda_memory,
         clear_gpu_memory,
     )
-    from robust_train.memory.holders import largest_tensors, safe_tensor_to_cpu
     from robust_train.memory.limits import (
         MemoryLimit,
         enable_memory_efficient_settings,
         set_memory_fraction,
     )
-    from robust_train.memory.peaks import GPUMemoryContext, reset_peak_memory_stats
     from robust_train.memory.stats import (
+        GPUMemoryContext,
         MemoryStats,
         get_cuda_memory_info,
         get_gpu_memory_stats,
         log_gpu_memory_stats,
         print_cuda_memory_info,
+        reset_peak_memory_stats,
     )
-    from robust_train.runfolder.checkpoints import save_checkpoint
+    from robust_train.memory.tensors import largest_tensors, safe_tensor_to_cpu
 
 # fmt: off
 __all__ = [
@@ -42,12 +43,12 @@ __all__ = [
 ]
 # fmt: on
 
-_HOMES = "memory.clearing memory.limits memory.peaks memory.stats memory.holders"
+_HOMES = "memory.clearing memory.limits memory.stats memory.tensors"
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        for home in (*_HOMES.split(), "runfolder.checkpoints"):
+        for home in (*_HOMES.split(), "folder.checkpoint_file"):
             module = importlib.import_module(f"robust_train.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

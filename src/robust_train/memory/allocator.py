@@ -14,7 +14,7 @@ _NEWER = "PYTORCH_ALLOC_CONF"
 
 
 def use_expandable_segments(
-    setting: bool | str,
+    setting: bool | None,
     environ: Mapping[str, str],
     *,
     is_script: bool = False,
@@ -23,15 +23,16 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    ``setting`` is ``memory.expandable_segments``; the user's environment overrides it. Expandable
-    segments avoid most fragmentation, but fail at the first allocation under WSL2, and break CUDA
-    graphs over NCCL's peer-to-peer transport as well as vLLM's all-reduce: so ``auto`` leaves
+    ``setting`` is ``memory.expandable_segments``, None for ``auto``; the user's environment
+    overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
+    under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
+    all-reduce: so ``auto`` leaves
     scripts and several GPUs alone.
     """
     exported = exported_expandable_segments(environ)
     if exported is not None:
         return exported
-    if isinstance(setting, bool):
+    if setting is not None:
         return setting
     return not is_script and gpus == 1 and not is_wsl(kernel)
 

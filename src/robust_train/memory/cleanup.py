@@ -1,6 +1,6 @@
 """Release the memory of a failed try before the next one, and check that it is gone.
 
-Imports no torch: where it is not loaded there are no tensors.
+Imports no torch: without it there are no tensors.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import functools
 import gc
 import logging
 import sys
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from robust_train.compat import clear_cublas_workspaces
-from robust_train.memory import holders
+from robust_train.memory import tensors
 from robust_train.memory.cuda import memory_segments, started_torch
-from robust_train.readable import first_line, mib
-from robust_train.values import MIB
+from robust_train.readable import MIB, first_line, mib
 
 log = logging.getLogger("robust_train")
 
@@ -50,7 +47,7 @@ def release_memory(error: BaseException, *, thorough: bool = True) -> None:
 
 def clear_frames(error: BaseException) -> None:
     """Empty the frames in the traceback of ``error`` and of all that it was raised from."""
-    for frame in _frames(error):
+    for frame in tensors.frames_of(error):
         try:
             frame.clear()
         except RuntimeError:
@@ -88,7 +85,7 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
 
 class KeptGradients:
     """Gradients as they are now, to go back to after a failed try: the same tensors and values. A
-    try may add to a gradient or set it to zero, so its values are copied; on the host where the
+    try may add to a gradient or set it to zero, so its values are copied; to the host if the
     device has no room for that."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
@@ -113,38 +110,37 @@ class KeptGradients:
 
 def leaf_tensors() -> list[Any]:
     """Return every tensor that a backward pass may give a gradient."""
-    return [t for t in holders.live_tensors() if t.is_leaf and t.requires_grad]
+    return [t for t in tensors.live_tensors() if t.is_leaf and t.requires_grad]
 
 
 class StartingMemory:
-    """What tensors hold before the first try, to compare with before each later one. On a GPU as
-    the caching allocator counts, on the CPU as the storages of all tensors that Python knows.
-    ``gradients`` are those of this moment, where they are kept already."""
+    """The memory of tensors before the first try, to compare with before each later one.
+
+    On a GPU it is what the caching allocator counts, on the CPU the storages of all tensors that
+    Python knows. ``gradients`` are those of this moment, if they are kept already.
+    """
 
     def __init__(self, gradients: KeptGradients | None = None) -> None:
         self.gradients = KeptGradients(leaf_tensors()) if gradients is None else gradients
-        tensors = holders.live_tensors()
-        self._bytes_on = holders.bytes_on(tensors)
-        self._storages = frozenset(holders.storages(tensors))
+        alive = tensors.live_tensors()
+        self._bytes_on = tensors.bytes_on(alive)
+        self._storages = frozenset(tensors.storages(alive))
 
     def describe_rest(self) -> str | None:
-        """Describe what a failed try has left behind; None for no more than one percent."""
-        tensors = holders.live_tensors()
-        sizes = []
-        devices = set()
-        for device, now in holders.bytes_on(tensors).items():
+        """Describe what a failed try has left behind; None if it is at most one percent."""
+        sizes = {}
+        for device, now in tensors.bytes_on(tensors.live_tensors()).items():
             before = self._bytes_on.get(device, 0)
             if now - before > max(_TOLERATED_SHARE * before, _TOLERATED_BYTES):
-                devices.add(device)
-                sizes.append(
+                sizes[device] = (
                     f"{mib(now - before, 1)} more on {device} than before the first try "
                     f"({before / MIB:.1f})"
                 )
-        if not devices:
+        if not sizes:
             return None
-        held = holders.largest(tensors, known=self._storages, devices=devices, top=_TOP)
-        owners = "held are " + "; ".join(map(str, held)) if held else "no Python object holds it"
-        return f"the failed try has left {', '.join(sizes)}; {owners}"
+        found = tensors.largest_alive(_TOP, sizes, self._storages)
+        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
+        return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
 
 def release_and_check(
@@ -152,14 +148,14 @@ def release_and_check(
     start: StartingMemory | None,  # from before the first try; None skips the check
     gradients: KeptGradients | None = None,  # from before the try; None for those of `start`
     *,
-    # False where nobody will show it again. An emptied frame still keeps its function, and with it
-    # the variables of a closure.
+    # False if it is not shown again. An emptied frame still keeps its function, and so the
+    # variables of a closure.
     keep_traceback: bool = True,
 ) -> str | None:
     """Do :func:`release_memory`, restore the gradients, and return what is left as a sentence."""
     release_memory(error)
     if not keep_traceback:
-        for current in _with_causes(error):
+        for current in tensors.with_causes(error):
             current.__traceback__ = None
         return_memory()
     if gradients is None and start is not None:
@@ -169,31 +165,13 @@ def release_and_check(
     return None if start is None else start.describe_rest()
 
 
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    for current in _with_causes(error):
-        for frame, _ in traceback.walk_tb(current.__traceback__):
-            yield frame
-
-
 def _optimizers_in_their_first_step(error: BaseException) -> list[Any]:
     """Return optimizers with a step in the traceback that have never completed one."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     found: dict[int, Any] = {}
-    for frame in _frames(error):
+    for frame in tensors.frames_of(error):
         if frame.f_code.co_name in ("step", "_init_group"):
             owner = frame.f_locals.get("self")
             if isinstance(owner, torch.optim.Optimizer) and _never_stepped(owner):

@@ -1,4 +1,4 @@
-"""Give memory back: what nobody uses any more, and what a model holds."""
+"""Return memory: what is not in use any more, and what a model holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from robust_train.memory import holders
+from robust_train.memory import tensors
 from robust_train.memory.cleanup import clear_frames, return_memory
-from robust_train.memory.holders import HeldTensor
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
-from robust_train.readable import mib
-from robust_train.values import MIB
+from robust_train.readable import MIB, mib
 
 log = logging.getLogger("robust_train")
 
@@ -26,15 +24,14 @@ _MOST_PASSES = 5
 
 @dataclass(frozen=True)
 class Cleared:
-    """What clearing has achieved."""
+    """The result of clearing."""
 
     before: MemoryStats  # the current device's figures before
     after: MemoryStats  # and after
-    # of tensors that nobody could reach any more; only ``force`` looks for them
-    dropped_bytes: int = 0
-    # the largest tensors that are still alive, each with its owner; only with ``force``
-    held: tuple[HeldTensor, ...] = ()
-    done: tuple[str, ...] = ()  # what was done beside collecting and emptying the cache
+    dropped_bytes: int = 0  # of tensors that no program could reach any more; only with ``force``
+    # the largest tensors that are still alive, with the variables that hold them; only with `force`
+    held: tuple[tensors.HeldTensor, ...] = ()
+    done: tuple[str, ...] = ()  # sentences about what else was done
 
     @property
     def freed(self) -> int:
@@ -43,7 +40,7 @@ class Cleared:
 
     @property
     def description(self) -> str:
-        """What was achieved, in a line for people."""
+        """The result in a line for people."""
         what = self.after.device if self.after.on_gpu else "no CUDA in this process; host memory"
         verb = "reserved" if self.after.on_gpu else "resident"
         parts = [
@@ -59,25 +56,24 @@ class Cleared:
 
 
 def clear_gpu_memory(force: bool = False) -> Cleared:
-    """Return what this process holds and does not use to the device and to the system.
+    """Return memory that this process holds and does not use to the device and to the system.
 
-    What live tensors hold stays. A cache that is needed again has to be made anew, so do not call
-    this in every step.
+    Live tensors keep their memory. A cache that is needed again has to be requested again, so do
+    not call this in every step.
 
     Args:
         force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
             frozen, the collector's own list of garbage, and the frames of the last uncaught
-            exception; then name the largest tensors that are left, and who holds them. That takes
-            some seconds beside large libraries.
+            exception; then name the largest tensors that are left, and the variables that hold
+            them. That takes some seconds if large libraries are loaded.
     """
     before = get_gpu_memory_stats()
     done: list[str] = []
     dropped = _drop_unreachable(done) if force else 0
     return_memory(workspaces=True)
-    held: list[HeldTensor] = []
+    held: list[tensors.HeldTensor] = []
     if force:
-        devices = holders.training_devices()
-        held = holders.largest(holders.live_tensors(), devices=devices, top=_TOP)
+        held = tensors.largest_alive(_TOP)
     return _logged(Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done)))
 
 
@@ -92,8 +88,8 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
 
     Args:
         model: any module.
-        keep_weights: False replaces the weights by empty tensors, also for whoever else holds
-            them: the model cannot be used any more.
+        keep_weights: False replaces the weights by empty tensors, for all other holders too: the
+            model cannot be used any more.
     """
     torch = sys.modules["torch"]
     before = get_gpu_memory_stats()
@@ -106,7 +102,7 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
         model.cpu()
     else:
         for tensor in (*model.parameters(), *model.buffers()):
-            # in place: optimizers hold the same parameters, and would keep what is only replaced
+            # in place: optimizers would keep parameters that are only replaced
             tensor.data = torch.empty(0, dtype=tensor.dtype)
     weights = "weights on the host" if keep_weights else "weights dropped"
     done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
@@ -124,7 +120,7 @@ def _optimizers_of(model: nn.Module, base: type) -> list[Any]:
     own = {id(parameter) for parameter in model.parameters()}
     return [
         optimizer
-        for optimizer in holders.live_objects(base)
+        for optimizer in tensors.live_objects(base)
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
     ]
 
@@ -133,7 +129,7 @@ def _drop_unreachable(done: list[str]) -> int:
     """Drop what only the interpreter itself holds; return the bytes of tensors among it."""
     gc.collect()
     frozen = gc.get_freeze_count()
-    # before anything is dropped, and with the frozen ones, which the collector else leaves out
+    # before anything is dropped, and with the frozen ones, which the collector otherwise leaves out
     gc.unfreeze()
     before = _tensor_bytes()
     if frozen:
@@ -142,7 +138,7 @@ def _drop_unreachable(done: list[str]) -> int:
     if isinstance(error, BaseException):
         clear_frames(error)
         done.append(f"the frames of the last uncaught {type(error).__name__} were emptied")
-    # whoever debugs with DEBUG_SAVEALL wants to look into it
+    # with DEBUG_SAVEALL its user wants to look into it
     if gc.garbage and not gc.get_debug() & gc.DEBUG_SAVEALL:
         done.append(f"{len(gc.garbage)} objects removed from gc.garbage")
         gc.garbage.clear()
@@ -154,5 +150,5 @@ def _drop_unreachable(done: list[str]) -> int:
 
 
 def _tensor_bytes() -> int:
-    counted = holders.bytes_on(holders.live_tensors())
-    return sum(counted.get(device, 0) for device in holders.training_devices())
+    counted = tensors.bytes_on(tensors.live_tensors())
+    return sum(counted.get(device, 0) for device in tensors.training_devices())

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator in this process: for which GPU, and what it holds. Never starts CUDA."""
+"""CUDA's caching allocator in this process, and its devices. Never starts CUDA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def device_index(device: str) -> int | None:
 
 
 def ordinal_of(device: Any) -> int | None:
-    """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None where none is named.
+    """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None if it has no number.
     Raises ValueError: it names no device."""
     if device is None:
         return None
@@ -50,7 +50,7 @@ def ordinal_of(device: Any) -> int | None:
 
 
 def started_gpu(device: Any) -> tuple[Any, int] | None:
-    """Return torch and the number of ``device`` where that is a GPU and CUDA has started. Raises
+    """Return torch and the number of ``device`` if that is a GPU and CUDA has started. Raises
     ValueError: this process has no such device."""
     ordinal = ordinal_of(device)
     torch = None if ordinal == HOST else started_torch()
@@ -68,7 +68,7 @@ def gpu_number(torch: Any, ordinal: int | None) -> int:
 
 
 def busiest_gpu(torch: Any) -> int:
-    """Return the GPU on which this process holds most; CUDA's current one where it holds nothing. A
+    """Return the GPU on which this process holds most; CUDA's current one if it holds nothing. A
     trainer may put its model on another GPU than the current one."""
     held = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
@@ -124,7 +124,7 @@ class Segment:
 
 
 def memory_segments(torch: Any) -> list[Segment] | None:
-    """Return the allocator's segments; None where it has none (``backend:cudaMallocAsync``)."""
+    """Return the allocator's segments; None if it has none (``backend:cudaMallocAsync``)."""
     try:
         try:
             # without the recorded history, which may be gigabytes

@@ -11,11 +11,10 @@ from typing import Any
 
 from robust_train.compat import set_allocator_settings, when_cuda_starts
 from robust_train.config.schema import MemoryConfig
+from robust_train.host.memory import read_host_memory
 from robust_train.memory import allocator
 from robust_train.memory.cuda import HOST, gpu_number, ordinal_of, usable_torch
-from robust_train.memory.host import read_host_memory
-from robust_train.readable import first_line
-from robust_train.values import MIB
+from robust_train.readable import MIB, first_line
 
 log = logging.getLogger("robust_train")
 
@@ -29,7 +28,7 @@ class MemoryLimit:
         fraction: of ``total``.
         bytes: the most that the caching allocator may reserve; on the host, that writable private
             memory may be.
-        total: bytes of the device; of the host, or of the cgroup where that has less.
+        total: bytes of the device; of the host, or of the cgroup if that has less.
         in_use: what counts towards the limit now.
     """
 
@@ -50,7 +49,7 @@ class MemoryLimit:
             f"({self.fraction:g}), {self.in_use / MIB:,.0f} MiB in use"
         )
         if self.in_use > self.bytes:
-            text += "; that is more already, so the next larger request will fail"
+            text += "; that is more than the limit, so the next larger request will fail"
         return text
 
 
@@ -90,7 +89,7 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
     """Let this process's caching allocator hold at most this share of a GPU's memory. Takes effect
     when torch starts CUDA, and does not start it; a limit that is refused is logged. ``index`` is
-    None for the CPU. Returns False where torch is not imported yet."""
+    None for the CPU. Returns False if torch is not imported yet."""
     if index is None:
         if fraction != MemoryConfig.fraction:
             log.info("memory.fraction=%g: has no effect on the CPU", fraction)
@@ -120,9 +119,8 @@ def enable_memory_efficient_settings(
 
     Args:
         fraction: as in :func:`set_memory_fraction`; None sets no limit.
-        tf32: let float32 matrix products use TensorFloat32 where the GPU has it (Ampere and later;
-            elsewhere torch goes on as before), as convolutions do by default: faster, at 10 bits of
-            mantissa. It saves no memory.
+        tf32: let float32 matrix products use TensorFloat32 if the GPU has it (Ampere and later), as
+            convolutions do by default: faster, at 10 bits of mantissa. It saves no memory.
     """
     exported = allocator.exported_expandable_segments(os.environ)
     settings = allocator.allocator_settings(os.environ, expandable_segments=True)
@@ -131,7 +129,7 @@ def enable_memory_efficient_settings(
         os.environ[allocator.VARIABLE] = settings
         done = [f"{allocator.VARIABLE}={settings} for programs started from here"]
     elif exported is None:
-        done = ["no expandable segments: WSL's driver has none"]
+        done = ["no expandable segments: WSL's driver lacks them"]
     else:
         done = [f"{allocator.VARIABLE} has expandable_segments:{exported} already, which stays"]
     torch = usable_torch()
@@ -145,7 +143,7 @@ def enable_memory_efficient_settings(
         if tf32:
             # the flags exist on every GPU and act only where the hardware has the format
             torch.set_float32_matmul_precision("high")
-            done.append("TensorFloat32 for float32 matrix products where the GPU has it")
+            done.append("TensorFloat32 for float32 matrix products if the GPU has it")
     for sentence in done:
         log.info("%s", sentence)
     return tuple(done)

@@ -1,4 +1,4 @@
-"""Requests about memory to a live run, carried out in the attempt, between two steps."""
+"""Requests about memory to a live run, carried out by the attempt between two steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 from robust_train.memory.clearing import clear_gpu_memory
 from robust_train.memory.limits import set_memory_fraction
-from robust_train.memory.peaks import reset_peak_memory_stats
 from robust_train.memory.snapshots import write_snapshot
-from robust_train.memory.stats import get_gpu_memory_stats
+from robust_train.memory.stats import get_gpu_memory_stats, reset_peak_memory_stats
 from robust_train.readable import mib
 
 _OPTIONS = {
@@ -26,10 +25,10 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
 
     Returns:
         ``before`` and ``after`` (the fields of :class:`robust_train.memory.MemoryStats`),
-        ``sentence`` for people, and what the verb has beside them; all in JSON's types.
+        ``sentence`` for people, and what else the verb returns; all in JSON's types.
 
     Raises:
-        ValueError: unknown verb or option, or a value that cannot be; one line for the user.
+        ValueError: an unknown verb or option, or an invalid value; one line for the user.
         OSError: the snapshot cannot be written.
     """
     if verb not in _OPTIONS:
@@ -37,7 +36,7 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
     accepted = _OPTIONS[verb]
     for name in options:
         if name not in accepted:
-            known = f"accepted is {accepted[0]}" if accepted else "it takes none"
+            known = f"accepted is {accepted[0]}" if accepted else "it has none"
             raise ValueError(f"{verb} has no option {name}: {known}")
     before = get_gpu_memory_stats()
     answer: dict[str, object] = {}
@@ -53,8 +52,8 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
             "held": [str(tensor) for tensor in cleared.held],
         }
     elif verb == "memory_reset":
-        anew = reset_peak_memory_stats().description
-        answer = {"sentence": f"peak was {mib(before.peak, 1)} and starts anew; {anew}"}
+        now = reset_peak_memory_stats().description
+        answer = {"sentence": f"reset the peak, which was {mib(before.peak, 1)}; {now}"}
     elif verb == "memory_fraction":
         if "fraction" not in options:
             raise ValueError("the option fraction is missing: e.g. fraction=0.8")

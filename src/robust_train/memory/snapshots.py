@@ -1,7 +1,7 @@
 """What fills the memory, in files of the run folder: when it runs out, and at a user's request.
 
-A ``.json`` names the largest live tensors and who holds them. Where CUDA is in use, a ``.pickle``
-is torch's memory snapshot, for the viewer at pytorch.org/memory_viz.
+A ``.json`` names the largest tensors and the variables that hold them. If CUDA is in use, a
+``.pickle`` is torch's memory snapshot, for the viewer at pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from robust_train import compat
-from robust_train.events import OutOfMemory
 from robust_train.files import replacing, write_json
 from robust_train.memory.cuda import started_torch
-from robust_train.memory.holders import TensorFacts, largest_tensors
-from robust_train.readable import first_line, mib
-from robust_train.values import Failure, FailureKind
+from robust_train.memory.tensors import (
+    HeldTensor,
+    as_json,
+    largest_of_failure,
+    largest_tensors,
+)
+from robust_train.model.events import OutOfMemory
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
 
@@ -29,7 +34,7 @@ _WORTH_NAMING = 0.01
 """Share of what was asked for, or of the largest tensor, that one must hold to be named."""
 # "several KB per entry" (torch's documentation): below 100 MiB of host memory
 _ENTRIES_OF_A_RUN = 20_000
-# for somebody who looks at it: the last of them are what a viewer is opened for
+# a viewer is opened for the last of them
 _ENTRIES_ON_REQUEST = 100_000
 
 
@@ -49,15 +54,23 @@ def record_history_after_an_oom(run_dir: Path) -> None:
 
 
 def write_out_of_memory(
-    run_dir: Path, *, attempt: int, step: int | None, failure: Failure
+    run_dir: Path,
+    error: BaseException,
+    failure: Failure,  # what ``error`` was classified as
+    *,
+    attempt: int,
+    step: int | None,  # the last one that was reported
 ) -> OutOfMemory | None:
-    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors. Returns
-    the event for the journal, None where nothing could be written. Never raises: what happens here
-    must not hide why it is called. ``step`` is the last one that was reported."""
+    """Write ``oom-attempt-<n>.json`` and ``.pickle``, and log the three largest tensors.
+
+    Returns the event for the journal, None if nothing could be written. Never raises: what happens
+    here must not hide why it is called.
+    """
     try:
         started = time.monotonic()
         snapshot = _dump_snapshot(run_dir / f"oom-attempt-{attempt}.pickle")
-        tensors = largest_tensors(devices={"cpu"} if failure.kind is FailureKind.HOST_OOM else None)
+        devices = {"cpu"} if failure.kind is FailureKind.HOST_OOM else None
+        tensors = largest_of_failure(error, devices=devices)
         path = run_dir / f"oom-attempt-{attempt}.json"
         content = {
             "time": round(time.time(), 3),
@@ -68,7 +81,7 @@ def write_out_of_memory(
             "requested_bytes": failure.evidence.requested_bytes,
             "snapshot": snapshot,
             "evidence": asdict(failure.evidence),
-            "tensors": tensors,
+            "tensors": [as_json(tensor) for tensor in tensors],
         }
         file: str | None = path.name
         try:
@@ -77,7 +90,7 @@ def write_out_of_memory(
             log.warning("cannot write %s: %s", path, error.strerror)
             file = None
         asked = failure.evidence.requested_bytes or 0
-        named = [tensor for tensor in tensors if tensor["bytes"] >= _WORTH_NAMING * asked]
+        named = [tensor for tensor in tensors if tensor.bytes >= _WORTH_NAMING * asked]
         if named:
             log.info("out of memory: %s", _describe(named, file))
         return OutOfMemory(
@@ -90,14 +103,14 @@ def write_out_of_memory(
             seconds=round(time.monotonic() - started, 3),
         )
     except Exception as error:
-        log.warning("cannot write down what fills the memory: %s", first_line(error))
+        log.warning("cannot record what fills the memory: %s", first_line(error))
         return None
 
 
 def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
     """Write the next ``memory-tensors-<n>.json`` and ``memory-snapshot-<n>.pickle``. The first
     snapshot of an attempt also starts recording the history. Returns the files, and a sentence for
-    people. Raises OSError where a file cannot be written."""
+    people. Raises OSError if a file cannot be written."""
     number = 1
     while (tensors_path := run_dir / f"memory-tensors-{number}.json").exists():
         number += 1
@@ -115,14 +128,14 @@ def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
     if not compat.allocator_history_is_recorded(torch):
         compat.record_allocator_history(torch, _ENTRIES_ON_REQUEST)
         sentence += (
-            "; it shows what is allocated now; from here on the history is recorded, for the next "
+            "; it shows what is allocated now; the history is recorded from now on, for the next "
             "snapshot"
         )
     return [tensors_path, snapshot_path], sentence
 
 
 def _dump_snapshot(path: Path) -> str | None:
-    """Write torch's snapshot; return the file's name, None without CUDA or where it fails."""
+    """Write torch's snapshot; return the file's name, None without CUDA or if it fails."""
     torch = started_torch()
     if torch is None:
         return None
@@ -136,11 +149,7 @@ def _dump_snapshot(path: Path) -> str | None:
     return path.name
 
 
-def _describe(tensors: Sequence[TensorFacts], file: str | None) -> str:
-    largest = "; ".join(
-        f"{mib(tensor['bytes'], 1)} {tensor['dtype']} {tuple(tensor['shape'])} on "
-        f"{tensor['device']}, held by {tensor['owner']}"
-        for tensor in tensors[:_LOGGED]
-        if tensor["bytes"] >= _WORTH_NAMING * tensors[0]["bytes"]
-    )
+def _describe(tensors: Sequence[HeldTensor], file: str | None) -> str:
+    least = _WORTH_NAMING * tensors[0].bytes
+    largest = "; ".join(str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least)
     return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")

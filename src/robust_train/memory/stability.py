@@ -9,26 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
-from statistics import median
 
 from robust_train.memory.samples import FILE_NAME, Sample, read_samples
-from robust_train.values import MIB
+from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
 
 _WARM_UP_SHARE = 0.2
-_MOST_WINDOWS = 30
-_FEWEST_WINDOWS = 9
-_SAMPLES_A_WINDOW = 3
-_OF_THE_WHOLE = 0.25
-_SCATTER = 4.0
+_SPANS = 6
+_SAMPLES_A_SPAN = 5
+_OF_THE_SLOPE = 0.25
 _SHARE = 0.01
 _GPU_BYTES = 1 * MIB
 _HOST_BYTES = 6 * MIB
-
-_Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
     if not samples:
         return None
     found = stability(samples)
-    if found.kind not in ("unknown", "stable"):  # no news: the summary has them
+    if found.kind not in ("unknown", "stable"):  # the summary has these
         log.warning("attempt %d: memory is %s", attempt, found.sentence)
     return found
 
@@ -54,15 +48,9 @@ def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
 def stability(samples: Sequence[Sample]) -> Stability:
     """Return whether the memory of the last attempt in ``samples`` is stable.
 
-    Where the attempt used a GPU, tensors that accumulate are a leak, and memory that the caching
-    allocator accumulates although tensors do not is fragmentation. The process's own host memory
-    counts on the CPU and on the GPU.
-
-    The steps after the warm-up are cut into windows, the least of each window is taken, and a line
-    is laid through these floors with the Theil-Sen estimator, the median of the slopes between all
-    pairs: nearly three tenths of the points may be off without moving it (Sen 1968, J. Am. Stat.
-    Assoc. 63, 1379-1389). A leak is a line that rises in each third of the time, which a jump to
-    another level does not, and by more than the floors scatter around it.
+    On a GPU, tensors that accumulate are a leak, and memory that the caching allocator accumulates
+    although tensors do not is fragmentation. The process's own host memory counts on the CPU and on
+    the GPU.
     """
     own = [s for s in samples if s.attempt == samples[-1].attempt and s.step is not None]
     own.sort(key=lambda sample: sample.step or 0)
@@ -74,11 +62,11 @@ def stability(samples: Sequence[Sample]) -> Stability:
     host = _floors(own, _host)
     if not (allocated if on_gpu else host):
         return Stability("unknown", "unknown (too few samples after the warm-up)")
-    if slope := _growth(allocated, _GPU_BYTES):
+    if slope := _slope(allocated, _GPU_BYTES):
         return _growing(slope, "growing", "leak suspected: ")
-    if slope := _growth(_floors(own, lambda sample: sample.reserved), _GPU_BYTES):
+    if slope := _slope(_floors(own, lambda sample: sample.reserved), _GPU_BYTES):
         return _growing(slope, "fragmenting", "reserved but not in use: ")
-    if slope := _growth(host, _HOST_BYTES):
+    if slope := _slope(host, _HOST_BYTES):
         return _growing(slope, "growing", f"leak suspected: {'host memory ' if on_gpu else ''}")
     return Stability("stable", "stable")
 
@@ -94,47 +82,43 @@ def _growing(slope: float, kind: str, what: str) -> Stability:
     return Stability(kind, f"{kind} ({what}{rate:+.1f} MiB per 100 steps)", rate)
 
 
-def _floors(samples: Sequence[Sample], value: Callable[[Sample], int | None]) -> list[_Point]:
-    """Return step and value of the least of each window of steps after the warm-up. Empty where the
-    samples are too few."""
-    known: list[_Point] = []
+def _floors(
+    samples: Sequence[Sample], value: Callable[[Sample], int | None]
+) -> list[tuple[int, int]]:
+    """Return value and step of the floor of each sixth of the steps after the warm-up; empty if a
+    sixth has too few samples. A tenth of the samples may lie below: the last one often does."""
+    known: list[tuple[int, int]] = []
     for sample in samples:
         size = value(sample)
         if size is not None and sample.step is not None:
-            known.append((sample.step, size))
+            known.append((size, sample.step))
     if not known:
         return []
-    first, last = known[0][0], known[-1][0]
+    first, last = known[0][1], known[-1][1]
     begin = first + _WARM_UP_SHARE * (last - first)
-    settled = [point for point in known if point[0] > begin]
-    windows = min(len(settled) // _SAMPLES_A_WINDOW, _MOST_WINDOWS)
-    if windows < _FEWEST_WINDOWS:
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
+    for size, step in known:
+        if step > begin:
+            span = int(_SPANS * (step - begin) / (last - begin))
+            spans[min(span, _SPANS - 1)].append((size, step))
+    if min(map(len, spans)) < _SAMPLES_A_SPAN:
         return []
-    width = (last - begin) / windows
-    lowest: dict[int, _Point] = {}
-    for point in settled:
-        window = min(int((point[0] - begin) / width), windows - 1)
-        lowest[window] = min(lowest.get(window, point), point, key=lambda one: one[1])
-    floors = [lowest[window] for window in sorted(lowest)]
-    return floors if len(floors) >= _FEWEST_WINDOWS else []
+    return [sorted(span)[len(span) // 10] for span in spans]
 
 
-def _growth(floors: Sequence[_Point], least_bytes: float) -> float | None:
-    """Return the bytes a step by which the floors rise; None where they do not, or hardly."""
+def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float | None:
+    """Return the bytes a step by which the floors rise; None if they do not, or hardly.
+
+    A leak rises in each third of the time. A jump to another level, such as a larger batch makes,
+    rises in one third or two.
+    """
     if not floors:
         return None
-    slope = _theil_sen(floors)
-    steps = floors[-1][0] - floors[0][0]
-    level = median(value - slope * step for step, value in floors)
-    scatter = median(abs(value - slope * step - level) for step, value in floors)
-    least = max(least_bytes, _SHARE * median(v for _, v in floors), _SCATTER * scatter)
-    third = len(floors) // 3
-    thirds = (floors[:third], floors[third:-third], floors[-third:])
-    if slope * steps < least or min(map(_theil_sen, thirds)) < _OF_THE_WHOLE * slope:
+    (low, first), (high, last) = floors[0], floors[-1]
+    if high - low < max(least_bytes, _SHARE * low):
         return None
+    slope = (high - low) / (last - first)
+    for (before, began), (after, ended) in zip(floors[::2], floors[1::2], strict=True):
+        if after - before < _OF_THE_SLOPE * slope * (ended - began):
+            return None
     return slope
-
-
-def _theil_sen(points: Sequence[_Point]) -> float:
-    """Return the median of the slopes between all pairs of points, all at different steps."""
-    return median((b - a) / (y - x) for (x, a), (y, b) in combinations(points, 2))

@@ -1,24 +1,32 @@
-"""How much memory is in use, and how well the caching allocator uses what it holds.
+"""How much memory is in use, its peaks, and how well the caching allocator uses what it holds.
 
 Imports no torch, and starts no CUDA: a question must not cost a context of hundreds of MiB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
+
+import psutil
 
 from robust_train.compat import has_context
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
+from robust_train.host import memory as host
 from robust_train.memory import cuda
-from robust_train.memory.host import read_host_memory
-from robust_train.values import MIB
+from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
+
+_peaks_lock = threading.Lock()
+_open_contexts: list[GPUMemoryContext] = []
 
 
 @dataclass(frozen=True)
@@ -27,19 +35,19 @@ class MemoryStats:
 
     Attributes:
         device: ``cuda:0`` as this process counts, or ``cpu``: then the figures are the host's.
-        allocated: held by tensors; on the host what of the process is in RAM.
+        allocated: in tensors; on the host the part of the process that is in RAM.
         reserved: held by the caching allocator, used or not; on the host as ``allocated``.
         peak: the most that was allocated since the start or the last reset.
-        peak_reserved: the same of ``reserved``.
-        free: free on the device, for everybody; on the host what a new program could get. None if
+        peak_reserved: the most that was reserved.
+        free: free on the device for any process; on the host what a new program could get. None if
             unknown.
-        total: size of the device; of the host, or of the cgroup where that has less.
-        largest_free_block: that the caching allocator holds unused; None on the host.
+        total: size of the device; of the host, or of the cgroup if that has less.
+        largest_free_block: the largest unused block of the caching allocator; None on the host.
         fragmentation: share of the unused reserved memory outside of that block, 0 (one block) to
             1; None on the host.
         retries: times that the allocator had to return its cache to satisfy a request.
         oom_count: times that it could not satisfy one.
-        note: what the figures are about, where that is not plain; else empty.
+        note: what the figures are about, if that is not plain; else empty.
     """
 
     device: str
@@ -64,14 +72,9 @@ class MemoryStats:
     def description(self) -> str:
         """The figures in a line for people."""
         of = "" if self.total is None else f" of {_mib(self.total)}"
-        room = "" if self.free is None else f", {_mib(self.free)}{of} free"
-        if not self.on_gpu:
-            text = f"host memory: {_mib(self.allocated)} resident (peak {_mib(self.peak)}){room}"
-        else:
-            text = (
-                f"{self.device}: {_mib(self.allocated)} in tensors (peak {_mib(self.peak)}), "
-                f"{_mib(self.reserved)} reserved{room}"
-            )
+        text = _in_words(self.device, self.allocated, self.peak, self.reserved)
+        if self.free is not None:
+            text += f", {_mib(self.free)}{of} free"
         if self.fragmentation is not None and self.largest_free_block is not None:
             text += (
                 f"; largest unused block {_mib(self.largest_free_block)}, "
@@ -88,13 +91,13 @@ class MemoryStats:
 def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     """Return the memory of this process on ``device``, and how full the device is.
 
-    Where this process has not started CUDA, the figures are NVML's, of the GPU that would be used;
-    where there is no GPU for it either, the host's; ``note`` has which. No CUDA context is made:
-    that would take hundreds of MiB.
+    If this process has not started CUDA, the figures are NVML's, of the GPU that it would use; if
+    there is no GPU for it, the host's; ``note`` has which. No CUDA context is made: that would take
+    hundreds of MiB.
 
     Args:
-        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU where this process
-            holds most, the current one where it holds nothing.
+        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU on which this
+            process holds most, the current one if it holds nothing.
 
     Raises:
         ValueError: there is no such device.
@@ -137,6 +140,147 @@ def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
     return stats
 
 
+def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
+    """Reset the peaks to what is in use now; return the figures after that.
+
+    Without CUDA it is the peak of this process's resident memory, if the kernel allows that. Blocks
+    that a :class:`GPUMemoryContext` watches at the moment keep their peaks.
+    """
+    with _peaks_lock:
+        was_reset = _reset_peak(device)
+    stats = get_gpu_memory_stats(device)
+    if not was_reset:
+        log.warning("%s; the kernel does not let its peak be reset", stats.description)
+    elif not stats.on_gpu:
+        log.info("reset the peak: %s", stats.description)
+    return stats
+
+
+class GPUMemoryContext:
+    """Measure what a block of code does to memory::
+
+        with GPUMemoryContext("forward") as memory:
+            loss = model(x)
+        print(memory.peak, memory.delta)
+
+    Blocks may be nested. The figures are there also if the block raised. The device's own peak
+    counter is reset at the block's beginning.
+
+    Args:
+        name: the block's name in the log; no log line without one.
+        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+
+    Attributes:
+        device: ``cuda:0``, or ``cpu`` if the figures are the host's: resident memory.
+        before: bytes in use when the block began.
+        peak: the most within it.
+        after: bytes in use when it had ended.
+        delta: ``after - before``.
+    """
+
+    def __init__(self, name: str = "", *, device: Any = None) -> None:
+        self.name = name
+        self.device = "cpu"
+        self.before = self.peak = self.after = 0
+        self._wanted = device
+        self._earlier_peak = 0
+
+    @property
+    def delta(self) -> int:
+        """Bytes that the block has left in use, negative if it has freed some."""
+        return self.after - self.before
+
+    @property
+    def description(self) -> str:
+        """The figures in a line for people."""
+        what = "host memory (resident)" if self.device == "cpu" else self.device
+        return (
+            f"{what}: {_mib(self.before)} before, {_mib(self.peak)} at the peak, "
+            f"{_mib(self.after)} after ({self.delta / MIB:+,.1f})"
+        )
+
+    def __enter__(self) -> GPUMemoryContext:
+        with _peaks_lock:
+            was_reset = _reset_peak(self._wanted)
+            self.device, self.before, peak = _now_and_peak(self._wanted)
+            self.peak = self.before
+            # if the counter cannot be reset, only what exceeds it is known to be the block's
+            self._earlier_peak = 0 if was_reset else peak
+            _open_contexts.append(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        with _peaks_lock:
+            _open_contexts.remove(self)
+            # after a fault of the device it answers with the same error; the block's own counts
+            with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
+                self._update()
+        if self.name:
+            log.info("%s: %s", self.name, self.description)
+
+    def _update(self) -> None:
+        device, now, peak = _now_and_peak(self._wanted)
+        if device != self.device:
+            # CUDA was started inside the block
+            self.device, self.before, self.peak, self._earlier_peak = device, 0, 0, 0
+        self.after = now
+        self.peak = max(self.peak, now, peak if peak > self._earlier_peak else 0)
+
+
+def memory_in_use(*, context: bool = True) -> dict[str, int]:
+    """Return bytes in use for the journal: of CUDA if this process has started it, else of the
+    process. Never raises.
+
+    ``allocated``, ``reserved`` and ``max_allocated`` of the GPU on which it holds most, and what
+    :func:`beside_cache` returns; or ``resident`` and ``max_resident``, also after a fault of the
+    device, when CUDA may refuse to answer.
+    """
+    torch = cuda.started_torch()
+    if torch is not None:
+        with contextlib.suppress(Exception):
+            index = cuda.busiest_gpu(torch)
+            figures = {
+                "allocated": torch.cuda.memory_allocated(index),
+                "reserved": torch.cuda.memory_reserved(index),
+                "max_allocated": torch.cuda.max_memory_allocated(index),
+            }
+            return {**figures, **(beside_cache(torch, index) if context else {})}
+    with contextlib.suppress(OSError, psutil.Error):
+        return {"resident": host.resident_bytes()[0], "max_resident": host.largest_resident()}
+    return {}
+
+
+def describe_memory(figures: Mapping[str, int]) -> str:
+    """Return the figures of :func:`memory_in_use` as a line for people."""
+    if "allocated" in figures:
+        peak, reserved = figures["max_allocated"], figures["reserved"]
+        return _in_words("GPU memory", figures["allocated"], peak, reserved)
+    if figures:
+        return _in_words("cpu", figures["resident"], figures["max_resident"], 0)
+    return "memory in use is unknown"
+
+
+def beside_cache(torch: Any, index: int) -> dict[str, int]:
+    """Return ``context_bytes``: what this process takes of a GPU beside torch's cache, by NVML.
+
+    That is the CUDA context with its kernels and the memory of cuBLAS, cuDNN and NCCL. If NVML does
+    not list the process (a container), ``context_at_most_bytes``: others' memory counts too.
+    """
+    with contextlib.suppress(Exception):
+        reserved = torch.cuda.memory_reserved(index)
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        gpus = read_inventory(processes=True).gpus
+        for gpu in (gpu for gpu in gpus if gpu.uuid == uuid and not gpu.unified_memory):
+            computing = [process for process in gpu.processes or () if process.computes]
+            # in a container it may have another number, and is known only if it is alone
+            own = [process for process in computing if process.pid == os.getpid()] or computing
+            used = own[0].used_bytes if len(own) == 1 else None
+            name = "context_at_most_bytes" if used is None else "context_bytes"
+            size = gpu.used_bytes if used is None else used
+            return {name: size - reserved} if size > reserved else {}
+    return {}
+
+
 def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
@@ -163,7 +307,7 @@ def fragmentation(largest: int, unused: int) -> float:
 
 
 def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
-    """Return bytes free on a GPU, and its size; by NVML where this process has no context there."""
+    """Return bytes free on a GPU, and its size; by NVML if this process has no context there."""
     if has_context(torch, ordinal):
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
@@ -186,17 +330,46 @@ def _of_nvml(ordinal: int) -> MemoryStats | None:
 
 
 def _of_host(note: str) -> MemoryStats:
-    host = read_host_memory()
+    figures = host.read_host_memory()
     return MemoryStats(
         device="cpu",
-        allocated=host.resident,
-        reserved=host.resident,
-        peak=host.peak,
-        peak_reserved=host.peak,
-        free=host.available,
-        total=host.total,
+        allocated=figures.resident,
+        reserved=figures.resident,
+        peak=figures.peak,
+        peak_reserved=figures.peak,
+        free=figures.available,
+        total=figures.total,
         note=note,
     )
+
+
+def _reset_peak(device: Any) -> bool:
+    """Reset the peak after the open blocks have read it."""
+    for context in _open_contexts:
+        context._update()
+    gpu = cuda.started_gpu(device)
+    if gpu is None:
+        return host.reset_peak()
+    torch, index = gpu
+    torch.cuda.reset_peak_memory_stats(index)
+    return True
+
+
+def _now_and_peak(device: Any) -> tuple[str, int, int]:
+    """Return the device, and its bytes in use now and at the peak."""
+    gpu = cuda.started_gpu(device)
+    if gpu is None:
+        own = host.own_memory()
+        return "cpu", own["VmRSS"], own["VmHWM"]
+    torch, index = gpu
+    now, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
+    return f"cuda:{index}", now, peak
+
+
+def _in_words(device: str, allocated: int, peak: int, reserved: int) -> str:
+    if device == "cpu":
+        return f"host memory: {_mib(allocated)} resident (peak {_mib(peak)})"
+    return f"{device}: {_mib(allocated)} in tensors (peak {_mib(peak)}), {_mib(reserved)} reserved"
 
 
 def _mib(size: float) -> str:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.gpu import GpuInfo, Group, device_name, gpus_of
+from robust_train.model.spec import AttemptSpec
 from robust_train.policy.sizes import PolicySettings, with_accumulation
-from robust_train.policy.unhealthy import is_hardware_fault
-from robust_train.values import (
-    Attempt,
-    AttemptSpec,
-    Clue,
-    Evidence,
-    Failure,
-    FailureKind,
-    GpuInfo,
-    Group,
-    device_name,
-    gpus_of,
-)
 
 _MOST_PRESUMED = 20
 """How many attempts in a row may count as progress of which no step is known."""
@@ -41,16 +32,16 @@ class FailureContext:
     @property
     def last(self) -> AttemptSpec:
         """What the attempt used when it failed; a trainer may have split its batches further."""
-        spec, reached = self.attempt.spec, self.attempt.outcome.micro_batch
+        spec, reached = self.attempt.spec, self.attempt.micro_batch
         if reached is None or reached >= spec.batch_size:
             return spec
         batch_size, accumulation = with_accumulation(self.sizes, reached)
-        return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
+        return spec.with_batch(batch_size, accumulation)
 
     @property
     def keeps_batch(self) -> str | None:
-        """Why no attempt may split the batch in another way, None where it may."""
-        return next((a.outcome.keeps_batch for a in self.history if a.outcome.keeps_batch), None)
+        """Why no attempt may split the batch in another way, None if it may."""
+        return next((a.keeps_batch for a in self.history if a.keeps_batch), None)
 
     @property
     def sizes(self) -> PolicySettings:
@@ -60,7 +51,7 @@ class FailureContext:
     @property
     def failure(self) -> Failure:
         """Why it failed."""
-        failure = self.attempt.outcome.failure
+        failure = self.attempt.failure
         assert failure is not None, "a completed attempt needs no decision"
         return failure
 
@@ -88,18 +79,18 @@ class FailureContext:
         """
         if self.evidence.clue == Clue.IMPORT:  # whenever that was
             return True
-        if self.attempt.outcome.has_begun:
+        if self.attempt.has_begun:
             return False
         return (
             self.evidence.clue == Clue.MODEL
             or self.settings.reports_start
-            or any(attempt.outcome.began_training for attempt in self.history)
+            or any(attempt.began_training for attempt in self.history)
         )
 
     @property
     def nothing_was_reported(self) -> bool:
         """Whether no attempt reported anything that shows a step: the batch may be no matter."""
-        return self.settings.may_report and not any(one.outcome.has_begun for one in self.history)
+        return self.settings.may_report and not any(one.has_begun for one in self.history)
 
     @property
     def ran_out_alike_before(self) -> bool:
@@ -107,8 +98,8 @@ class FailureContext:
         much in use, and nothing was ever reported: the batch is no matter."""
 
         def figures(attempt: Attempt) -> tuple[object, ...]:
-            seen = Evidence() if (failure := attempt.outcome.failure) is None else failure.evidence
-            lines = (attempt.outcome.traceback or "").splitlines()
+            seen = Evidence() if (failure := attempt.failure) is None else failure.evidence
+            lines = (attempt.traceback or "").splitlines()
             place = [line for line in lines if line.startswith("  File ")] or object()
             # a message rounds all but the last, so that a full GPU always looks alike
             used = (seen.requested_bytes, seen.allocated_bytes, seen.reserved_unallocated_bytes)
@@ -128,28 +119,27 @@ class FailureContext:
         """The attempts from the last one whose checkpoints came to a later step than before.
 
         Without steps a second checkpoint counts, and one under a new name: what is written over
-        once may be what the attempt resumed from. A script that begins anew each time looks the
+        once may be what the attempt resumed from. A script that starts over each time looks the
         same, so it counts some times in a row only.
         """
         furthest, begins_at, presumed = -1, 0, 0
         names: set[str | None] = {None}
         for number, attempt in enumerate(self.history):
-            outcome = attempt.outcome
-            step = max(outcome.start_step, outcome.saved_step or 0)
-            is_new = outcome.saves > 1 or outcome.checkpoint not in names
+            step = max(attempt.start_step, attempt.saved_step or 0)
+            is_new = attempt.saves > 1 or attempt.checkpoint not in names
             if step > furthest:
                 furthest, begins_at, presumed = step, number, 0
-            elif outcome.saved_step is None and is_new and presumed < _MOST_PRESUMED:
+            elif attempt.saved_step is None and is_new and presumed < _MOST_PRESUMED:
                 begins_at, presumed = number, presumed + 1
-            names.add(outcome.checkpoint)
+            names.add(attempt.checkpoint)
         return self.history[begins_at:]
 
     @property
     def got_further(self) -> bool:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
-        outcome, step = self.attempt.outcome, self.attempt.outcome.saved_step
+        attempt, step = self.attempt, self.attempt.saved_step
         is_first = len(self.history) == 1  # its first may be what it resumed from
-        has_saved = outcome.saves > is_first if step is None else step > outcome.start_step
+        has_saved = attempt.saves > is_first if step is None else step > attempt.start_step
         return has_saved and len(self.since_progress) == 1
 
     @property
@@ -158,15 +148,14 @@ class FailureContext:
         here = {
             a.spec.batch_size
             for a in self.since_progress
-            if a.spec.device_key == self.last.device_key and a.outcome.stopped_for is None
+            if a.spec.device_key == self.last.device_key and a.stopped_for is None
         }
         return len(here) - 1
 
     @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
-        outcomes = [attempt.outcome for attempt in self.since_progress]
-        own = [outcome.failure for outcome in outcomes if outcome.stopped_for is None]
+        own = [one.failure for one in self.since_progress if one.stopped_for is None]
         return sum(failure is not None and failure.kind is self.failure.kind for failure in own)
 
     def earlier_at_same_step(self) -> Iterable[Attempt]:
@@ -174,12 +163,11 @@ class FailureContext:
 
         Before the first step: since progress, for each attempt may fail there once in a while.
         """
-        is_at_start = self.attempt.outcome.end_step is None
+        is_at_start = self.attempt.end_step is None
         for earlier in (self.since_progress if is_at_start else self.history)[:-1]:
-            outcome = earlier.outcome
-            if outcome.failure is None or outcome.failure.kind is not self.failure.kind:
+            if earlier.failure is None or earlier.failure.kind is not self.failure.kind:
                 continue
-            if outcome.end_step == self.attempt.outcome.end_step:
+            if earlier.end_step == self.attempt.end_step:
                 yield earlier
 
     def faulty(self) -> frozenset[str]:
@@ -192,15 +180,15 @@ class FailureContext:
         no_progress = self.failures_without_progress > self.settings.max_retries
         progress_at = len(self.history) - len(self.since_progress)
         for number, attempt in enumerate(self.history):
-            failure, here = attempt.outcome.failure, uuids(failed_gpus(attempt))
+            failure, here = attempt.failure, uuids(failed_gpus(attempt))
             if failure is None or failure.kind is not FailureKind.DEVICE_FAULT:
                 continue
-            step = (here, attempt.outcome.end_step)
+            step = (here, attempt.end_step)
             is_recent = number >= progress_at
             is_again = step in seen or (is_recent and no_progress)
             if is_again or is_hardware_fault(failure.evidence):
                 left.update(here)
-            if is_recent or attempt.outcome.end_step is not None:
+            if is_recent or attempt.end_step is not None:
                 seen.add(step)
         return frozenset(left)
 
@@ -211,7 +199,7 @@ class FailureContext:
 
 def failed_gpus(attempt: Attempt) -> Group:
     """Return the GPU on which an attempt failed; all of them where that is not known."""
-    failure = attempt.outcome.failure
+    failure = attempt.failure
     return gpus_of(attempt.spec.gpus, None if failure is None else failure.rank)
 
 
@@ -245,3 +233,29 @@ def what_failed(context: FailureContext) -> str:
     if failure.kind is FailureKind.DEVICE_UNAVAILABLE:
         return f"{device} is not available ({failure.message})"
     return failure.message
+
+
+def is_hardware_fault(evidence: Evidence) -> bool:
+    """Return whether the GPU is at fault, not the program: most faults end with the process."""
+    return evidence.clue == Clue.HARDWARE
+
+
+def excluded_after(
+    failure: Failure, suspects: Group, free_bytes: Sequence[int | None]
+) -> dict[str, str]:
+    """Return the UUIDs of GPUs that no job of the host should start on now, with the reason.
+
+    These are a GPU whose hardware failed, if it is known which one it was, and those that no
+    longer answer. After any other fault a new process works on the same GPU.
+
+    Args:
+        failure: of the attempt.
+        suspects: the GPUs on which it may have been.
+        free_bytes: free on each of them now, None if NVML gets no answer.
+    """
+    if failure.kind is not FailureKind.DEVICE_FAULT:
+        return {}
+    if len(suspects) == 1 and is_hardware_fault(failure.evidence):
+        return {suspects[0].uuid: failure.message}
+    silent = (gpu for gpu, free in zip(suspects, free_bytes, strict=True) if free is None)
+    return {gpu.uuid: f"does not answer after: {failure.message}" for gpu in silent}

@@ -1,73 +1,85 @@
 """What to do after an attempt failed: a pure function from settings, history and GPUs.
 
-:func:`decide` takes the first rule of the failure's row in :data:`REMEDIES` that has something to
-offer. To add a remedy, add a rule to :mod:`robust_train.policy.remedies` and name it in the table.
+The user's own rules (``retry.rules``) come first. Then :func:`decide` takes the first rule of the
+failure's row in :data:`REMEDIES` that has something to offer. To add a remedy, add a rule to
+:mod:`robust_train.policy.remedies` and name it in the table.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from robust_train.policy import last_remedies, remedies
+from robust_train.failures.bounded_search import is_found
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import Decision, GiveUp, Retry, RetryRule
+from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.gpu import GpuInfo, Group
+from robust_train.model.spec import AttemptSpec
+from robust_train.policy import remedies
+from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import Rule
-from robust_train.policy.rules import by_users_rule
 from robust_train.policy.sizes import PolicySettings, largest_up_to
-from robust_train.values import (
-    Attempt,
-    AttemptSpec,
-    Clue,
-    Decision,
-    FailureKind,
-    GiveUp,
-    GpuInfo,
-    Group,
-    Retry,
-)
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DEVICE_OOM: (
         remedies.room_taken_by_others,
         remedies.expandable_segments,
         remedies.halve_batch,
-        last_remedies.checkpoint_gradients,
+        remedies.checkpoint_gradients,
         remedies.switch_gpu,
         remedies.second_opinion,
         remedies.fewer_gpus,
-        last_remedies.again_after_progress,
-        last_remedies.cpu_fallback,
+        remedies.again_after_progress,
+        remedies.cpu_fallback,
     ),
     FailureKind.HOST_OOM: (
         remedies.fewer_workers,
         remedies.halve_batch,
-        last_remedies.checkpoint_gradients,
-        last_remedies.again_after_progress,
+        remedies.checkpoint_gradients,
+        remedies.again_after_progress,
     ),
-    FailureKind.WORKER_DEATH: (remedies.fewer_workers, last_remedies.again_after_progress),
+    FailureKind.WORKER_DEATH: (remedies.fewer_workers, remedies.again_after_progress),
     FailureKind.DEVICE_FAULT: (
         remedies.without_expandable_segments,
         remedies.same_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_other_gpu,
         remedies.fewer_gpus,
-        last_remedies.cpu_fallback,
+        remedies.cpu_fallback,
     ),
     FailureKind.DEVICE_UNAVAILABLE: (
         remedies.busy_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_turn,
         remedies.fewer_gpus,
-        last_remedies.cpu_fallback,
+        remedies.cpu_fallback,
     ),
     FailureKind.COMM: (remedies.same_again,),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
+EXCLUDE_GPU = "exclude_gpu"
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What the next attempt may have, as of now."""
+
+    gpus: tuple[GpuInfo, ...] = ()  # could be taken, best first, the job's own included
+    held: tuple[GpuInfo, ...] = ()  # the job may use them, but others have them
+
+
+def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
+    """Return what the job begins with on the GPUs that were found, or on the CPU."""
+    spec, why = size_to_begin_with(settings, (), first_attempt(settings, gpus))
+    return Retry(spec, "start", why)
+
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
-    """Return the requested batch on the GPUs that were found on each node, or on the CPU."""
-    settings = settings.for_ranks(len(gpus) * settings.nodes or settings.cpu_ranks)
+    """Return the requested batch on these GPUs, or on the CPU."""
+    settings = settings.for_ranks(len(gpus) or settings.cpu_ranks)
     return AttemptSpec(
         gpus=gpus,
         ranks=settings.ranks,
@@ -81,29 +93,39 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
     )
 
 
-def on_gpus(settings: PolicySettings, spec: AttemptSpec, gpus: Group) -> AttemptSpec:
-    """Return ``spec`` on these GPUs; another number of them shares its effective batch."""
-    if len(gpus) == spec.ranks:
-        return replace(spec, gpus=gpus)
-    size, accumulation = largest_up_to(settings.for_ranks(len(gpus)), spec.batch_size)
-    sized = replace(spec, batch_size=size, gradient_accumulation_steps=accumulation)
-    return replace(sized, gpus=gpus, ranks=len(gpus))
-
-
-def decide(
-    settings: PolicySettings,  # what the user asked for
-    history: tuple[Attempt, ...],  # every attempt so far; the last one has failed
-    # the GPUs that could be taken now, best first; empty where there are none
-    gpus: tuple[GpuInfo, ...],
-    held: tuple[GpuInfo, ...] = (),  # GPUs that the job may use, but that others have now
-) -> Decision:
+def decide(settings: PolicySettings, history: tuple[Attempt, ...], offers: Offers) -> Decision:
     """Choose the next attempt, or give up.
 
     A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
+
+    Args:
+        settings: what the user asked for.
+        history: every attempt so far; the last one has failed.
+        offers: the GPUs that may be had.
     """
-    context = FailureContext(settings, history, gpus, held)
-    ruled = by_users_rule(context)
-    if ruled is not None:
+    context = FailureContext(settings, history, offers.gpus, offers.held)
+    return _with_first_size(settings, history, _decision(context))
+
+
+def on_gpus(
+    settings: PolicySettings, history: tuple[Attempt, ...], retry: Retry, gpus: Group
+) -> Retry:
+    """Return a decision to wait for room, now that these GPUs have it.
+
+    Another number of GPUs than before shares the same effective batch.
+    """
+    spec = replace(retry.spec, gpus=gpus)
+    if len(gpus) != spec.ranks:
+        size, accumulation = largest_up_to(settings.for_ranks(len(gpus)), spec.batch_size)
+        spec = replace(spec.with_batch(size, accumulation), ranks=len(gpus))
+    spec, _ = size_to_begin_with(settings, history, spec)
+    return replace(retry, spec=spec)
+
+
+def _decision(context: FailureContext) -> Decision:
+    if context.attempt.stopped_for is not None:
+        return remedies.halve_batch_on_request(context)
+    if (ruled := _by_rule(context)) is not None:
         return ruled
     if context.failure.kind is FailureKind.DEVICE_FAULT:
         not_the_device = remedies.same_fault_elsewhere(context)
@@ -112,20 +134,31 @@ def decide(
     return _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
 
 
-def decide_on_request(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
-    """Return what comes after an attempt that stopped because its user wants the batch halved."""
-    return remedies.halve_batch_on_request(FailureContext(settings, history, ()))
+def _with_first_size(
+    settings: PolicySettings, history: tuple[Attempt, ...], decision: Decision
+) -> Decision:
+    """Return the decision with the batch that the first attempt on a kind of device begins with."""
+    if isinstance(decision, GiveUp):
+        return decision
+    spec, why = size_to_begin_with(settings, history, decision.spec)
+    otherwise = decision.otherwise and _with_first_size(settings, history, decision.otherwise)
+    reason = f"{decision.reason}; {why}" if why else decision.reason
+    return replace(decision, spec=spec, reason=reason, otherwise=otherwise)
 
 
 def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
-    """Return the attempt, its unclear lack of memory now a bug if no remedy has helped."""
-    failure = attempt.outcome.failure
-    if failure is None or not isinstance(decision, GiveUp):
+    """Return the attempt with what was decided after it.
+
+    An unclear lack of memory that no remedy has helped is a bug.
+    """
+    failure = attempt.failure
+    if decision is None:
+        return replace(attempt, reason=attempt.outcome if failure is None else failure.message)
+    attempt = replace(attempt, action=decision.action, reason=decision.reason)
+    is_unclear = failure is not None and failure.evidence.clue == Clue.UNCLEAR
+    if failure is None or not is_unclear or not isinstance(decision, GiveUp):
         return attempt
-    if failure.kind is not FailureKind.HOST_OOM or failure.evidence.clue != Clue.UNCLEAR:
-        return attempt
-    bug = replace(failure, kind=FailureKind.BUG, advice=())
-    return replace(attempt, outcome=replace(attempt.outcome, failure=bug))
+    return replace(attempt, failure=replace(failure, kind=FailureKind.BUG, advice=()))
 
 
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
@@ -158,25 +191,110 @@ def _why_give_up(context: FailureContext) -> str:
             "out of memory before the first step: model, optimizer and data do not fit, and a "
             f"smaller batch does not help: {message}"
         )
+    count = context.failures_without_progress
     if kind is FailureKind.INTERRUPTED:
-        count = context.failures_without_progress
         return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
-        count = context.failures_without_progress
         what = "hang" if context.evidence.library == "robust_train" else "network failure"
         attempts = "attempts" if count > 1 else "attempt"
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for attempt in context.history:
-        size, reached = str(attempt.spec.batch_size), attempt.outcome.micro_batch
+        size, reached = str(attempt.spec.batch_size), attempt.micro_batch
         reached_size = size if reached is None else f"{size} down to {reached}"
         tried.setdefault(attempt.spec.device, []).append(reached_size)
     listed = "; ".join(f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items())
     if kind.is_memory:
         hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
-        if not any(attempt.outcome.has_begun for attempt in context.history):
+        if not any(attempt.has_begun for attempt in context.history):
             hint += "; no attempt reported a step: where model or data do not fit, no batch does"
         if context.keeps_batch:
             hint += f"; the batch was not split: {context.keeps_batch}"
         return f"out of memory on every device that may be used: {listed}{hint}"
     return f"{kind.value} again after every remedy ({listed}): {message}"
+
+
+# --- the user's own rules -------------------------------------------------------------------------
+
+
+def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
+    """Return the attempt with the number of the user's rule that applies to it, if there is one.
+
+    With the rule ``exclude_gpu`` it is a failure of the GPU.
+    """
+    failure = attempt.failure
+    if failure is None or attempt.stopped_for is not None:
+        return attempt
+    context = FailureContext(settings, (*earlier, attempt), ())
+    for number, rule in enumerate(settings.rules):
+        has_tries = rule.then == "stop" or _tries(context, number) < _most(settings, rule)
+        if has_tries and _fits(rule, attempt) and _can(rule, context):
+            break
+    else:
+        return attempt
+    attempt = replace(attempt, rule=number)
+    if rule.then != EXCLUDE_GPU:
+        return attempt
+    why = _why(replace(context, history=(*earlier, attempt)))
+    evidence = replace(failure.evidence, clue=Clue.HARDWARE)
+    fault = FailureKind.DEVICE_FAULT
+    failure = replace(failure, kind=fault, message=f"{why}: {EXCLUDE_GPU}", evidence=evidence)
+    return replace(attempt, failure=failure)
+
+
+def _by_rule(context: FailureContext) -> Decision | None:
+    """Return what the user's rule for this failure decides, None if the remedies do."""
+    number = context.attempt.rule
+    if number is None:
+        return None
+    match context.settings.rules[number].then:
+        case "stop":
+            return GiveUp(f"{_why(context)}: stop")
+        case "smaller_batch":
+            return remedies.halved(context, "halve_batch", f"{_why(context)}: micro-batch ")
+        case "retry":
+            pause = remedies.pause_before(context.settings, _tries(context, number))
+            reason = f"{_why(context)}: the same again in {pause:g} s"
+            return Retry(context.last, "retry", reason, pause_seconds=pause)
+    return None  # the remedies for a GPU whose hardware failed
+
+
+def _why(context: FailureContext) -> str:
+    """Return the failure, the rule that applies to it, and which try of the rule this is."""
+    number = context.attempt.rule
+    assert number is not None
+    rule, which = context.settings.rules[number], ""
+    if rule.then != "stop":
+        which = f" ({_tries(context, number)} of {_most(context.settings, rule)})"
+    return f"{context.failure.message}; retry.rules[{number}]{which}"
+
+
+def _tries(context: FailureContext, number: int) -> int:
+    """Return how often a rule has been applied since the job got further."""
+    return sum(attempt.rule == number for attempt in context.since_progress)
+
+
+def _most(settings: PolicySettings, rule: RetryRule) -> int:
+    return settings.max_retries if rule.times is None else rule.times
+
+
+def _fits(rule: RetryRule, attempt: Attempt) -> bool:
+    failure = attempt.failure
+    if failure is None or rule.exit_code not in (None, attempt.exit_code):
+        return False
+    names = {name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])}
+    if rule.exception is not None and rule.exception not in names:
+        return False
+    texts = (failure.message, attempt.traceback or "", attempt.exit.output)
+    # progress bars: one line of their thousands takes patterns like `.*a.*b` hours
+    text = "\n".join(texts).replace("\r", "\n")
+    return rule.message is None or is_found(rule.message, text)
+
+
+def _can(rule: RetryRule, context: FailureContext) -> bool:
+    """Return whether what the rule demands is possible: else the next one, or a remedy, decides."""
+    if rule.then == EXCLUDE_GPU:
+        return bool(context.last.gpus)
+    last = context.last
+    has_smaller = last.has_batch and last.batch_size > context.settings.min_batch_size
+    return rule.then != "smaller_batch" or (has_smaller and not context.keeps_batch)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from robust_train.policy.context import FailureContext, exchanged, failed_gpus, uuids, what_failed
-from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller
-from robust_train.policy.unhealthy import is_hardware_fault
-from robust_train.readable import mib
-from robust_train.values import (
-    MIB,
-    AttemptSpec,
-    Clue,
-    FailureKind,
-    GpuInfo,
-    Group,
-    Retry,
-    Room,
-    device_name,
+from robust_train.model.decision import Retry, Room
+from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.gpu import GpuInfo, Group, device_name
+from robust_train.model.spec import AttemptSpec
+from robust_train.policy.context import (
+    FailureContext,
+    exchanged,
+    failed_gpus,
+    is_hardware_fault,
+    uuids,
+    what_failed,
 )
+from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller, sizes
+from robust_train.readable import MIB, mib
 
 NOTABLE_BYTES = 256 * MIB
 """If other processes took at least this many bytes, they are blamed for running out of memory."""
@@ -37,12 +36,12 @@ Rule = Callable[[FailureContext], "Retry | None"]
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
     """Retry the same batch where others left room, or when there is room again."""
-    settings, taken = context.settings, context.attempt.outcome.taken_by_others_bytes
+    settings, taken = context.settings, context.attempt.taken_by_others_bytes
     if not context.last.gpus or taken < NOTABLE_BYTES or not _would_have_fitted(context, taken):
         return None
     if _tries_of_the_same(context) > settings.max_retries:
         return None
-    needed = context.attempt.outcome.gpu_free_before_bytes
+    needed = context.attempt.gpu_free_before_bytes
     assert needed is not None
     why = f"{what_failed(context)}, but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
@@ -127,7 +126,7 @@ def switch_gpu(context: FailureContext) -> Retry | None:
         return None
     offered = min(gpu.free_bytes for gpu in group)
     batch_size, accumulation = _size_that_should_fit(context, had=had, offered=offered)
-    spec = sized(replace(context.last, gpus=group), batch_size, accumulation)
+    spec = replace(context.last.with_batch(batch_size, accumulation), gpus=group)
     reason = (
         f"{what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
         f"{mib(offered)} free ({mib(had)} were free on {device_name(context.failed_gpus)})"
@@ -161,7 +160,7 @@ def second_opinion(context: FailureContext) -> Retry | None:
 def without_expandable_segments(context: FailureContext) -> Retry | None:
     """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
-    if not last.gpus or not last.expandable_segments or context.attempt.outcome.has_begun:
+    if not last.gpus or not last.expandable_segments or context.attempt.has_begun:
         return None
     if not context.settings.may_use_expandable_segments or context.evidence.clue != Clue.DRIVER:
         return None
@@ -173,7 +172,7 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
-    """Start anew on the same GPU: most faults break the process's context, not the GPU."""
+    """Start over on the same GPU: most faults break the process's context, not the GPU."""
     if not context.gpus_are_available or context.faulty().intersection(uuids(context.failed_gpus)):
         return None
     where = device_name(context.failed_gpus)
@@ -242,7 +241,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
     if context.failures_without_progress > settings.max_retries:
         return None
     what = what_failed(context)
-    reason = f"{what}, and somebody else has it: same batch on the next available GPU"
+    reason = f"{what}, and someone else has it: same batch on the next available GPU"
     only = () if settings.may_switch_gpu else ours
     room = Room(only, settings.min_gpu_memory_bytes, counts=(len(ours),))
     return Retry(context.last, "wait", reason, room=room)
@@ -259,7 +258,7 @@ def same_again(context: FailureContext) -> Retry | None:
 
 
 def killed_again(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint: somebody killed the process without a request."""
+    """Retry from the last checkpoint: someone killed the process without a request."""
     if context.evidence.clue != Clue.KILLED:
         return None
     if context.failures_without_progress > context.settings.max_retries:
@@ -276,7 +275,7 @@ def same_fault_elsewhere(context: FailureContext) -> str | None:
     here = uuids(context.failed_gpus)
     for earlier in context.earlier_at_same_step():
         if uuids(failed_gpus(earlier)) != here:
-            step = context.attempt.outcome.end_step
+            step = context.attempt.end_step
             where = "before the first step" if step is None else f"at step {step}"
             return (
                 f"the same failure {where} on two devices ({device_name(failed_gpus(earlier))} "
@@ -284,6 +283,56 @@ def same_fault_elsewhere(context: FailureContext) -> str | None:
                 f"{context.failure.message}"
             )
     return None
+
+
+# --- the last ones -------------------------------------------------------------------------------
+
+
+def checkpoint_gradients(context: FailureContext) -> Retry | None:
+    """Retry the smallest micro-batch, with activations recomputed instead of kept."""
+    settings, last = context.settings, context.last
+    if not settings.may_checkpoint_gradients or last.gradient_checkpointing:
+        return None
+    # on a GPU it is there that activations lie
+    is_hosts = context.failure.kind is FailureKind.HOST_OOM and bool(last.gpus)
+    if context.failed_before_training or is_hosts:
+        return None
+    *_, (size, accumulation) = sizes(context.sizes)
+    spec = replace(last.with_batch(size, accumulation), gradient_checkpointing=True)
+    change = f" at micro-batch {last.batch_size}: {size}" if last.has_batch else ": again"
+    reason = (
+        f"{what_failed(context)}{change} with gradient checkpointing: the same gradients in about "
+        "a third more time (allow_gradient_checkpointing)"
+    )
+    warning = effective_batch_warning(settings, spec)
+    return Retry(spec, "gradient_checkpointing", reason, warning)
+
+
+def again_after_progress(context: FailureContext) -> Retry | None:
+    """Repeat in a new process as long as each attempt saves a later checkpoint: memory leaks."""
+    if not context.got_further or context.failed_before_training:
+        return None
+    reason = f"{what_failed(context)}, but got further: the same again from the last checkpoint"
+    return Retry(context.last, "retry", reason)
+
+
+def cpu_fallback(context: FailureContext) -> Retry | None:
+    """Take the CPU at the requested batch, once, where the user allows it."""
+    if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:
+        return None
+    settings = context.settings.for_ranks(context.settings.cpu_ranks)
+    spec = replace(
+        context.last,
+        gpus=(),
+        ranks=settings.ranks,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+    spec = spec.with_batch(settings.batch_size, settings.gradient_accumulation_steps)
+    why = f"{what_failed(context)} and no other GPU is available: on the CPU"
+    if context.failure.kind is FailureKind.DEVICE_OOM:
+        size = context.last.batch_size
+        why = f"{what_failed(context)} at micro-batch {size} and no GPU has more to offer"
+    return Retry(spec, "cpu_fallback", why)
 
 
 # --- what rules share -----------------------------------------------------------------------------
@@ -317,16 +366,16 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         if not here or not there or here.intersection(uuids(there)):
             continue
         # it shows how much others had, not how much the step needs
-        if earlier.outcome.taken_by_others_bytes >= NOTABLE_BYTES:
+        if earlier.taken_by_others_bytes >= NOTABLE_BYTES:
             continue
-        reached = earlier.outcome.micro_batch or earlier.spec.batch_size
+        reached = earlier.micro_batch or earlier.spec.batch_size
         if reached <= context.last.batch_size and min(gpu.free_bytes for gpu in there) >= had:
             return True
     return False
 
 
 def _driver_refused_segments(context: FailureContext) -> bool:
-    failures = (attempt.outcome.failure for attempt in context.history)
+    failures = (attempt.failure for attempt in context.history)
     return any(failure and failure.evidence.clue == Clue.DRIVER for failure in failures)
 
 
@@ -363,15 +412,10 @@ def halved(context: FailureContext, action: str, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last = context.last
     batch_size, accumulation = next_smaller(context.sizes, last.batch_size)
-    spec = sized(last, batch_size, accumulation)
+    spec = last.with_batch(batch_size, accumulation)
     before = last.gradient_accumulation_steps
     reason = f"{why}{last.batch_size} → {batch_size}, accumulation {before} → {accumulation}"
     return Retry(spec, action, reason, effective_batch_warning(context.settings, spec))
-
-
-def sized(spec: AttemptSpec, batch_size: int, accumulation: int) -> AttemptSpec:
-    """Return ``spec`` with another split of the batch."""
-    return replace(spec, batch_size=batch_size, gradient_accumulation_steps=accumulation)
 
 
 def effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str | None:

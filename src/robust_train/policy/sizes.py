@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from robust_train.values import RetryRule
+from robust_train.model.decision import RetryRule
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,6 @@ class PolicySettings:
     batch_size: int  # requested micro-batch of each rank
     gradient_accumulation_steps: int = 1  # requested accumulation of each rank
     ranks: int = 1  # requested processes that share a step, one for each GPU
-    nodes: int = 1  # machines that have equally many of them
     cpu_ranks: int = 1  # processes on the CPU
     min_ranks: int | None = None  # fewest GPUs to go on with; None: never fewer than `ranks`
     num_workers: int = 0  # requested data-loader workers
@@ -31,10 +30,13 @@ class PolicySettings:
     prefetch_factor: int = 2  # requested batches that each data-loader worker prepares ahead
     expandable_segments: bool = True  # what the allocator uses from the start
     may_use_expandable_segments: bool = True  # False where the user's own environment settles it
-    may_wait: bool = True  # whether to wait for a GPU or for memory that somebody else took
+    may_wait: bool = True  # whether to wait for a GPU or for memory that other processes took
     retry_pause_seconds: float = 10.0  # before the first retry of the same thing; doubles with each
     # `training.batch_size=auto`: `batch_size` is only the largest, so halving it is no retry
     finds_batch_size: bool = False
+    can_probe: bool = True  # an attempt can find the size before it trains; a script cannot
+    found_sizes: Mapping[str, int] = field(default_factory=dict)  # by earlier launches, by device
+    requested_size: int | None = None  # in an earlier launch, by `robust-train run halve-batch`
     may_report: bool = True  # an attempt can report its steps, if its trainer does
     reports_start: bool = False  # the trainer is known to report when training begins
     has_batch: bool = True  # the trainer is given a batch size

@@ -17,7 +17,11 @@ def train(cfg: DictConfig, run: Run) -> float:
         nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
-    criterion = nn.CrossEntropyLoss()
+
+    def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch  # any part of the step's samples
+        return nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+
     first = load(run, model, optimizer)
     run.started(first)
     # samples per optimizer step: constant, also when the launcher halves the micro-batch size
@@ -25,10 +29,7 @@ def train(cfg: DictConfig, run: Run) -> float:
     for step in range(first + 1, cfg.spirals.steps + 1):
         chosen = torch.randint(len(points), (samples,))
         optimizer.zero_grad()
-        for micro in run.micro_batches((points[chosen], labels[chosen]), model):
-            with micro:
-                x, y = micro.data
-                micro.backward(criterion(model(x.to(device)), y.to(device)))
+        run.backward(loss_of, (points[chosen], labels[chosen]), model)
         optimizer.step()
         run.progress(step, total_steps=cfg.spirals.steps)
         is_last = step == cfg.spirals.steps or run.stop_requested

@@ -8,16 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.errors import ConfigError, NoDevice
-from robust_train.events import Event, MemoryReported
-from robust_train.gpu.allocation import allocated_by
+from robust_train.config.schema import RobustConfig
 from robust_train.gpu.footprint import footprint, learn_context_bytes
 from robust_train.gpu.inventory import ask_health_again, read_inventory
 from robust_train.gpu.nvml_session import NO_DRIVER, close_session
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
-from robust_train.gpu.visible import Visible, visible_gpus
-from robust_train.policy.unhealthy import excluded_after
-from robust_train.queue.host_queue import HostQueue, Sleep
+from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import Room
+from robust_train.model.errors import ConfigError, NoDevice
+from robust_train.model.events import Event, MemoryReported
+from robust_train.model.failure import FailureKind
+from robust_train.model.gpu import GpuInfo, Group, gpus_of
+from robust_train.policy.context import excluded_after
+from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.waiting import (
     GpuRequest,
@@ -26,8 +30,7 @@ from robust_train.queue.waiting import (
     wait_for_gpu,
     why_pointless,
 )
-from robust_train.settings import DeviceSettings
-from robust_train.values import MIB, FailureKind, GpuInfo, Group, Outcome, Room, gpus_of
+from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
 
@@ -43,25 +46,26 @@ class Devices:
 
     def __init__(
         self,
-        settings: DeviceSettings,
+        config: RobustConfig,
+        job_name: str,  # shown to the other jobs of the host
         environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
         run_dir: Path,
-        sleep: Sleep,  # how to wait; whatever it raises ends the waiting
+        sleep: Callable[[float], None],  # how to wait; whatever it raises ends the waiting
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
         token: str = "",  # the last part of the job's id in the host's queue; empty: any
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._environ = environ
         self._sleep = sleep
         self._on_wait = on_wait
-        self._need_bytes = settings.min_free_bytes
+        self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._queue = HostQueue(
-            _queue_directory(settings, environ),
-            name=settings.job_name,
+            _queue_directory(config, environ),
+            name=job_name,
             run_dir=str(run_dir),
-            jobs_per_device=settings.jobs_per_device,
+            jobs_per_device=config.gpu_jobs_per_device,
             read=self._read,
             token=token,
         )
@@ -86,31 +90,33 @@ class Devices:
             ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
                 job of several; or more is wanted than the GPUs could ever give.
         """
-        settings = self._settings
-        if not settings.auto_device and settings.device == "cpu":
+        config = self._config
+        if not config.auto_device and config.device == "cpu":
             return ()
-        if settings.num_gpus > 1 and not settings.auto_device and settings.device != "auto":
+        if config.num_gpus > 1 and not config.auto_device and config.device != "auto":
             raise ConfigError(
-                f"num_gpus={settings.num_gpus} does not go with auto_device=false "
-                f"device={settings.device}, which is one GPU: leave device out, and name the GPUs "
+                f"num_gpus={config.num_gpus} does not go with auto_device=false "
+                f"device={config.device}, which is one GPU: leave device out, and name the GPUs "
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
-        if settings.auto_device and settings.device not in ("auto", "cuda"):
-            log.warning("device=%s is not used because auto_device=true", settings.device)
+        if config.auto_device and config.device not in ("auto", "cuda"):
+            log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
         if visible.warning is not None and visible.gpus:  # else it is the reason below
             log.warning("%s", visible.warning)
-        if not visible.gpus and not settings.auto_device and settings.device != "auto":
-            raise ConfigError(f"device={settings.device}: no such GPU here: {visible.why_none}")
+        if not visible.gpus and not config.auto_device and config.device != "auto":
+            raise ConfigError(f"device={config.device}: no such GPU here: {visible.why_none}")
         if not visible.gpus:
             has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
-        only = () if settings.auto_device else _named(settings.device, visible)
-        request = self._request(settings.min_free_bytes, only)
+        only = () if config.auto_device else _named(config.device, visible)
+        request = self._request(config.min_gpu_memory_bytes, only)
         # an unreadable GPU may have more, and an administrator may open a prohibited one
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
+        default_bytes = RobustConfig.min_gpu_memory_mb * MIB
+        asks_for_more = config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes
         least = replace(request, count=min((request.count, *fewer)))
-        if settings.asks_for_more and not changes and (why := why_pointless(least, visible)):
+        if asks_for_more and not changes and (why := why_pointless(least, visible)):
             raise ConfigError(why)
         group = self._wait(request, (request.count, *fewer))
         if isinstance(group, NoGpu):
@@ -126,7 +132,7 @@ class Devices:
 
     def candidates(self) -> tuple[GpuInfo, ...]:
         """Return the GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
-        count, least = self._settings.num_gpus, self._settings.min_free_bytes
+        count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
         return tuple(rank([g for g in self._queue.open_gpus() if can_be_one_of(g, count)], least))
 
     def held_by_others(self, candidates: Group) -> tuple[GpuInfo, ...]:
@@ -137,8 +143,8 @@ class Devices:
             for gpu in self._queue.read().gpus
             if gpu.uuid not in have
             and gpu.unusable is None
-            and gpu.total_bytes >= self._settings.min_free_bytes
-            and can_be_one_of(gpu, self._settings.num_gpus)
+            and gpu.total_bytes >= self._config.min_gpu_memory_bytes
+            and can_be_one_of(gpu, self._config.num_gpus)
         )
 
     def take(self, group: Group) -> bool:
@@ -158,24 +164,24 @@ class Devices:
         """Record what an attempt in another process uses; to be called often."""
         self._queue.tick()
 
-    def ended(self, group: Group, outcome: Outcome, free_before: FreeBytes) -> FreeBytes:
+    def ended(self, attempt: Attempt, free_before: FreeBytes) -> FreeBytes:
         """Record that an attempt's processes are gone; wait for its memory if it failed. Returns
         bytes that are free on each of its GPUs after that; empty where it did not fail."""
-        shown = outcome.memory or {}
+        group, shown, failure = attempt.spec.gpus, attempt.memory, attempt.failure
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:
             name = group[0].name if group else None
             if name is not None:
                 learn_context_bytes(name, shown)
-            self._need_bytes = max(self._settings.min_free_bytes, footprint(peak, name))
-        if outcome.failure is None:
+            self._need_bytes = max(self._config.min_gpu_memory_bytes, footprint(peak, name))
+        if failure is None:
             return ()
         self._queue.drain()
-        if outcome.failure.kind is FailureKind.DEVICE_FAULT:
+        if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
-            suspects = gpus_of(group, outcome.failure.rank)
-            excluded = excluded_after(outcome.failure, suspects, free_bytes(suspects))
+            suspects = gpus_of(group, failure.rank)
+            excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self._queue.exclude(uuid, reason)
         return self._settle(group, free_before)
@@ -212,12 +218,12 @@ class Devices:
         """Return a request for all GPUs of ``only``, or for as many as the job needs."""
         return GpuRequest(
             min_bytes=min_bytes,
-            wait=self._settings.wait,
-            timeout_seconds=self._settings.wait_timeout_seconds,
-            interval_seconds=self._settings.check_interval_seconds,
+            wait=self._config.wait_for_gpu,
+            timeout_seconds=60 * self._config.gpu_wait_timeout_minutes,
+            interval_seconds=self._config.gpu_check_interval_seconds,
             only=frozenset(only) if only else None,
             exclude=frozenset(exclude),
-            count=len(only) or self._settings.num_gpus,
+            count=len(only) or self._config.num_gpus,
         )
 
     def _read(self, processes: bool) -> Visible:
@@ -237,7 +243,7 @@ class Devices:
             self._sleep(0.05)
 
     def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
-        if not self._settings.allow_cpu_fallback:
+        if not self._config.allow_cpu_fallback:
             raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
         if has_gpus:
             log.warning("%s: training on the CPU, which may take many times as long", reason)
@@ -265,13 +271,12 @@ def _free_bytes(group: Group) -> FreeBytes:
     return tuple(now.get(gpu.uuid) for gpu in group)
 
 
-def with_free_bytes(outcome: Outcome, before: FreeBytes, after: FreeBytes) -> Outcome:
-    """Return the outcome with the free memory of the GPU on which it failed, if that is ours."""
-    rank = 0 if outcome.failure is None else outcome.failure.rank or 0
-    if outcome.failure is None or rank >= min(len(before), len(after)):
-        return outcome
-    free = before[rank], after[rank]
-    return replace(outcome, gpu_free_before_bytes=free[0], gpu_free_after_bytes=free[1])
+def with_free_bytes(attempt: Attempt, before: FreeBytes, after: FreeBytes) -> Attempt:
+    """Return the attempt with the free memory of the GPU on which it failed, if that is ours."""
+    rank = 0 if attempt.failure is None else attempt.failure.rank or 0
+    if attempt.failure is None or rank >= min(len(before), len(after)):
+        return attempt
+    return replace(attempt, gpu_free_before_bytes=before[rank], gpu_free_after_bytes=after[rank])
 
 
 def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
@@ -290,15 +295,15 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     return f"cuda:{visible.ordinal(group[0].uuid) or 0}"
 
 
-def _queue_directory(settings: DeviceSettings, environ: Mapping[str, str]) -> Path | None:
+def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
     """Return where the host's jobs queue; None if this one does not."""
-    if not settings.queue:
+    if not config.gpu_queue:
         return None
     owner = allocated_by(environ)
     if owner is not None:
         log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
-    return directory_for(settings.queue_dir, environ)
+    return directory_for(config.gpu_queue_dir, environ)
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

@@ -1,36 +1,51 @@
-"""The directory in which this host's jobs see each other; its files are opened safely.
+"""The directory in which this host's jobs see each other, and the small files in it.
 
-Anybody may write there, so nothing in it is trusted: what another user puts there can make a job
-wait, never crash, kill or over-commit. Only the directory's owner could remove others' files.
+It is the administrator's: with its sticky bit everyone may add files and remove only their own. A
+file of another user is data: a regular file, not followed, limited in size, parsed or ignored.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
+import json
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from robust_train.files import parse_json
+from robust_train.gpu.processes import user_name
+from robust_train.model.gpu import GpuInfo
+
+log = logging.getLogger("robust_train")
+
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
-"""Names the directory where ``gpu_queue_dir`` does not; beats the default."""
+"""Names the directory if ``gpu_queue_dir`` does not; takes precedence over the default."""
 
 RUNTIME = Path("/run/lock")
+LIMITS_FILE = "queue.yaml"
+EXCLUDED_SECONDS = 1800.0
+MOST_FILES_PER_USER = 1000
+
 _TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MOUNTS = Path("/proc/self/mounts")
 _SHARED_MODE = 0o1777
-
-# their locks may hang, or end at another host
+_MOST_BYTES = 4096
+_MOST_TEXT = 200
+_EXCLUSION_FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
+# their locks may hang, or not reach other hosts
 _NOT_LOCAL = re.compile(r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda")
+_warned: set[str] = set()
 
 
 class QueueProblem(Exception):
-    """The queue directory cannot be used. The message names it, the trouble and a way out."""
+    """The queue directory cannot be used. The message names it, the problem and a way out."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +53,38 @@ class QueueDir:
     """An opened, checked queue directory of this boot of this host."""
 
     path: Path  # for people; files are opened through `fd`
-    fd: int  # the directory's descriptor
+    fd: int
     file_system: str  # its type, `tmpfs` …
-    owner: int = 0  # a user other than root who may remove any file in it, 0 if there is none
+    owner: int = 0  # a user other than root who may remove any file in it, else 0
 
     def close(self) -> None:
-        """Close the descriptor, which also releases the queue lock."""
+        """Close the descriptor."""
         os.close(self.fd)
 
-    def names(self) -> list[str]:
-        """Return the names in it, in no order."""
-        return os.listdir(self.fd)
+    def matches(self, pattern: re.Pattern[str]) -> tuple[list[re.Match[str]], dict[int, int]]:
+        """Return the names that match, sorted, and how many are left out by user id.
 
-    def open(self, name: str, access: int = os.O_RDONLY) -> int | None:
-        """Return a descriptor of a plain file, for reading; None if there is none."""
+        One user's files beyond a thousand are left out, so they delay no other user.
+        """
+        found = [match for name in os.listdir(self.fd) if (match := pattern.fullmatch(name))]
+        found.sort(key=lambda match: match[0])
+        if len(found) <= MOST_FILES_PER_USER:
+            return found, {}
+        kept = []
+        count: dict[int, int] = {}
+        for match in found:
+            with contextlib.suppress(OSError):
+                owner = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False).st_uid
+                count[owner] = count.get(owner, 0) + 1
+                if count[owner] <= MOST_FILES_PER_USER:
+                    kept.append(match)
+        most = MOST_FILES_PER_USER
+        return kept, {owner: number - most for owner, number in count.items() if number > most}
+
+    def open(self, name: str) -> int | None:
+        """Return a descriptor of a regular file, for reading; None if there is none."""
         # O_NONBLOCK: a FIFO planted under the name must not block the open
-        flags = access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(name, flags, dir_fd=self.fd)
         except OSError:
@@ -63,22 +94,18 @@ class QueueDir:
         os.close(fd)
         return None
 
-    def files(
-        self, pattern: re.Pattern[str], limit_bytes: int = 32768
-    ) -> Iterator[tuple[str, os.stat_result, bytes]]:
-        """Yield name, status and content of the plain files with such names."""
-        for name in filter(pattern.fullmatch, self.names()):
-            if (found := self.read(name, limit_bytes)) is not None:
-                yield name, *found
-
-    def read(self, name: str, limit_bytes: int) -> tuple[os.stat_result, bytes] | None:
-        """Return a plain file's status, and what :func:`read_small` returns; None without one."""
-        if (fd := self.open(name)) is None:
+    def read(self, name: str) -> tuple[os.stat_result, bytes] | None:
+        """Return status and content of a small regular file; None if there is none."""
+        fd = self.open(name)
+        if fd is None:
             return None
         try:
-            return os.fstat(fd), read_small(fd, limit_bytes)
+            status, data = os.fstat(fd), os.pread(fd, _MOST_BYTES + 1, 0)
+        except OSError:
+            return None
         finally:
             os.close(fd)
+        return (status, data) if len(data) <= _MOST_BYTES else None
 
     def create(self, name: str, mode: int) -> int:
         """Return a descriptor of a new file, for reading and writing.
@@ -87,47 +114,19 @@ class QueueDir:
             OSError: it cannot be made (full, read-only, the name is taken).
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, mode, dir_fd=self.fd)
-        try:
-            os.fchmod(fd, mode)  # whatever the umask
-        except OSError:
-            os.close(fd)
-            self.remove(name)
-            raise
-        return fd
+        return os.open(name, flags, mode, dir_fd=self.fd)
 
     def remove(self, name: str) -> bool:
-        """Remove a file; False if that is not possible (another user's)."""
+        """Remove a file; return False if that is not possible (another user's)."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
             return False
         return True
 
-    def is_still(self, name: str, fd: int) -> bool:
-        """Return whether ``name`` still is the file of ``fd``: a cleaner may have removed it."""
-        return _is_same(name, fd, self.fd)
-
-    def exists_still(self) -> bool:
-        """Return whether the path still leads to the directory behind ``fd``."""
-        return _is_same(self.path, self.fd)
-
-
-def _is_same(path: Path | str, fd: int, dir_fd: int | None = None) -> bool:
-    try:
-        there, here = os.stat(path, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd)
-    except OSError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-
-
-def read_small(fd: int, limit_bytes: int) -> bytes:
-    """Return what a file holds; nothing if it holds more than the limit or cannot be read."""
-    try:
-        data = os.pread(fd, limit_bytes + 1, 0)
-    except OSError:
-        return b""
-    return b"" if len(data) > limit_bytes else data
+    def problem(self, error: OSError) -> QueueProblem:
+        """Return the error for a file that cannot be written."""
+        return _problem(self.path, _why_not_written(error, "written"))
 
 
 def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
@@ -137,7 +136,7 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
         return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME
     # all users of the host have to arrive at the same answer, whoever comes first
-    if runtime.is_dir() or _everybody_may_create_in(RUNTIME):
+    if runtime.is_dir() or _everyone_may_create_in(RUNTIME):
         return runtime
     return _TEMPORARY / _NAME
 
@@ -155,11 +154,9 @@ def open_queue_dir(path: Path) -> QueueDir:
         try:
             kind = file_system_of(fd)
             if _NOT_LOCAL.match(kind):
-                trouble = f"is on {kind}, where a lock may hang or not reach other processes"
-                raise problem_with(path, trouble)
+                raise _problem(path, f"is on {kind}, where locks may hang or not work")
             if not os.access(name, os.W_OK | os.X_OK, dir_fd=base, effective_ids=True):
-                raise problem_with(path / name, "is not writable")
-            _try_lock(fd, path)
+                raise _problem(path / name, "is not writable")
             owner = os.fstat(base).st_uid or os.fstat(fd).st_uid
         except BaseException:
             os.close(fd)
@@ -179,12 +176,13 @@ def tmpfiles_line(path: Path) -> str:
 
 def file_system_of(fd: int) -> str:
     """Return the type of the file system behind a directory's descriptor, ``ext4``."""
-    path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+    path = os.readlink(f"/proc/self/fd/{fd}")
     # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
-    # any user may mount FUSE, under a name that is no text or has line ends of Unicode in it
-    mounts = [line.split(b" ") for line in MOUNTS.read_bytes().split(b"\n") if line]
-    types = {Path(os.fsdecode(w[1].replace(b"\\040", b" "))): os.fsdecode(w[2]) for w in mounts}
-    return next((types[place] for place in (path, *path.parents) if place in types), "unknown")
+    mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape").split("\n")
+    types = {words[1]: words[2] for line in mounts if len(words := line.split(" ")) > 2}
+    places = (path, *map(str, Path(path).parents))
+    found = (types.get(place.replace(" ", "\\040")) for place in places)
+    return next((kind for kind in found if kind is not None), "unknown")
 
 
 def boot_name() -> str:
@@ -203,10 +201,10 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     try:
         fd = _open_or_make(path, dir_fd)
     except OSError as error:
-        why = why_not_written(error) or f"cannot be used ({error.strerror})"
+        why = _why_not_written(error, "used")
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            why = "is a symbolic link or no directory"
-        raise problem_with(shown, why) from error
+            why = "is a symbolic link or not a directory"
+        raise _problem(shown, why) from error
     status = os.fstat(fd)
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     trouble = None
@@ -216,7 +214,7 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
         trouble = f"belongs to user {status.st_uid} and is not shared"
     if trouble is not None:
         os.close(fd)
-        raise problem_with(shown, trouble)
+        raise _problem(shown, trouble)
     return fd
 
 
@@ -238,26 +236,15 @@ def _open_or_make(path: Path | str, dir_fd: int | None) -> int:
     return fd
 
 
-def why_not_written(error: OSError) -> str | None:
-    """Return the end of a sentence about missing room; None for any other error."""
+def _why_not_written(error: OSError, done: str) -> str:
     if error.errno == errno.ENOSPC:
         return f"is on a file system that is full ({error.strerror}): make room there"
     if error.errno == errno.EDQUOT:
         return f"is beyond your quota ({error.strerror}): remove files of yours there"
-    return None
+    return f"cannot be {done} ({error.strerror})"
 
 
-def _try_lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except BlockingIOError:
-        pass  # another process holds it right now: locks work
-    except OSError as error:
-        raise problem_with(path, f"has no working locks ({error.strerror})") from error
-
-
-def _everybody_may_create_in(folder: Path) -> bool:
+def _everyone_may_create_in(folder: Path) -> bool:
     try:
         status = folder.lstat()
     except OSError:
@@ -266,8 +253,127 @@ def _everybody_may_create_in(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
 
 
-def problem_with(path: Path, trouble: str) -> QueueProblem:
-    """Return the error for a directory; ``trouble`` follows its name in the sentence."""
+def _problem(path: Path, trouble: str) -> QueueProblem:
     return QueueProblem(
         f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or {VARIABLE}"
+    )
+
+
+# --- limits by the administrator -------------------------------------------------------------
+
+
+def read_gpu_limit(directory: QueueDir) -> int | None:
+    """Return ``max_gpus_per_user`` of root's ``queue.yaml``; None if there is no limit.
+
+    A mistake in the file is one line in the log and means no limit.
+    """
+    path = directory.path.parent / LIMITS_FILE
+    if not os.path.lexists(path):
+        return None
+    found = directory.read(f"../{LIMITS_FILE}")
+    if found is None:
+        mistake: int | str = f"it is not a regular file of at most {_MOST_BYTES} bytes"
+    elif found[0].st_uid != 0 or found[0].st_mode & 0o022:
+        mistake = f"{user_name(found[0].st_uid)} or others may write it (chown root, chmod 644)"
+    else:
+        mistake = _parse_limit(found[1].decode(errors="replace"))
+    if isinstance(mistake, str):
+        line = f"{path} is ignored: {mistake}"
+        if line not in _warned:
+            log.warning("%s", line)
+            _warned.add(line)
+        return None
+    return mistake or None
+
+
+def _parse_limit(text: str) -> int | str:
+    """Return the limit, 0 for none, or the first mistake; ``#`` begins a comment."""
+    limit = 0
+    for line in text.splitlines():
+        key, _, value = (part.strip() for part in line.partition("#")[0].partition(":"))
+        if key == "max_gpus_per_user" and value.isdecimal() and 0 < int(value) < 10**6:
+            limit = int(value)
+        elif key == "max_gpus_per_user":
+            return f"{key} is a number of GPUs from 1"
+        elif key == "order":
+            return "order is gone: who holds fewer GPUs goes first, then who came first"
+        elif key or value:
+            return "its only key is max_gpus_per_user"
+    return limit
+
+
+# --- GPUs that proved unhealthy --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A GPU that failed under a job: excluded for the host's jobs for half an hour.
+
+    After that the GPU's own health decides, so no file can exclude a GPU for ever.
+    """
+
+    uuid: str
+    reason: str
+    since: float  # seconds of the host's monotonic clock
+    by: str  # user whose job excluded it
+
+    def sentence(self, now: float) -> str:
+        """Return for how long the GPU is excluded, by whom, and why."""
+        left = (EXCLUDED_SECONDS - (now - self.since)) / 60
+        return (
+            f"excluded for another {left:.0f} min by a job of {self.by}: {self.reason} "
+            f"(robust-train doctor --clear {self.uuid})"
+        )
+
+
+def read_exclusions(directory: QueueDir) -> list[Exclusion]:
+    """Return the GPUs that are excluded now; unreadable and old files do not count."""
+    found, now = [], time.monotonic()
+    for match in directory.matches(_EXCLUSION_FILE)[0]:
+        read = directory.read(match[0])
+        if read is None:
+            continue
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            values = parse_json(read[1])
+            since = float(values["since"])
+            if 0 <= now - since < EXCLUDED_SECONDS:
+                reason = str(values["reason"])[:_MOST_TEXT]
+                found.append(Exclusion(match[1], reason, since, user_name(read[0].st_uid)))
+    return found
+
+
+def exclude(directory: QueueDir, uuid: str, reason: str) -> bool:
+    """Exclude a GPU from now on; return False if the directory takes no more files."""
+    name = f"unhealthy.{uuid}.{os.geteuid()}"
+    if not _EXCLUSION_FILE.fullmatch(name):
+        return False
+    directory.remove(name)
+    content = json.dumps({"reason": reason[:_MOST_TEXT], "since": time.monotonic()}).encode()
+    try:
+        fd = directory.create(name, 0o644)
+        try:
+            os.fchmod(fd, 0o644)  # whatever the umask
+            return os.write(fd, content) == len(content)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+
+
+def clear(directory: QueueDir, uuid: str) -> bool:
+    """Use a GPU again; return False if the caller has not excluded it. Root clears for all."""
+    mine = [f"unhealthy.{uuid}.{os.geteuid()}"]
+    if os.geteuid() == 0:
+        found = directory.matches(_EXCLUSION_FILE)[0]
+        mine = [match[0] for match in found if match[1] == uuid]
+    return bool([name for name in mine if directory.remove(name)])
+
+
+def mark_excluded(gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]) -> tuple[GpuInfo, ...]:
+    """Return the GPUs, excluded ones marked as unusable."""
+    now = time.monotonic()
+    known = {item.uuid: item.sentence(now) for item in excluded}
+    return tuple(
+        replace(gpu, unusable=known[gpu.uuid]) if gpu.uuid in known and not gpu.unusable else gpu
+        for gpu in gpus
     )

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.processes import find_holders
@@ -18,15 +17,13 @@ from robust_train.gpu.select import (
     rank,
 )
 from robust_train.gpu.visible import Visible
-from robust_train.queue.order import WaitingJob
-from robust_train.queue.queued_job import PollResult, QueuedJob
-from robust_train.queue.reasons import LONGEST, why_waiting
-from robust_train.queue.scheduler import Plan
-from robust_train.readable import as_clock, mib, ordinal, shortened
-from robust_train.values import MIB, GpuInfo, Group
+from robust_train.model.gpu import GpuInfo, Group
+from robust_train.queue.plan import LONGEST, Plan, why_waiting
+from robust_train.queue.registry import QueuedJob
+from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
 
-_TICK_SECONDS = 1.0
-_LONG_PAUSE_SECONDS = 2.0
+_CLOSING_SECONDS = 2.0
+_STATUS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,30 @@ class WaitStatus:
         return shortened(f"{where}, {left}: {self.obstacles}", LONGEST)
 
 
+@dataclass(frozen=True)
+class PollResult:
+    """Result of one scheduling attempt."""
+
+    gpus: Group = ()  # the job's GPUs, `free_bytes` as far as it can count on them; none: wait on
+    position: int = 0  # in the queue, 1 for the first; 0 without a queue
+    obstacles: str = ""  # why it waits, in one sentence
+    # only programs outside of the queue are in the way: their names are worth a call of the driver
+    strangers_only: bool = False
+    pause_seconds: float = 0.0  # until the next poll
+    read_again_seconds: float = 0.0  # until the GPUs are read again, unless a record changes
+
+
 def wait_for_gpu(
-    request: GpuRequest,  # what the job needs
+    request: GpuRequest,
     *,
     # reads the GPUs; its argument asks for their processes too, once per report
     read: Callable[[bool], Visible],
-    on_status: Callable[[WaitStatus], None],  # called after each poll in vain and each second
+    on_status: Callable[[WaitStatus], None],  # called each second, and after each poll in vain
     # waits some seconds; what it raises (Ctrl-C) ends the waiting
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,  # seconds of a monotonic clock
-    # this job in the host's queue; None: the first to find a GPU free has it. `sleep` has to
-    # return when the job's descriptor becomes readable.
-    queued: QueuedJob | None = None,
+    # asks the host's queue; None: the first to find a GPU free has it
+    poll: Callable[[], PollResult] | None = None,
 ) -> Group | NoGpu:
     """Return the best GPUs with enough free memory, as soon as there are enough of them.
 
@@ -91,99 +100,103 @@ def wait_for_gpu(
     Raises:
         QueueProblem: the queue directory cannot be used any more.
     """
-    return _Waiting(request, read, on_status, sleep, clock, queued).run()
+    if why := why_pointless(request, read(False)):
+        return NoGpu(why)
+    return _Waiting(request, read, on_status, sleep, clock, poll).run()
 
 
-@dataclass
 class _Waiting:
-    """The loop's state: the deadline, and the last status."""
+    """The loop over polls, and the last status."""
 
-    request: GpuRequest
-    read: Callable[[bool], Visible]
-    on_status: Callable[[WaitStatus], None]
-    sleep: Callable[[float], None]
-    clock: Callable[[], float]
-    queued: QueuedJob | None
-
-    def __post_init__(self) -> None:
-        self.next_report = self.clock()
-        self.pause_seconds = self.request.interval_seconds
-        self.deadline = self.clock() + self.request.timeout_seconds
-        self.status = WaitStatus(self.request.timeout_seconds, 0, "")
+    def __init__(
+        self,
+        request: GpuRequest,
+        read: Callable[[bool], Visible],
+        on_status: Callable[[WaitStatus], None],
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+        poll: Callable[[], PollResult] | None,
+    ) -> None:
+        self._request = request
+        self._read = read
+        self._on_status = on_status
+        self._sleep = sleep
+        self._clock = clock
+        self._poll = poll or self._poll_alone
+        self._next_report = self._next_status = clock()
+        self._deadline = clock() + request.timeout_seconds
+        self._status = WaitStatus(request.timeout_seconds, 0, "")
 
     def run(self) -> Group | NoGpu:
-        if why := why_pointless(self.request, self.read(False)):
-            return NoGpu(why)
-        while (found := self._poll()) is None:
-            if self.clock() >= self.deadline:
+        while True:
+            found = self._poll()
+            if found.gpus:
+                return found.gpus
+            has_moved = found.position != self._status.position
+            if has_moved or self._clock() >= self._next_report or not self._request.wait:
+                self._report(found)
+            if not self._request.wait:
+                return self._in_vain(timed_out=False)
+            if self._clock() >= self._deadline:
                 return self._in_vain(timed_out=True)
-            self._pause(min(self.pause_seconds, self._seconds_left()))
-        return found
-
-    def _poll(self) -> Group | NoGpu | None:
-        if self.queued is None:
-            found = self._poll_alone()
-        else:
-            found = self.queued.poll(partial(self.read, False), self.request.allows)
-        if found.gpus:
-            return found.gpus
-        self.pause_seconds = self.request.interval_seconds
-        if found.again_seconds is not None:
-            self.pause_seconds = min(self.pause_seconds, found.again_seconds)
-        # a queue is polled more often than once per interval
-        has_moved = found.position != self.status.position
-        if has_moved or self.clock() >= self.next_report or not self.request.wait:
-            self._report(found)
-        return None if self.request.wait else self._in_vain(timed_out=False)
+            if found.read_again_seconds >= _CLOSING_SECONDS:
+                close_session()  # an open one would block a reset of the GPUs
+            self._pause(min(found.pause_seconds, self._seconds_left()))
 
     def _poll_alone(self) -> PollResult:
-        self.next_report = self.clock()
-        gpus = [gpu for gpu in self.read(False).gpus if self.request.allows(gpu)]
-        group = choose_group(rank(gpus, self.request.min_bytes), self.request.count)
-        return PollResult(group, position=0, strangers_only=True)
+        self._next_report = self._clock()
+        gpus = [gpu for gpu in self._read(False).gpus if self._request.allows(gpu)]
+        group = choose_group(rank(gpus, self._request.min_bytes), self._request.count)
+        interval_seconds = self._request.interval_seconds
+        return PollResult(
+            group,
+            strangers_only=True,
+            pause_seconds=interval_seconds,
+            read_again_seconds=interval_seconds,
+        )
 
     def _report(self, found: PollResult) -> None:
-        self.next_report = self.clock() + self.request.interval_seconds
-        self.status = replace(
-            self.status,
-            checks=self.status.checks + 1,
-            # who else is on the GPUs matters where none of our jobs is
-            obstacles=self._obstacles() if found.strangers_only else found.obstacles,
+        self._next_report = self._clock() + self._request.interval_seconds
+        self._next_status = self._clock()
+        self._status = replace(
+            self._status,
+            checks=self._status.checks + 1,
+            obstacles=self._strangers() if found.strangers_only else found.obstacles,
             position=found.position,
         )
 
-    def _obstacles(self) -> str:
-        visible = self.read(True)
-        gpus = [gpu for gpu in visible.gpus if self.request.allows(gpu)]
+    def _strangers(self) -> str:
+        """Return which programs outside of the queue are in the way."""
+        visible = self._read(True)
+        gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
             return visible.problem or visible.warning or "the GPUs have vanished"
-        only = frozenset(gpu.uuid for gpu in gpus)
-        me = WaitingJob("", 0, self.request.min_bytes, only, count=self.request.count)
+        me = QueuedJob(
+            only=tuple(gpu.uuid for gpu in gpus),
+            reserved_bytes=self._request.min_bytes,
+            count=self._request.count,
+        )
         return why_waiting(me, (), gpus, Plan(), find_holders(gpus))
 
     def _pause(self, seconds: float) -> None:
         """Sleep in slices of a second, so that the time left can be shown counting down."""
-        until = self.clock() + seconds
-        if seconds >= _LONG_PAUSE_SECONDS:
-            close_session()  # an open one would block a reset of the GPUs
-        while (left := until - self.clock()) > 0:
-            self.status = replace(self.status, seconds_left=self._seconds_left())
-            self.on_status(self.status)
-            self.sleep(min(left, _TICK_SECONDS))
-            if self.queued is not None and self.queued.has_changed():
-                # not in one go with all the others
-                if (pause := min(self.queued.pause_seconds, self._seconds_left())) > 0:
-                    time.sleep(pause)
-                return
+        until = self._clock() + seconds
+        while (left := until - self._clock()) > 0:
+            if self._clock() >= self._next_status:
+                self._next_status = self._clock() + _STATUS_SECONDS
+                self._status = replace(self._status, seconds_left=self._seconds_left())
+                self._on_status(self._status)
+            self._sleep(min(left, _STATUS_SECONDS))
 
     def _seconds_left(self) -> float:
-        return max(self.deadline - self.clock(), 0.0)
+        return max(self._deadline - self._clock(), 0.0)
 
     def _in_vain(self, *, timed_out: bool) -> NoGpu:
-        count = self.request.count
+        count = self._request.count
         what = "no GPU was available" if count == 1 else f"no {count} GPUs were available"
-        when = f"within {as_clock(math.ceil(self.request.timeout_seconds))}" if timed_out else "now"
-        return NoGpu(f"{what} {when}: {self.status.obstacles}", timed_out)
+        within = as_clock(math.ceil(self._request.timeout_seconds))
+        when = f"within {within}" if timed_out else "now"
+        return NoGpu(f"{what} {when}: {self._status.obstacles}", timed_out)
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str | None:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from robust_train.events import (
-    BatchSizeFound,
-    CheckpointSaved,
-    MalformedEvent,
-    Progress,
-    SpeedMeasured,
-    TrainingStarted,
-    from_json,
-)
-from robust_train.report.sources import Entry
-from robust_train.runfolder.journal import (
+from robust_train.files import Json
+from robust_train.folder.journal import (
     AttemptEnded,
     AttemptStarted,
     DecidedAgain,
@@ -23,10 +15,10 @@ from robust_train.runfolder.journal import (
     JobEnded,
     JobStarted,
 )
-from robust_train.runfolder.summary import AttemptSummary
-from robust_train.values import Pace, Speed
-
-UNFINISHED = "unfinished"
+from robust_train.model.attempt import UNFINISHED as UNFINISHED
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import CheckpointSaved, Event, Progress, TrainingStarted
+from robust_train.report.sources import Entry
 
 
 @dataclass(frozen=True)
@@ -42,52 +34,50 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class AttemptStory:
-    """One attempt; times are seconds since the epoch."""
+class TimedAttempt(Attempt):
+    """An attempt with the times of what it reported, in seconds since the epoch."""
 
-    number: int  # counted from 1 through all launches of the run folder
-    device: str = "?"
-    gpu_uuid: str | None = None  # of the first GPU, None on the CPU
-    batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    ranks: int = 1
-    started: float = 0.0
-    ended: float = 0.0  # that of the last entry if no end is recorded
-    outcome: str = UNFINISHED  # `completed`, a failure's kind, or `unfinished`
-    message: str | None = None
-    action: str | None = None  # action, reason: what was decided after it
-    reason: str | None = None
-    start_step: int = 0
-    end_step: int | None = None
-    peak_memory_bytes: int | None = None  # of the device, or of the process on the CPU
+    ended: float = 0.0  # time of the last entry if no end is recorded
     training_began: float | None = None  # when the first step did, None if never
-    # progress, checkpoints: (step, time) of each
+    # (step, time) of each
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
-    # about the failure, in JSON's types
-    evidence: Mapping[str, object] = field(default_factory=dict)
-    traceback: str | None = None
-    stability: str | None = None  # how its memory developed, a sentence; None if unknown
-    speed: tuple[Speed, ...] = ()  # of each rank
-    faster_before: Pace | None = None  # an earlier job that was clearly faster
-    num_workers: int | None = None
 
     @property
-    def seconds(self) -> float:
-        """How long it ran."""
-        return self.ended - self.started
-
-    @property
-    def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step, None if not known."""
-        if self.batch_size is None or self.gradient_accumulation_steps is None:
-            return None
-        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+    def device(self) -> str:
+        """Its device."""
+        return self.spec.device
 
     @property
     def where(self) -> str:
         """Its device for people."""
-        return "the CPU" if self.device == "cpu" else self.device
+        return "the CPU" if not self.spec.gpus else self.spec.device
+
+    @property
+    def batch_size(self) -> int | None:
+        """Its micro-batch size, None for a script that is given none."""
+        return self.spec.batch_size if self.spec.has_batch else None
+
+    @property
+    def message(self) -> str | None:
+        """Why it failed, in a line."""
+        return None if self.failure is None else self.failure.message
+
+    @property
+    def stability(self) -> str | None:
+        """How its memory developed, in a sentence."""
+        return None if self.memory_stability is None else self.memory_stability.get("sentence")
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the record with the times."""
+        return {
+            **super().as_json(),
+            "seconds": round(self.ended - self.started, 3),
+            "ended": self.ended,
+            "training_began": self.training_began,
+            "progress": [list(one) for one in self.progress],
+            "checkpoints": [list(one) for one in self.checkpoints],
+        }
 
 
 def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
@@ -107,88 +97,64 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
     return tuple(launches)
 
 
-def attempts_of(entries: Sequence[Entry]) -> tuple[AttemptStory, ...]:
-    """Return the attempts in a journal, oldest first."""
-    grouped: dict[int, list[Entry]] = {}
-    last: int | None = None
+def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
+    """Return the attempts in a journal whose start or end is recorded, oldest first."""
+    own: dict[int, list[Entry]] = {}
     for entry in entries:
-        number = entry.attempt
-        if number is None and isinstance(entry.event, DecidedAgain):
-            number = last  # decided anew about the attempt before
-        if number is not None:
-            last = number
-            grouped.setdefault(number, []).append(entry)
+        if entry.attempt is not None:
+            own.setdefault(entry.attempt, []).append(entry)
     saved = {e.event.path: e.event.step for e in entries if isinstance(e.event, CheckpointSaved)}
-    stories = (_attempt(number, own, saved) for number, own in grouped.items())
-    return tuple(sorted(stories, key=lambda story: (story.started, story.number)))
+    found = [_attempt(number, group, saved) for number, group in own.items()]
+    known = [attempt for attempt in found if attempt is not None]
+    return tuple(sorted(known, key=lambda attempt: (attempt.started, attempt.number)))
 
 
 def _attempt(
-    number: int, entries: Sequence[Entry], saved: Mapping[str, int | None]
-) -> AttemptStory:
-    story = AttemptStory(number, started=entries[0].time, ended=entries[-1].time)
+    number: int, entries: Sequence[Entry], saved: dict[str, int | None]
+) -> TimedAttempt | None:
+    attempt: TimedAttempt | None = None
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
-    speeds: dict[int, Speed] = {}
+    began, ended = None, entries[-1].time
     for entry in entries:
-        time = entry.time
         match entry.event:
+            case AttemptStarted(spec=spec, resume_checkpoint=resumed_from):
+                start_step = saved.get(resumed_from or "") or 0
+                attempt = TimedAttempt(number, spec, entry.time, resumed_from)
+                attempt = replace(attempt, start_step=start_step)
+            case AttemptEnded(record=record):
+                attempt, ended = TimedAttempt(**{**_fields(record), "number": number}), entry.time
             case Progress(step=step):
-                progress.append((step, time))
-            case SpeedMeasured(speed=speed, rank=rank):
-                speeds[rank] = speed
+                progress.append((step, entry.time))
             case CheckpointSaved(step=int(step)):
-                checkpoints.append((step, time))
-            case AttemptStarted() as event:
-                story = replace(
-                    story,
-                    device=event.device,
-                    gpu_uuid=event.gpu_uuids[0] if event.gpu_uuids else None,
-                    batch_size=event.batch_size,
-                    gradient_accumulation_steps=event.gradient_accumulation_steps,
-                    ranks=event.ranks,
-                    num_workers=event.num_workers,
-                    started=time,
-                    start_step=saved.get(event.resume_checkpoint or "") or 0,
-                )
-            case TrainingStarted(step=step):
-                story = replace(story, start_step=step, training_began=time)
-            case BatchSizeFound(batch_size=int(size), gradient_accumulation_steps=accumulation):
-                story = replace(story, batch_size=size, gradient_accumulation_steps=accumulation)
-            case AttemptEnded() as event:
-                story = _ended(story, event, time)
-            case DecidedAgain(action=action, reason=reason):
-                story = replace(story, action=action, reason=reason)
-    if not story.speed:
-        speeds = speeds if story.batch_size else {k: s.without_samples() for k, s in speeds.items()}
-        story = replace(story, speed=tuple(speeds[rank] for rank in sorted(speeds)))
+                checkpoints.append((step, entry.time))
+            case TrainingStarted():
+                began = entry.time
+        attempt = _after(attempt, entry.event)
+    if attempt is None:
+        return None
+    began = progress[0][1] if began is None and progress else began
     return replace(
-        story,
-        training_began=story.training_began or (progress[0][1] if progress else None),
-        end_step=progress[-1][0] if story.end_step is None and progress else story.end_step,
+        attempt,
+        ended=ended,
+        training_began=began,
         progress=tuple(progress),
         checkpoints=tuple(checkpoints),
     )
 
 
-def _ended(story: AttemptStory, event: AttemptEnded, time: float) -> AttemptStory:
-    try:
-        record = from_json(AttemptSummary, event.record)
-    except MalformedEvent:
-        return replace(story, ended=time)
-    names = "device gpu_uuid ranks outcome message action reason end_step peak_memory_bytes speed "
-    names += "faster_before"
-    evidence = dict(event.evidence)
-    traceback = evidence.pop("traceback", None)
-    stability = record.memory_stability
-    accumulation = record.gradient_accumulation_steps or story.gradient_accumulation_steps
-    return replace(
-        story,
-        **{name: getattr(record, name) for name in names.split()},
-        batch_size=record.batch_size or story.batch_size,
-        gradient_accumulation_steps=accumulation,
-        ended=time,
-        evidence=evidence,
-        traceback=traceback if isinstance(traceback, str) else None,
-        stability=None if stability is None else stability.sentence,
-    )
+def _after(attempt: TimedAttempt | None, event: Event) -> TimedAttempt | None:
+    """Return the attempt after an event; its end is the last word on all but the decision."""
+    if attempt is None:
+        return None
+    if isinstance(event, DecidedAgain):
+        return replace(attempt, action=event.action, reason=event.reason)
+    if attempt.seconds is not None:
+        return attempt
+    after = attempt.after(event)
+    assert isinstance(after, TimedAttempt)
+    return after
+
+
+def _fields(attempt: Attempt) -> dict[str, Any]:
+    return {name: getattr(attempt, name) for name in Attempt.__dataclass_fields__}

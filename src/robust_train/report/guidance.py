@@ -1,18 +1,16 @@
-"""What to do next time, with the figures of this run; nothing if nothing was tight. Pure."""
+"""Advice for the next run, with the figures of this one; none if nothing was tight. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from robust_train.events import MalformedEvent, from_json
-from robust_train.failures.advice import advice_for
+from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import duration, memory, percent
-from robust_train.report.attempts import AttemptStory
+from robust_train.report import speed_advice
+from robust_train.report.attempts import TimedAttempt
 from robust_train.report.series import OOM, DeviceMemory, Mark
 from robust_train.report.times import Span, Use
-from robust_train.speed import speed_advice
-from robust_train.values import Evidence, FailureKind
 
 _TIGHT = 0.9
 _FRAGMENTED = 0.1
@@ -24,7 +22,7 @@ _LEAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing that was tight: what was found, advice, and overrides for the next run."""
+    """One thing that was tight, advice, and overrides for the next run."""
 
     finding: str
     steps: tuple[str, ...] = ()
@@ -32,7 +30,7 @@ class Advice:
 
 
 def advice_of(
-    attempts: Sequence[AttemptStory],
+    attempts: Sequence[TimedAttempt],
     devices: Sequence[DeviceMemory],
     marks: Sequence[Mark],
     spans: Sequence[Span],
@@ -51,8 +49,8 @@ def advice_of(
     )
 
 
-def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Iterator[Advice]:
-    """Advise to begin with the size that held."""
+def _what_worked(attempts: Sequence[TimedAttempt], spans: Sequence[Span]) -> Iterator[Advice]:
+    """Advise to begin with the size that fitted."""
     if not attempts or attempts[-1].outcome != "completed" or attempts[-1].batch_size is None:
         return
     last = attempts[-1]
@@ -65,35 +63,25 @@ def _what_worked(attempts: Sequence[AttemptStory], spans: Sequence[Span]) -> Ite
         lost = sum(s.seconds for s in spans if s.use is Use.LOST and s.attempt in failed)
         sizes = ", ".join(dict.fromkeys(failed.values()))
         yield Advice(
-            f"On {last.where} batch size {last.batch_size} held and {sizes} did not; finding that "
-            f"out cost {duration(lost)}.",
-            ("begin the next run with what held: the effective batch is the same",),
+            f"On {last.where} batch size {last.batch_size} fitted and {sizes} did not. Finding "
+            f"this out cost {duration(lost)}.",
+            ("begin the next run with the size that fitted: the effective batch is the same",),
             f"training.batch_size={last.batch_size} "
-            f"training.gradient_accumulation_steps={last.gradient_accumulation_steps}",
+            f"training.gradient_accumulation_steps={last.spec.gradient_accumulation_steps}",
         )
 
 
-def _failures(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
+def _failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
     """Yield the last failure of each kind on each device."""
-    kinds = {kind.value: kind for kind in FailureKind}
     for attempt in {(a.outcome, a.device): a for a in attempts}.values():
-        kind = kinds.get(attempt.outcome)
-        if kind is None:
-            continue
-        try:
-            evidence = from_json(Evidence, attempt.evidence)
-        except MalformedEvent:
-            evidence = Evidence()
-        # what fitted the trainer then; journals of earlier versions do not have it
-        recorded = attempt.evidence.get("advice")
-        steps = tuple(map(str, recorded)) if isinstance(recorded, list) else None
-        if steps := advice_for(kind, evidence) if steps is None else steps:
-            yield Advice(_finding(attempt, kind, evidence), steps)
+        if attempt.failure is not None and attempt.failure.advice:
+            yield Advice(_finding(attempt, attempt.failure), attempt.failure.advice)
 
 
-def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> str:
-    if not kind.is_memory:
-        return f"Attempt {attempt.number} on {attempt.where}: {attempt.message or kind.value}"
+def _finding(attempt: TimedAttempt, failure: Failure) -> str:
+    evidence = failure.evidence
+    if not failure.kind.is_memory:
+        return f"Attempt {attempt.number} on {attempt.where}: {failure.message}"
     of = "" if evidence.total_bytes is None else f" of {memory(evidence.total_bytes)}"
     figures = [
         f"{memory(size)}{what}"
@@ -106,7 +94,7 @@ def _finding(attempt: AttemptStory, kind: FailureKind, evidence: Evidence) -> st
         if size is not None
     ]
     known = f" ({', '.join(figures)})" if figures else ""
-    what = "GPU memory" if kind is FailureKind.DEVICE_OOM else "Host memory"
+    what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
     return (
         f"{what} ran out in attempt {attempt.number} on {attempt.where} at batch size "
         f"{attempt.batch_size}{known}."
@@ -119,8 +107,8 @@ def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:
     if inside and changes:
         times = "once" if inside == 1 else f"{inside} times"
         yield Advice(
-            f"Inside a step memory ran out {times}; the last change was: {changes[-1]}.",
-            ("set training.batch_size to a size that holds: no step is then repeated",),
+            f"Memory ran out {times} inside a step; the last change was: {changes[-1]}.",
+            ("set training.batch_size to a size that fits: then no step is repeated",),
         )
 
 
@@ -148,16 +136,16 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
         )
     if others > _OTHERS * total:
         yield Advice(
-            f"Up to {memory(others)} of {name} was held by others (a process's CUDA context "
+            f"Other processes used up to {memory(others)} of {name} (this process's CUDA context "
             "counts as well).",
-            ("see with robust-train gpus who they are, or ask for more with min_gpu_memory_mb",),
+            ("robust-train gpus lists them; a higher min_gpu_memory_mb waits for a freer GPU",),
         )
 
 
 def _growth(stability: str | None) -> Iterator[Advice]:
     steps = {
-        "growing": "keep numbers, not tensors: loss.item() or loss.detach() where losses are "
-        "collected, for a tensor keeps its whole graph",
+        "growing": "collect numbers, not tensors: loss.item() or loss.detach(), because a tensor "
+        "keeps the whole graph that it was computed by",
         "fragmenting": "set memory.expandable_segments=true",
     }
     for kind, step in steps.items():
@@ -165,23 +153,23 @@ def _growth(stability: str | None) -> Iterator[Advice]:
             yield Advice(f"Memory was {stability}.", (step,))
 
 
-def _speed(attempts: Sequence[AttemptStory]) -> Iterator[Advice]:
+def _speed(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
     for a in [a for a in attempts if a.speed][-1:]:
-        for sentence in speed_advice.advice_of(a.speed, a.faster_before, a.num_workers):
+        for sentence in speed_advice.advice_of(a.speed, a.spec.num_workers):
             yield Advice(f"{sentence[:1].upper()}{sentence[1:]}.")
 
 
-def _times(attempts: Sequence[AttemptStory], seconds: Mapping[str, float]) -> Iterator[Advice]:
+def _times(attempts: Sequence[TimedAttempt], seconds: Mapping[str, float]) -> Iterator[Advice]:
     wall, lost, wait = seconds["wall"], seconds["lost"], seconds["wait"]
-    # what was lost by attempts that never trained is no matter of checkpoints
+    # checkpoints do not help attempts that never trained
     trained = any(a.training_began is not None and a.outcome != "completed" for a in attempts)
     if trained and lost > max(_MUCH_LOST * wall, _LEAST_SECONDS):
         yield Advice(
-            f"{duration(lost)} ({percent(lost / wall)}) was lost: done again, or saved nowhere.",
-            ("save more often: training.checkpoint_every_minutes or checkpoint_every_steps",),
+            f"{duration(lost)} ({percent(lost / wall)}) was lost: repeated, or in no checkpoint.",
+            ("save more often: lower training.checkpoint_every_minutes or checkpoint_every_steps",),
         )
     if wait > max(_MUCH_WAITING * wall, _LEAST_SECONDS):
         yield Advice(
             f"{duration(wait)} ({percent(wait / wall)}) was spent waiting.",
-            ("a smaller min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",),
+            ("a lower min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",),
         )

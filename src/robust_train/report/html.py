@@ -1,4 +1,4 @@
-"""``report.html``: one file that needs nothing else, to open anywhere."""
+"""``report.html``: one file that opens anywhere."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from robust_train import readable
-from robust_train.files import finite, replacing
-from robust_train.report import charts, figures, wording
+from robust_train.files import finite, replacing, strict_json
+from robust_train.report import charts, wording
 from robust_train.report.sources import Sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import USES, Use
@@ -40,15 +41,15 @@ def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
         return save(path, page())
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror or error)
-    except Exception as error:  # a job that trained for days must not fail for its report
+    except Exception as error:  # a job that trained for days must not fail because of its report
         log.warning("no report: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(10))
     return None
 
 
 def save(path: Path, text: str) -> Path:
-    """Write a page, whole or not at all; returns its path."""
+    """Write a page, whole or not at all; return its path."""
     with replacing(path) as temporary:
-        # a path may hold bytes that are no text
+        # a path may hold bytes that are not text
         temporary.write_bytes(text.encode("utf-8", "replace"))
     return path
 
@@ -65,10 +66,10 @@ def job_page(story: Story) -> str:
         shares=shares(story.seconds),
         results=_results(story.result),
         traceback=_shortened(last.traceback) if last is not None and ended_it else None,
-        timeline=figures.timeline_of(story),
-        memory=figures.memory_charts(story),
-        curves=figures.curve_charts(story),
-        reported_once=figures.reported_once(story),
+        timeline=charts.timeline_of(story),
+        memory=charts.memory_charts(story),
+        curves=charts.curve_charts(story),
+        reported_once=charts.reported_once(story),
     )
 
 
@@ -82,6 +83,7 @@ def render(template: str, **values: Any) -> str:
 def template_environment() -> Environment:
     # here and not above: the launcher starts without it
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from jinja2.utils import htmlsafe_json_dumps
     from markupsafe import Markup
 
     environment = Environment(
@@ -91,16 +93,16 @@ def template_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
+    # a page holds a copy of uPlot, so it holds uPlot's licence too
+    licence = f"/*\n{_text('vendor/LICENSE.uPlot.txt')}*/\n"
+    script = licence + _text("vendor/uPlot.iife.min.js") + _text("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
-        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        style=Markup(_text("vendor/uPlot.min.css") + _text("report.css")),
         script=Markup(script),
-        # the page loads nothing and runs no script but its own, whatever its texts hold
+        # the page loads nothing and runs no script but its own, whatever texts it shows
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
-        width=charts.WIDTH,
-        height=charts.HEIGHT,
     )
     environment.tests["in_attempt"] = lambda name, number: name.startswith(f"oom-attempt-{number}.")
     environment.filters.update(
@@ -108,20 +110,25 @@ def template_environment() -> Environment:
         memory=readable.memory,
         percent=readable.percent,
         moment=readable.moment,
-        size=figures.size_text,
+        size=charts.size_text,
         count=lambda number: "?" if number is None else f"{number:,}",
         outcome=lambda name: wording.OUTCOMES.get(name, name.replace("_", " ")),
         action=lambda name: wording.ACTIONS.get(name, (name or "").replace("_", " ")),
         words=lambda text: str(text).replace("_", " "),
         value=value_text,
         shares=shares,
+        json=lambda plot: htmlsafe_json_dumps(strict_json(asdict(plot)), separators=(",", ":")),
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
     return environment
 
 
+def _text(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
 def shares(seconds: Mapping[str, float]) -> list[tuple[str, str, float, float]]:
-    """Return (style, text, seconds, share) of each use of the wall time that there was."""
+    """Return (style, text, seconds, share) of each use of the wall time."""
     wall = seconds.get("wall", 0.0)
     return [
         (use.value, text, seconds[use.value], seconds[use.value] / wall)

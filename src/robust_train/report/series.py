@@ -1,4 +1,4 @@
-"""What a report draws: memory over time, scalars over steps, and what happened when. Pure."""
+"""The data of a report's charts: memory over time, scalars over steps, and events. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from robust_train import events
 from robust_train.files import finite
 from robust_train.memory.samples import Sample
+from robust_train.model import events
+from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.readable import memory
-from robust_train.report.attempts import AttemptStory
+from robust_train.report.attempts import TimedAttempt
 from robust_train.report.sources import Entry
-from robust_train.values import MEMORY_FAILURES
 
 OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
 _LONGEST_FIELDS = 120
@@ -53,8 +53,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over steps, as (step, value) that one attempt reported. ``lost``: these steps were
-    done again by a later attempt, or are saved nowhere."""
+    """A scalar over steps, as (step, value) that one attempt reported. ``lost``: a later attempt
+    repeated these steps, or no checkpoint holds them."""
 
     name: str
     attempt: int
@@ -65,7 +65,7 @@ class Curve:
 def memory_of(
     samples: Sequence[Sample],
     entries: Sequence[Entry],
-    attempts: Sequence[AttemptStory],
+    attempts: Sequence[TimedAttempt],
     marks: Sequence[Mark],
 ) -> tuple[DeviceMemory, ...]:
     """Return memory over time, device by device in the order in which they were used."""
@@ -90,7 +90,7 @@ def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[
     """Yield the figures that the trainer reported in attempts without samples."""
     for entry in entries:
         event, number = entry.event, entry.attempt or 0
-        # of several ranks the first one's memory is drawn
+        # of several ranks, the first one's memory is drawn
         if isinstance(event, events.MemoryReported) and not event.rank and number in devices:
             figures = {k: getattr(event, k) for k in ("allocated", "reserved", "resident")}
             if event.figures:
@@ -98,7 +98,7 @@ def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[
 
 
 def curves_of(
-    entries: Sequence[Entry], attempts: Sequence[AttemptStory], kept: Mapping[int, float]
+    entries: Sequence[Entry], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> tuple[Curve, ...]:
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     known = {attempt.number for attempt in attempts}
@@ -122,8 +122,8 @@ def curves_of(
     return tuple(curves)
 
 
-def marks_of(entries: Sequence[Entry], attempts: Sequence[AttemptStory]) -> tuple[Mark, ...]:
-    """Return what happened, oldest first."""
+def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tuple[Mark, ...]:
+    """Return the marks of a journal, oldest first."""
     devices = {attempt.number: attempt.device for attempt in attempts}
     marks = [
         Mark(kind, entry.time, text, attempt, devices[attempt])
@@ -151,7 +151,7 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
         case events.MicroBatchExhausted(step=step, reason=reason):
             yield "oom", f"inside a step at step {step}: {reason}"
         case events.BatchSizeFound(batch_size=size):
-            yield "batch", f"micro-batch {size or 'that fits: none'} found by probes"
+            yield "batch", f"probes found micro-batch {size or 'that fits: none'}"
         case events.CheckpointSaved(step=step):
             yield "checkpoint", "checkpoint" + ("" if step is None else f" at step {step}")
         case events.MemoryReported(milestone=milestone) if not event.rank:
@@ -163,9 +163,9 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
             yield "milestone", name + (f": {values[:_LONGEST_FIELDS]}" if values else "")
 
 
-def _changes(before: AttemptStory, after: AttemptStory) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of what the later attempt does otherwise."""
-    if before.device != after.device or before.gpu_uuid != after.gpu_uuid:
+def _changes(before: TimedAttempt, after: TimedAttempt) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of what the later attempt changes."""
+    if before.device != after.device or before.spec.device_key != after.spec.device_key:
         yield "device", f"{before.device} → {after.device}"
     if before.batch_size != after.batch_size:
         yield "batch", f"micro-batch {before.batch_size} → {after.batch_size}"

@@ -1,4 +1,4 @@
-"""What a run folder holds, read as far as possible: a run that died leaves torn lines and gaps."""
+"""The content of a run folder, as far as it can be read: a killed run leaves torn lines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from robust_train.events import Event, MalformedEvent, from_json, parse
 from robust_train.files import Json, finite, json_lines
+from robust_train.folder.provenance import read_environment
+from robust_train.folder.summary import Summary, read_summary
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
-from robust_train.runfolder.provenance import read_environment
-from robust_train.runfolder.summary import SavedSummary, read_summary
+from robust_train.model.events import Event, MalformedEvent, from_json, parse
 
 _MOST_FILES = 40
 
@@ -28,19 +28,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sources:
-    """All that a run folder holds about its job, oldest first."""
+    """All that a run folder records about its job, oldest first."""
 
     folder: Path
     entries: tuple[Entry, ...] = ()
     samples: tuple[Sample, ...] = ()
-    summary: SavedSummary | None = None
+    summary: Summary | None = None
     environment: Mapping[str, Json] = field(default_factory=dict)  # `environment.json`
     files: tuple[str, ...] = ()  # names of the other files in the folder
     gaps: tuple[str, ...] = ()  # one sentence for each thing that is missing or damaged
 
 
 def read_sources(folder: Path) -> Sources:
-    """Read a run folder. Nothing in it need be there or be whole."""
+    """Read a run folder, in which anything may be missing or damaged."""
     gaps: list[str] = []
     return Sources(
         folder=folder,
@@ -54,7 +54,7 @@ def read_sources(folder: Path) -> Sources:
 
 
 def read_entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
-    """Yield what can be understood of a journal; what cannot is counted in ``gaps``."""
+    """Yield the entries of a journal. Unknown ones are counted in ``gaps``."""
     latest, unknown = -math.inf, 0
     for content in _objects(path, gaps):
         time, attempt = finite(content.get("time")), content.get("attempt")
@@ -68,7 +68,7 @@ def read_entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
         latest = max(latest, time)  # a clock that was set back must not reverse the story
         yield Entry(latest, event, attempt if type(attempt) is int else None)
     if unknown:
-        gaps.append(f"{path.name}: {_lines(unknown)} that cannot be understood skipped")
+        gaps.append(f"{path.name}: {_lines(unknown)} of an unknown kind skipped")
 
 
 def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:
@@ -86,7 +86,7 @@ def _objects(path: Path, gaps: list[str]) -> Iterator[Mapping[str, Json]]:
     """Yield the JSON objects of a file, one a line."""
     damaged = 0
     if path.exists() and not path.is_file():
-        gaps.append(f"{path.name}: is no regular file")
+        gaps.append(f"{path.name}: not a regular file")
         return
     try:
         for content in json_lines(path):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from robust_train.execution.hydra_state import shorten_lines_on_terminals
-from robust_train.execution.live_area import LiveArea, live_area
+from robust_train.folder.state import RunState
+from robust_train.host.job_logging import shorten_lines_on_terminals
+from robust_train.host.live_area import LiveArea, live_area
 from robust_train.queue.waiting import WaitStatus
 from robust_train.readable import as_clock, by_processes, changed, memory, number
-from robust_train.runfolder.state import RunState
 
 log = logging.getLogger("robust_train")
 
@@ -44,15 +44,17 @@ class Pace:
         """Return the pace after one more look at the state."""
         before = self.state
         steps, since, saved = self.steps, self.since, self.checkpoint_at
-        if before is None or (before.state, before.attempt) != (state.state, state.attempt):
+        is_other = before is None or _number(before) != _number(state)
+        if before is None or is_other or before.state != state.state:
             since = now
-        if before is None or before.attempt != state.attempt:
+        if is_other:
             steps = ()
         if before is not None and before.checkpoint != state.checkpoint:
             saved = now
-        if state.step is not None and (not steps or steps[-1][1] != state.step):
+        step = None if state.attempt is None else state.attempt.step
+        if step is not None and (not steps or steps[-1][1] != step):
             recent = tuple(one for one in steps if now - one[0] < _PACE_SECONDS)
-            steps = (*(recent or steps[-1:]), (now, state.step))
+            steps = (*(recent or steps[-1:]), (now, step))
         return Pace(state, since, steps, saved)
 
     def steps_per_second(self, now: float) -> float | None:
@@ -63,6 +65,10 @@ class Pace:
         if now - last > max(_PACE_SECONDS, 2 * (last - first)):
             return None
         return (end - start) / (last - first) if end > start and last > first else None
+
+
+def _number(state: RunState) -> int | None:
+    return None if state.attempt is None else state.attempt.number
 
 
 def status_lines(state: RunState, pace: Pace, now: float, columns: int) -> list[str]:
@@ -81,43 +87,45 @@ def _where(state: RunState, pace: Pace, now: float) -> list[str]:
         return [*parts, str(state.waiting.get("reason", "")).removeprefix("waiting ")]
     if state.state == "between attempts":
         return [*parts, str(state.reason or "")]
-    if state.attempt is None or state.state == "starting":
+    attempt = state.attempt
+    if attempt is None or state.state == "starting":
         return parts
-    parts += [f"attempt {state.attempt} on {'the CPU' if state.device == 'cpu' else state.device}"]
-    if state.batch_size is None:
+    spec = attempt.spec
+    parts += [f"attempt {attempt.number} on {spec.device if spec.gpus else 'the CPU'}"]
+    if not spec.has_batch:
         return parts
-    size = changed(state.batch_size, state.micro_batch)
-    steps = f"{state.gradient_accumulation_steps}{by_processes(state.ranks)}"
+    size = changed(spec.batch_size, attempt.micro_batch)
+    steps = f"{spec.gradient_accumulation_steps}{by_processes(spec.ranks)}"
     return [*parts, f"micro-batch {size} × {steps}"]
 
 
 def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
     """Return the parts of the second line: step, speed, time left, loss, memory, checkpoint."""
-    if state.state not in ("running", "stopping"):
+    attempt = state.attempt
+    if state.state not in ("running", "stopping") or attempt is None:
         return []
     parts = []
-    speed = pace.steps_per_second(now)
-    if state.step is not None:
-        total = f"/{state.total_steps}" if state.total_steps else ""
-        parts.append(f"step {state.step}{total}")
+    speed, step = pace.steps_per_second(now), attempt.step
+    if step is not None:
+        total = f"/{attempt.total_steps}" if attempt.total_steps else ""
+        parts.append(f"step {step}{total}")
     if speed is not None:
-        is_known = all(one.samples_per_second is not None for one in state.speed or ())
-        size = state.effective_batch_size if state.speed and is_known else None
+        is_known = all(one.samples_per_second is not None for one in attempt.speed)
+        size = attempt.spec.effective_batch_size if attempt.speed and is_known else None
         parts.append(f"{number(speed * (size or 1))} {'samples' if size else 'steps'}/s")
-    if speed is not None and state.total_steps and state.step is not None:
-        left = math.ceil((state.total_steps - state.step) / speed)
+    if speed is not None and attempt.total_steps and step is not None:
+        left = math.ceil((attempt.total_steps - step) / speed)
         parts.append(f"{as_clock(max(left, 0))} left")
-    if state.loss is not None:
-        parts.append(f"loss {number(state.loss)}")
-    figures = state.memory or {}
-    if used := figures.get("allocated", figures.get("resident")):
+    if attempt.loss is not None:
+        parts.append(f"loss {number(attempt.loss)}")
+    if used := attempt.memory.get("allocated", attempt.memory.get("resident")):
         parts.append(f"memory {memory(used)}")
     if state.checkpoint is not None:
-        step = "" if state.checkpoint_step is None else f" step {state.checkpoint_step}"
+        saved = "" if state.checkpoint_step is None else f" step {state.checkpoint_step}"
         ago = (
             "" if pace.checkpoint_at is None else f", {as_clock(int(now - pace.checkpoint_at))} ago"
         )
-        parts.append(f"checkpoint{step}{ago}")
+        parts.append(f"checkpoint{saved}{ago}")
     return parts
 
 
@@ -135,9 +143,12 @@ def _packed(parts: Sequence[str], columns: int) -> list[str]:
 
 def _bar(state: RunState, columns: int) -> str:
     """Return a bar of the steps that are done; empty where their number is unknown."""
-    if state.state != "running" or state.step is None or not state.total_steps:
+    attempt = state.attempt
+    if state.state != "running" or attempt is None or attempt.step is None:
         return ""
-    done = max(min(state.step / state.total_steps, 1.0), 0.0)
+    if not attempt.total_steps:
+        return ""
+    done = max(min(attempt.step / attempt.total_steps, 1.0), 0.0)
     full = int(done * columns)
     return f"{_DONE * full}{_LEFT * (columns - full)} {100 * done:3.0f} %"
 

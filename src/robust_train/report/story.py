@@ -1,35 +1,35 @@
-"""The story of a job, from what its run folder holds. Pure: sources in, frozen values out."""
+"""The story of a job, from the content of its run folder. Pure: sources in, frozen values out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from robust_train.files import strict_json
+from robust_train.files import fields_as_json, strict_json
+from robust_train.folder.journal import JobStarted
+from robust_train.folder.provenance import in_words
+from robust_train.folder.summary import objective_of
 from robust_train.memory.samples import Sample
 from robust_train.memory.stability import stability
 from robust_train.report import guidance, wording
 from robust_train.report.attempts import (
     UNFINISHED,
-    AttemptStory,
     Launch,
+    TimedAttempt,
     attempts_of,
     launches_of,
 )
 from robust_train.report.series import Curve, DeviceMemory, Mark, curves_of, marks_of, memory_of
 from robust_train.report.sources import Sources
 from robust_train.report.times import Span, kept_steps, spans_of, totals
-from robust_train.runfolder.journal import JobStarted
-from robust_train.runfolder.provenance import in_words
-from robust_train.runfolder.summary import objective_of
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Story:
-    """What happened in a job; attempts, launches, spans and marks are oldest first."""
+    """What happened in a job. Attempts, launches, spans and marks are oldest first."""
 
     name: str
     folder: str
@@ -46,7 +46,7 @@ class Story:
     ended: float | None = None
     # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float] = field(default_factory=dict)
-    attempts: tuple[AttemptStory, ...] = ()
+    attempts: tuple[TimedAttempt, ...] = ()
     launches: tuple[Launch, ...] = ()
     spans: tuple[Span, ...] = ()
     memory: tuple[DeviceMemory, ...] = field(default=(), repr=False)
@@ -58,7 +58,7 @@ class Story:
     advice: tuple[guidance.Advice, ...] = ()
     reason: str | None = None
     files: tuple[str, ...] = ()
-    gaps: tuple[str, ...] = ()  # what was missing or damaged, a sentence each
+    gaps: tuple[str, ...] = ()  # a sentence for each thing that was missing or damaged
 
     @property
     def useful_share(self) -> float | None:
@@ -75,7 +75,7 @@ class Story:
 
     def as_json(self) -> Any:
         """Return the story with JSON's types, schema first."""
-        return strict_json({"schema": SCHEMA, **asdict(self)})
+        return strict_json({"schema": SCHEMA, **fields_as_json(self)})
 
 
 def story_of(sources: Sources) -> Story:
@@ -134,13 +134,13 @@ def story_of(sources: Sources) -> Story:
 
 
 def _job_of(sources: Sources) -> JobStarted | None:
-    """Return the last launch's word on its job."""
+    """Return the start that the last launch recorded."""
     started = [one.event for one in sources.entries if isinstance(one.event, JobStarted)]
     return started[-1] if started else None
 
 
-def _with_samples(attempt: AttemptStory, samples: Sequence[Sample]) -> AttemptStory:
-    """Let an attempt reach as high as its samples, and without a recorded end last as long."""
+def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
+    """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
     figures = (s.resident if s.device == "cpu" else s.allocated for s in samples)
     peaks = [peak for peak in (attempt.peak_memory_bytes, *figures) if peak is not None]
     attempt = replace(attempt, peak_memory_bytes=max(peaks, default=None))
@@ -149,8 +149,8 @@ def _with_samples(attempt: AttemptStory, samples: Sequence[Sample]) -> AttemptSt
     return replace(attempt, ended=max([attempt.ended, *(s.time for s in samples)]))
 
 
-def _stability(samples: Sequence[Sample], attempts: Sequence[AttemptStory]) -> str | None:
-    """Return that of the last attempt that trained: only it shows how the job would go on."""
+def _stability(samples: Sequence[Sample], attempts: Sequence[TimedAttempt]) -> str | None:
+    """Return how memory developed in the last attempt that trained."""
     trained = [a for a in attempts if a.training_began is not None]
     if not trained:
         return None

@@ -1,4 +1,4 @@
-"""Where the time of a job went: useful, lost, waiting, starting up. Pure."""
+"""The uses of a job's time: useful, lost, waiting, starting up. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from robust_train.report.attempts import AttemptStory, Launch
+from robust_train.report.attempts import Launch, TimedAttempt
 
 
 class Use(str, Enum):
-    """What a stretch of a job's time was; ``docs/report.md`` has the definitions."""
+    """A use of a stretch of a job's time; ``docs/report.md`` has the definitions."""
 
     USEFUL = "useful"
     LOST = "lost"
     WAIT = "wait"
     STARTUP = "startup"
-    STOPPED = "stopped"  # Between two launches in the same run folder; no part of the wall time
+    STOPPED = "stopped"  # between two launches in the same run folder; not part of the wall time
 
 
 USES = {
@@ -47,7 +47,7 @@ class Span:
 
 
 def spans_of(
-    launches: Sequence[Launch], attempts: Sequence[AttemptStory], kept: Mapping[int, float]
+    launches: Sequence[Launch], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> tuple[Span, ...]:
     """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. Launches and
     attempts are oldest first; ``kept`` is from :func:`kept_steps`."""
@@ -58,7 +58,7 @@ def spans_of(
         own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
         away = [Span(Use.STOPPED, now, launch.start)] if index else []
         for span in (*away, *_of_launch(launch, own, kept)):
-            # a journal may have two attempts at the same time
+            # in a damaged journal, two attempts may overlap
             start = max(span.start, now)
             if span.end > start:
                 spans.append(Span(span.use, start, span.end, span.attempt))
@@ -73,10 +73,9 @@ def totals(spans: Sequence[Span]) -> dict[str, float]:
     return {**seconds, "wall": wall}
 
 
-def kept_steps(attempts: Sequence[AttemptStory], *, completed: bool) -> dict[int, float]:
-    """Return the last step that was not done again, by number of the attempt. A later attempt that
-    began further back undoes what lies after its beginning; at the end of a job that did not
-    complete, so does the want of a checkpoint."""
+def kept_steps(attempts: Sequence[TimedAttempt], *, completed: bool) -> dict[int, float]:
+    """Return the last step of each attempt, by its number, that no later attempt repeated. If the
+    job did not complete, steps after its last checkpoint are not kept either."""
     kept: dict[int, float] = {}
     bound = math.inf
     if not completed:
@@ -88,7 +87,7 @@ def kept_steps(attempts: Sequence[AttemptStory], *, completed: bool) -> dict[int
 
 
 def _of_launch(
-    launch: Launch, attempts: Sequence[AttemptStory], kept: Mapping[int, float]
+    launch: Launch, attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> Iterator[Span]:
     now = launch.start
     if launch.device_acquired is not None:
@@ -107,7 +106,7 @@ def _of_launch(
     yield Span(Use.WAIT if waits else Use.STARTUP, now, launch.end)
 
 
-def _of_attempt(attempt: AttemptStory, kept: float) -> Iterator[Span]:
+def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
     number, started, ended = attempt.number, attempt.started, attempt.ended
     began, until = attempt.training_began, _kept_until(attempt, kept)
     if attempt.outcome == "completed":
@@ -121,8 +120,8 @@ def _of_attempt(attempt: AttemptStory, kept: float) -> Iterator[Span]:
     yield Span(Use.LOST, until, ended, number)
 
 
-def _kept_until(attempt: AttemptStory, kept: float) -> float | None:
-    """Return when the last step that was kept was done; None if none was."""
+def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
+    """Return when the last kept step was done; None if no step was kept."""
     if kept <= attempt.start_step:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]

@@ -1,4 +1,4 @@
-"""What happened in a job, in a sentence or two. Pure."""
+"""The story of a job in a sentence or two. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from robust_train.readable import by_processes, duration, ordinal, percent
-from robust_train.report.attempts import UNFINISHED, AttemptStory
+from robust_train.report.attempts import UNFINISHED, TimedAttempt
 from robust_train.report.series import Mark
 
 _MOST_TROUBLES = 4
@@ -19,15 +19,16 @@ OUTCOMES = {
     "device_fault": "device fault",
     "device_unavailable": "device unavailable",
     "comm": "peer or network failed",
-    "interrupted": "stopped",
+    "interrupted": "interrupted",
     "bug": "trainer failed",
+    "unknown": "failed for a reason that this version does not know",
     UNFINISHED: "no recorded end",
 }
 """An attempt's outcome for people."""
 
 ACTIONS = {
     "halve_batch": "half the batch",
-    "halve_batch_on_request": "half the batch, as asked",
+    "halve_batch_on_request": "half the batch, as requested",
     "switch_gpu": "another GPU",
     "fewer_gpus": "fewer GPUs",
     "cpu_fallback": "the CPU",
@@ -35,17 +36,17 @@ ACTIONS = {
     "wait": "wait for room",
     "none": "",
 }
-"""What was decided after an attempt for people, if it is not its name."""
+"""The decision after an attempt for people, if its name does not do."""
 
 
 def sentence_of(
     status: str,
     reason: str | None,
-    attempts: Sequence[AttemptStory],
+    attempts: Sequence[TimedAttempt],
     seconds: Mapping[str, float],
     marks: Sequence[Mark],
 ) -> str:
-    """Return how the job ended, what went wrong before, and how much of the time was useful."""
+    """Return how the job ended, which attempts failed before, and the share of useful time."""
     wall = seconds["wall"]
     parts = [_ending(status, reason, attempts, wall)]
     before = attempts[:-1] if status in ("completed", "failed", "interrupted") else attempts
@@ -64,7 +65,7 @@ def sentence_of(
     return " ".join(parts)
 
 
-def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], wall: float) -> str:
+def _ending(status: str, reason: str | None, attempts: Sequence[TimedAttempt], wall: float) -> str:
     last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
     why = "" if reason is None else f": {(reason.strip().splitlines() or [''])[0]}"
     if status == "completed" and last is not None:
@@ -76,37 +77,37 @@ def _ending(status: str, reason: str | None, attempts: Sequence[AttemptStory], w
         return f"Was stopped after {duration(wall)}{_at(last)}.{_saved(attempts)}"
     if status == UNFINISHED:
         return (
-            "Has no recorded end: it still runs, or its process died without a word. The last "
-            f"sign of life came after {duration(wall)}{_at(last)}.{_saved(attempts)}"
+            "Has no recorded end: it still runs, or its process was killed. The last record is "
+            f"from {duration(wall)} after its start{_at(last)}.{_saved(attempts)}"
         )
     where = "" if last is None else f" in the {nth} attempt, on {last.where}"
     return _sentence(f"{status.replace('_', ' ')} after {duration(wall)}{where}{why}")
 
 
-def _setting(attempt: AttemptStory) -> str:
+def _setting(attempt: TimedAttempt) -> str:
     """Return ``batch size 16 × accumulation 4 × 2 processes``."""
-    size, accumulation = attempt.batch_size, attempt.gradient_accumulation_steps
+    size, accumulation = attempt.batch_size, attempt.spec.gradient_accumulation_steps
     if size is None:
         return "an unknown batch size"
     steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
-    return f"batch size {size}{steps}{by_processes(attempt.ranks)}"
+    return f"batch size {size}{steps}{by_processes(attempt.spec.ranks)}"
 
 
-def _at(last: AttemptStory | None) -> str:
+def _at(last: TimedAttempt | None) -> str:
     if last is None:
         return ", before any attempt had begun"
     step = "before its first step" if last.end_step is None else f"at step {last.end_step}"
     return f", {step} on {last.where}"
 
 
-def _saved(attempts: Sequence[AttemptStory]) -> str:
+def _saved(attempts: Sequence[TimedAttempt]) -> str:
     steps = [step for attempt in attempts for step, _ in attempt.checkpoints]
     if steps:
-        return f" The last checkpoint holds step {steps[-1]}: the same command goes on from there."
+        return f" The last checkpoint holds step {steps[-1]}, from which the job can resume."
     return " No checkpoint was saved." if attempts else ""
 
 
-def _troubles(failed: Sequence[AttemptStory]) -> Iterator[str]:
+def _troubles(failed: Sequence[TimedAttempt]) -> Iterator[str]:
     for (outcome, where), group in itertools.groupby(failed, key=lambda a: (a.outcome, a.where)):
         own = list(group)
         *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
@@ -117,7 +118,7 @@ def _troubles(failed: Sequence[AttemptStory]) -> Iterator[str]:
             "device_oom": f"memory ran out on {where} at batch size {listed}",
             "host_oom": f"host memory ran out at batch size {listed}",
             "worker_death": f"a data-loader worker died{times}",
-            "interrupted": f"it was stopped{times}",
+            "interrupted": f"it was interrupted{times}",
         }.get(outcome, f"{what}{times} on {where}")
 
 

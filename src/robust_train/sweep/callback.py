@@ -9,22 +9,21 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import returned_or_raised
-from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
-from robust_train.execution.hydra_state import adopt_hydra
+from robust_train.config.checks import hide_urls, unchecked
 from robust_train.files import plain
-from robust_train.nodes.place import node_in
+from robust_train.folder.lock import refusal
+from robust_train.host.engine import guest_rank
+from robust_train.launcher import detach
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 from robust_train.readable import named_line
-from robust_train.runfolder import detach
-from robust_train.runfolder.lock import refusal
-from robust_train.settings import detaches, early_settings, hide_urls
 from robust_train.sweep import current, session
 from robust_train.sweep.plugins_of_others import restore_mask
+from robust_train.sweep.program import program
 
 
 class SweepCallback(Callback):
@@ -36,16 +35,16 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
-        node = node_in(os.environ, early_settings(config).num_nodes)
-        run_dir = Path(str(config.hydra.run.dir))
-        problem = None if node else refusal(run_dir)
+        guest = guest_rank(os.environ)
+        is_first = guest is None or guest.rank == 0  # the other ranks find its lock
+        problem = refusal(Path(str(config.hydra.run.dir))) if is_first else None
         if problem is not None:
             _refuse(problem)
         try:
             session.check_job(config)
         except ConfigError as error:
-            _refuse(str(error), node, run_dir)
-        if detaches(config):
+            _refuse(str(error))
+        if detach.is_due(unchecked(config)):
             raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -55,7 +54,7 @@ class SweepCallback(Callback):
         try:
             if not detach.is_detached:
                 session.check_jobs(config)
-            if detaches(config):
+            if detach.is_due(unchecked(config)):
                 raise SystemExit(detach.start())
             with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
                 session.begin(config)
@@ -70,32 +69,24 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
-        if node := node_in(os.environ, early_settings(config).num_nodes):
-            _log_apart(config, node)
-        current.enter(config, self._launcher, follows=node > 0)
+        program.job = current.enter(config, self._launcher)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Record the end of the job's function, unless it was interrupted."""
+        job, program.job = program.job, None
+        if job is None:
+            return
         if job_return.status is JobStatus.COMPLETED:
-            current.job_ended("completed", 0, objective=plain(job_return.return_value))
+            job.ended("completed", 0, result=plain(job_return.return_value))
         else:
-            current.job_ended("failed", 1, reason=named_line(returned_or_raised(job_return)))
-        current.leave()
+            job.ended("failed", 1, reason=named_line(returned_or_raised(job_return)))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""
         code = session.finish()
-        if code and not session.program.has_door:
+        if code and not program.sets_exit_code:
             # not an Exception: those of callbacks are turned into warnings
             raise SystemExit(code)
-
-
-def _log_apart(config: DictConfig, node: int) -> None:
-    """Have this node write a log of its own: it has begun with node 0's."""
-    with read_write(config.hydra):
-        config.hydra.job.name += f".node{node}"
-    adopt_hydra(config)
-    HydraConfig.instance().set_config(config)
 
 
 def _hide_in(folder: Path) -> None:
@@ -105,11 +96,7 @@ def _hide_in(folder: Path) -> None:
         OmegaConf.save(cfg, folder / "config.yaml")
 
 
-def _refuse(problem: str, node: int = 0, run_dir: Path = Path()) -> NoReturn:
+def _refuse(problem: str) -> NoReturn:
     print(problem, file=sys.stderr)
-    if node:
-        from robust_train.nodes.connection import send_refusal
-
-        send_refusal(run_dir, node, problem)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(EXIT_BAD_CONFIG)

@@ -34,18 +34,20 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.compat import returned_or_raised
-from robust_train.errors import EXIT_BAD_CONFIG
-from robust_train.execution import at_hand
-from robust_train.execution.signals import SignalWatch
+from robust_train.config.checks import unchecked
+from robust_train.config.schema import RobustConfig
+from robust_train.folder.requests import Refused, request_sweep_stop, sweep_stop_requested
+from robust_train.folder.state import read_state
+from robust_train.folder.summary import read_summary
 from robust_train.gpu.bounded import NoAnswer, run_command
-from robust_train.runfolder.requests import Refused, request_sweep_stop, sweep_stop_requested
-from robust_train.runfolder.state import read_state
-from robust_train.runfolder.summary import read_summary
-from robust_train.settings import EarlySettings, early_settings
-from robust_train.sweep import current, job_record, session
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.interpreters import discard_early
+from robust_train.model.errors import EXIT_BAD_CONFIG
+from robust_train.sweep import current, job_record
 from robust_train.sweep.job_process import JobProcess
 from robust_train.sweep.live_table import LiveRow, LiveTable
 from robust_train.sweep.plugins_of_others import no_objective
+from robust_train.sweep.program import program
 from robust_train.sweep.sweep_table import (
     SweepRow,
     differing_overrides,
@@ -96,7 +98,7 @@ class GpuQueue:
     ) -> None:
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
-        self._settings = early_settings(config)
+        self._settings = unchecked(config)
         self._signals = SignalWatch()
         self._pending: deque[_Job] = deque()
         self._running: list[_Job] = []
@@ -113,7 +115,7 @@ class GpuQueue:
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        at_hand.discard()
+        discard_early()
         shown = differing_overrides([filter_overrides(own) for own in job_overrides])
         self._jobs = [
             _Job(initial_job_idx + index, overrides, " ".join(shown[index]))
@@ -153,7 +155,7 @@ class GpuQueue:
             self._poll(table)
 
     def _start(self, job: _Job) -> None:
-        """Start a job's process, unless the job is refused or completed earlier."""
+        """JobStart a job's process, unless the job is refused or completed earlier."""
         job.config = self._compose(job)
         job.folder = _run_folder(job.config)
         if any(job.folder == other.folder for other in self._jobs if other is not job):
@@ -164,10 +166,10 @@ class GpuQueue:
             job.folder, job.status = None, job_record.REFUSED
             return
         entry, record = current.plan(job.config, job.folder)
-        if entry is job_record.Entry.REUSE:
+        if entry is job_record.JobStart.REUSE:
             current.reuse(record, job.folder)
             job.status = job_record.COMPLETED
-            job.result = self._return(job, record.objective)
+            job.result = self._return(job, record.result)
             return
         job.process = JobProcess(partial(self._work, job), job.folder / LOG_FILE, self._detach)
         job.status = "running"
@@ -293,10 +295,10 @@ class GpuQueue:
         self, job: _Job, status: str, exit_code: int | None = None, reason: str | None = None
     ) -> None:
         """List the job in the sweep's table even if it never leaves anything in a folder."""
-        if (sweep := session.program.sweep) is not None:
+        if (sweep := program.sweep) is not None:
             overrides = tuple(filter_overrides(job.overrides))
-            sweep.planned[job.number] = job_record.JobRecord(
-                sweep.id, job.number, overrides, status, exit_code, reason=reason
+            sweep.planned[job.number] = job_record.SweepJob(
+                job.number, overrides, sweep.id, status, exit_code, reason=reason
             )
 
 
@@ -331,7 +333,7 @@ def jobs_at_once(
     return max(1, min(wanted, jobs))
 
 
-def count_gpus(wanted: EarlySettings, limit_seconds: float = 30.0) -> int:
+def count_gpus(wanted: RobustConfig, limit_seconds: float = 30.0) -> int:
     """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs."""
     if wanted.auto_device or wanted.device in ("auto", "cuda"):
         return _visible_gpus(limit_seconds)

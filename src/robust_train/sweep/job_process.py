@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from robust_train.errors import JobInterrupted
-from robust_train.execution.attempt_output import flush_output
-from robust_train.execution.linux import signal_at_parents_death
-from robust_train.execution.signals import FORWARDED, forwarded
+from robust_train.host.linux import signal_at_parents_death
+from robust_train.host.screen import flush_output
+from robust_train.host.signals import FORWARDED, forwarded
+from robust_train.model.errors import JobInterrupted
 
 Work = Callable[[], int]  # Runs the job; returns the exit code. The result is in the job's record.
 

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from robust_train.execution.hydra_state import shorten_lines_on_terminals
-from robust_train.execution.live_area import LiveArea, live_area
-from robust_train.readable import shortened
-from robust_train.runfolder.state import RunState
-from robust_train.runfolder.summary import aligned
+from robust_train.folder.state import RunState
+from robust_train.host.job_logging import shorten_lines_on_terminals
+from robust_train.host.live_area import LiveArea, live_area
+from robust_train.readable import aligned, shortened
 
 _REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
@@ -36,10 +35,12 @@ class LiveRow:
     def cells(self) -> tuple[str, ...]:
         """Return the texts of the columns."""
         shown: list[object] = [self.job, self.overrides, self.status, None, None, None, None]
-        if (state := self.state) is not None:
-            of = f"/{state.total_steps}" if state.total_steps else ""
-            step = None if state.step is None else f"{state.step}{of}"
-            shown[3:] = state.attempt, state.device, state.batch_size, step
+        attempt = None if self.state is None else self.state.attempt
+        if attempt is not None:
+            of = f"/{attempt.total_steps}" if attempt.total_steps else ""
+            step = None if attempt.step is None else f"{attempt.step}{of}"
+            size = attempt.spec.batch_size if attempt.spec.has_batch else None
+            shown[3:] = attempt.number, attempt.spec.device, size, step
         return tuple("" if value is None else str(value) for value in shown)
 
 

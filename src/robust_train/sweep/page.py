@@ -10,13 +10,13 @@ from typing import Any
 
 from robust_train import readable
 from robust_train.files import strict_json
-from robust_train.report.figures import loss_of_jobs
+from robust_train.folder.lock import is_held
+from robust_train.report.charts import loss_of_jobs
 from robust_train.report.guidance import Advice
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.times import Use
-from robust_train.runfolder.lock import is_held
 from robust_train.sweep import sweep_table
 from robust_train.sweep.job_record import read_record
 
@@ -25,7 +25,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class JobStory:
-    """One job of a sweep: its row, and its story where it left a journal."""
+    """One job of a sweep: its row, and its story if it left a journal."""
 
     row: sweep_table.SweepRow
     story: Story | None = field(default=None, repr=False)
@@ -63,12 +63,12 @@ def is_sweep(folder: Path) -> bool:
 
 
 def write_sweep_report(folder: Path) -> None:
-    """Write ``report.html`` into a sweep folder. Whatever goes wrong costs a warning."""
+    """Write ``report.html`` into a sweep folder. A failure costs a warning."""
     try_to_save(folder / FILE_NAME, lambda: sweep_page(sweep_story_of(folder)))
 
 
 def sweep_story_of(folder: Path) -> SweepStory:
-    """Return what happened in the sweep of a folder, as far as it can be read."""
+    """Return the story of the sweep in a folder, as far as it can be read."""
     table = sweep_table.read_table(folder)
     is_over = table is not None and table.status == sweep_table.ENDED
     jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
@@ -80,9 +80,9 @@ def sweep_story_of(folder: Path) -> SweepStory:
     sentence = sweep_table.tally([job.row for job in jobs])
     sentence += "." if wall is None else f" in {readable.duration(wall)}."
     if not is_over and is_held(folder):
-        sentence += " It still runs."
+        sentence += " It is still running."
     elif not is_over:
-        sentence += " The end of the sweep is not recorded: its process died."
+        sentence += " The end of the sweep is not recorded: its process was killed."
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
@@ -140,7 +140,7 @@ def _href(sweep: SweepStory, job: JobStory) -> str | None:
 
 
 def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:
-    """Return (jobs, advice), once for what several jobs have in common."""
+    """Return (jobs, advice); advice that several jobs share occurs once."""
     whose: dict[tuple[str, ...], list[str]] = {}
     first: dict[tuple[str, ...], Advice] = {}
     for job in jobs:

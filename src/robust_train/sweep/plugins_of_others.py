@@ -8,7 +8,7 @@ import traceback
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from robust_train.errors import EXIT_BAD_CONFIG, EXIT_FAILED
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
 _OPTUNA_PLUGIN = "hydra_plugins.hydra_optuna_sweeper."
 _OWN_MASK = "ROBUST_TRAIN_SWEEP_MASK"
@@ -58,7 +58,7 @@ def restore_mask(environ: MutableMapping[str, str]) -> None:
 def misplaced_launcher(
     chosen: str, running: str | None, overrides: Sequence[str], *, in_sweep: bool
 ) -> str | None:
-    """Return one line for a launcher that Hydra silently ignores, None where it counts.
+    """Return one line for a launcher that Hydra silently ignores; None if it counts.
 
     Args:
         chosen: ``hydra/launcher`` in the job's own config.

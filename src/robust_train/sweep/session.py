@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.config.batch import settle
+from robust_train.config.checks import checked, unchecked
+from robust_train.config.composition import complete
 from robust_train.config.refusals import REFUSALS, explain
-from robust_train.config.schema import complete
-from robust_train.errors import ConfigError
-from robust_train.execution.signals import SignalWatch
+from robust_train.config.schema import NotifyConfig
+from robust_train.folder.command_line import this_command
+from robust_train.folder.lock import RunLock, read_holder
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher import detach
+from robust_train.launcher.notifier import Notifier, notifications
+from robust_train.model.errors import ConfigError
 from robust_train.readable import duration
-from robust_train.runfolder import detach
-from robust_train.runfolder.command_line import this_command
-from robust_train.runfolder.lock import RunLock, read_holder
-from robust_train.runfolder.notifier import Notifier, NotifySettings
-from robust_train.settings import early_settings, take_notify_settings
 from robust_train.sweep.current import SWEEP_VARIABLE
-from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, JobRecord
+from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, SweepJob
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.plugins_of_others import remember_mask
+from robust_train.sweep.program import program
 from robust_train.sweep.sweep_table import (
     ENDED,
     FILE,
@@ -64,8 +64,8 @@ class Sweep:
     since_ns: int  # when it began, by the clock of the folder's file system
     lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
     # jobs that our launcher knows of, by number
-    planned: dict[int, JobRecord] = field(default_factory=dict)
-    notifier: Notifier = field(default_factory=lambda: Notifier(NotifySettings()))
+    planned: dict[int, SweepJob] = field(default_factory=dict)
+    notifier: Notifier = field(default_factory=lambda: Notifier(NotifyConfig()))
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
 
@@ -75,19 +75,6 @@ class Sweep:
         seen = {row.job for row in rows}
         rows += [row_of(None, r, None) for number, r in self.planned.items() if number not in seen]
         return sorted(rows, key=lambda row: row.sort_key)
-
-
-@dataclass
-class Program:
-    """What runs in this process, which Hydra lets run one thing at a time."""
-
-    sweep: Sweep | None = None
-    exit_code: int = 0  # that the jobs of its last sweep ask for
-    has_door: bool = False  # one of our commands sets the exit code
-    check: Callable[[DictConfig], None] | None = None  # ConfigError: the job shall not start
-
-
-program = Program()
 
 
 def check_job(config: DictConfig) -> None:
@@ -112,12 +99,12 @@ def begin(config: DictConfig) -> None:
     launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
     id_ = uuid.uuid4().hex
     sweep = Sweep(id_, folder, launcher, since_ns=0, lock=_lock(folder, id_))
-    sweep.notifier = Notifier(take_notify_settings(config))
+    sweep.notifier = Notifier(notifications(unchecked(config).notify, os.environ))
     os.environ[SWEEP_VARIABLE] = sweep.id
     remember_mask(os.environ)
     SweepTable(sweep.id, launcher).write(folder)
     sweep.since_ns = (folder / FILE).stat().st_mtime_ns
-    program.sweep = sweep
+    program.sweep, program.exit_code = sweep, 0
     detach.has_begun(folder, detach.sweep_text(folder))
     # a project with a command of its own gets its table also when a job's error ends the sweep
     atexit.register(finish)
@@ -164,7 +151,7 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain(error, "robust", overrides)) from error
-    if program.check is None and not early_settings(cfg).detach:
+    if program.check is None and not unchecked(cfg).detach:
         return  # a project's main may complete it
     before = HydraConfig.instance().cfg
     try:
@@ -173,7 +160,7 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
             HydraConfig.instance().set_config(cfg)
             del cfg["hydra"]
         cfg = complete(cfg)
-        settle(cfg)
+        checked(cfg)
         check_job(cfg)
     finally:
         HydraConfig.instance().cfg = before
@@ -216,7 +203,8 @@ def _show_and_write(sweep: Sweep) -> None:
         with contextlib.suppress(OSError):
             (sweep.folder / FILE).unlink()
         return
-    code = program.exit_code = exit_code_of(rows)
+    code = exit_code_of(rows)
+    program.note(code)
     wall_seconds = time.monotonic() - sweep.started
     table = SweepTable(sweep.id, sweep.launcher, ENDED, code, round(wall_seconds, 3), tuple(rows))
     try:
@@ -225,7 +213,7 @@ def _show_and_write(sweep: Sweep) -> None:
     except OSError as error:
         log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)
     write_sweep_report(sweep.folder)
-    _notify(sweep, rows, wall_seconds)
+    _notify(sweep, rows, code, wall_seconds)
     # not through logging: after an interruption that may still write into a job's log file
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")
@@ -235,12 +223,12 @@ def _show_and_write(sweep: Sweep) -> None:
         sys.stdout.flush()
 
 
-def _notify(sweep: Sweep, rows: list[SweepRow], wall_seconds: float) -> None:
+def _notify(sweep: Sweep, rows: list[SweepRow], code: int, wall_seconds: float) -> None:
     """Notify of the sweep's end."""
     stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
-    event = "completed" if not program.exit_code else "interrupted" if stopped else "failed"
+    event = "completed" if not code else "interrupted" if stopped else "failed"
     host = socket.gethostname()
     text = f"sweep on {host}: {tally(rows)} in {duration(wall_seconds)}; {sweep.folder}"
-    about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": program.exit_code}
+    about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": code}
     jobs = [{"job": row.job, "status": row.status, "result": row.result} for row in rows]
     sweep.notifier.send(event, text, {**about, "host": host, "jobs": jobs})

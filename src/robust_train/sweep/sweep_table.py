@@ -1,5 +1,7 @@
-"""A sweep's jobs as rows, read from their run folders whichever launcher ran them, and their table:
-columns on the screen, ``sweep.csv``, ``sweep.json``."""
+"""A sweep's jobs as rows, read from their run folders whichever launcher ran them, and their table.
+
+The table is columns on the screen, ``sweep.csv`` and ``sweep.json``.
+"""
 
 from __future__ import annotations
 
@@ -10,91 +12,117 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.events import MalformedEvent, from_json
 from robust_train.files import read_object, write_json
-from robust_train.readable import signal_name
-from robust_train.runfolder.summary import SavedSummary, aligned, read_summary
-from robust_train.sweep import job_record
+from robust_train.folder.summary import Summary, read_summary
+from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
+from robust_train.readable import aligned, signal_name
+from robust_train.sweep.job_record import (
+    COMPLETED,
+    DIED,
+    INTERRUPTED,
+    NOT_STARTED,
+    STARTED,
+    SweepJob,
+    read_record,
+)
 
 FILE = "sweep.json"
 RUNNING, ENDED = "running", "ended"
 COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
 _LONGEST_RESULT = 40
-_EXIT_CODES = {job_record.COMPLETED: 0, "no_device": 75, job_record.INTERRUPTED: 143}
+_EXIT_CODES = {COMPLETED: 0, "no_device": 75, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class SweepRow:
-    """One job of a sweep, as ``sweep.json`` has it."""
+class SweepRow(SweepJob):
+    """One job of a sweep, as ``sweep.json`` has it: its record, and figures of its summary.
 
-    job: int | None  # its number, None where it is not known
-    overrides: tuple[str, ...]
-    # `completed`, `failed`, `no_device`, `interrupted`, `refused`, `died` (without a summary) or
-    # `not_started`
-    status: str
-    exit_code: int | None  # that of the job if it had run alone; None if it was not started
-    attempts: int
-    devices: tuple[str, ...]  # those of the attempts, in order, each once
-    batch_size: int | None  # micro-batch of the last attempt
-    result: Any  # the objective
-    wall_seconds: float | None
-    wait_seconds: float | None  # those of `wall_seconds` that it waited for a GPU
-    reused: bool  # completed in an earlier launch of the sweep, not run again
-    reason: str | None  # one sentence for any status but `completed`
-    folder: str | None  # its run folder, None for a job that was not started
+    Attributes:
+        attempts: their number.
+        devices: those of the attempts, in order, each once.
+        batch_size: micro-batch size of the last attempt.
+        wall_seconds: how long the job took.
+        wait_seconds: the part of ``wall_seconds`` that it waited for a GPU.
+        folder: its run folder; None if the job was not started.
+    """
+
+    attempts: int = 0
+    devices: tuple[str, ...] = ()
+    batch_size: int | None = None
+    wall_seconds: float | None = None
+    wait_seconds: float | None = None
+    folder: str | None = None
 
     @property
     def sort_key(self) -> tuple[bool, int]:
         """By number; those without one last."""
         return self.job is None, self.job or 0
 
+    def as_json(self) -> dict[str, Json]:
+        """Return the row without the sweep's id, which the table has."""
+        return {name: getattr(self, name) for name in CSV_COLUMNS}
 
-def row_of(
-    folder: Path | None,
-    record: job_record.JobRecord | None,
-    summary: SavedSummary | None,
-    overrides: Sequence[str] = (),
-) -> SweepRow:
-    """Return the row of one job from its record and its ``summary.json``, where there are any.
-    ``overrides`` count where there is no record."""
-    ended = None if record is None or record.status == job_record.STARTED else record
-    source = ended or summary
-    status = job_record.DIED if source is None else source.status
-    reason = None if source is None else source.reason
-    if status == job_record.DIED and reason is None:
-        reason = "its process ended without a summary"
-    exit_code = ended.exit_code if ended is not None else _EXIT_CODES.get(status, 1)
-    objective = summary.objective if summary is not None else record and record.objective
+
+CSV_COLUMNS = (
+    "job",
+    "overrides",
+    "status",
+    "exit_code",
+    "attempts",
+    "devices",
+    "batch_size",
+    "result",
+    "wall_seconds",
+    "wait_seconds",
+    "reused",
+    "reason",
+    "folder",
+)
+
+
+def row_of(folder: Path | None, record: SweepJob, summary: Summary | None) -> SweepRow:
+    """Return the row of one job from its record and its ``summary.json``."""
+    ended = _ended(record, summary) if record.status == STARTED else record
+    if ended.status == COMPLETED:
+        result = ended.result if summary is None else summary.objective
+        ended = replace(ended, result=result, reason=None)
+    else:
+        exit_code = None if ended.status == NOT_STARTED else ended.exit_code
+        ended = replace(ended, result=None, exit_code=exit_code)
     attempts = () if summary is None else summary.attempts
+    has_batch = bool(attempts) and attempts[-1].spec.has_batch
     return SweepRow(
-        job=None if record is None else record.number,
-        overrides=tuple(overrides) if record is None else record.overrides,
-        status=status,
-        exit_code=None if status == job_record.NOT_STARTED else exit_code,
+        **vars(ended),
         attempts=len(attempts),
-        devices=tuple(dict.fromkeys(attempt.device for attempt in attempts)),
-        batch_size=attempts[-1].batch_size if attempts else None,
-        result=objective if status == job_record.COMPLETED else None,
+        devices=tuple(dict.fromkeys(attempt.spec.device for attempt in attempts)),
+        batch_size=attempts[-1].spec.batch_size if has_batch else None,
         wall_seconds=None if summary is None else summary.wall_seconds,
         wait_seconds=None if summary is None else summary.wait_seconds,
-        reason=None if status == job_record.COMPLETED else reason,
-        reused=record is not None and record.reused,
         folder=None if folder is None else str(folder),
     )
 
 
-def ending_of_process(record: job_record.JobRecord, returncode: int) -> job_record.JobRecord:
-    """Return the record of a job of which only its process's end is known."""
+def _ended(record: SweepJob, summary: Summary | None) -> SweepJob:
+    """Return the record of a job whose process did not record its end."""
+    if summary is None:
+        reason = "its process ended without a summary"
+        return replace(record, status=DIED, exit_code=1, reason=reason)
+    exit_code = _EXIT_CODES.get(summary.status, 1)
+    return replace(record, status=summary.status, exit_code=exit_code, reason=summary.reason)
+
+
+def ending_of_process(record: SweepJob, returncode: int) -> SweepJob:
+    """Return the record of a job that left nothing but its process's end."""
     if returncode == 0:
-        return replace(record, status=job_record.COMPLETED, exit_code=0)
+        return replace(record, status=COMPLETED, exit_code=0)
     if returncode > 0:
         is_stop, exit_code = returncode - 128 in _STOPS, returncode
         stopped = "interrupted"
@@ -104,15 +132,14 @@ def ending_of_process(record: job_record.JobRecord, returncode: int) -> job_reco
         exit_code = 128 - returncode if is_stop else 1
         stopped = f"interrupted by {name} before it had begun"
         died = f"its process was killed by {name}"
-    status, reason = (job_record.INTERRUPTED, stopped) if is_stop else (job_record.DIED, died)
+    status, reason = (INTERRUPTED, stopped) if is_stop else (DIED, died)
     return replace(record, status=status, exit_code=exit_code, reason=reason)
 
 
 def read_row(folder: Path) -> SweepRow:
     """Return the row of the job in ``folder``, as far as it can be read."""
-    record = job_record.read_record(folder)
-    overrides = () if record is not None else _hydra_overrides(folder)
-    return row_of(folder, record, read_summary(folder), overrides)
+    record = read_record(folder) or SweepJob(None, _hydra_overrides(folder))
+    return row_of(folder, record, read_summary(folder))
 
 
 def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
@@ -120,7 +147,7 @@ def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
     without a record belongs to it if Hydra wrote its folder later than ``since_ns``."""
     rows = []
     for folder in job_folders(sweep_folder):
-        record = job_record.read_record(folder)
+        record = read_record(folder)
         if record.sweep == sweep if record is not None else _is_newer(folder, since_ns):
             rows.append(read_row(folder))
     return rows
@@ -128,15 +155,13 @@ def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
 
 def has_failed(sweep_folder: Path, sweep: str) -> bool:
     """Return whether a job of this launch has ended otherwise than completed."""
-    records = (job_record.read_record(folder) for folder in job_folders(sweep_folder))
+    records = (read_record(folder) for folder in job_folders(sweep_folder))
     return any(r is not None and r.sweep == sweep and r.exit_code for r in records)
 
 
 def exit_code_of(rows: Sequence[SweepRow]) -> int:
     """Return the code of the first job that failed by itself, else of the first stopped one."""
-    codes = [
-        row.exit_code for row in rows if row.exit_code and row.status != job_record.INTERRUPTED
-    ]
+    codes = [row.exit_code for row in rows if row.exit_code and row.status != INTERRUPTED]
     stopped = [row.exit_code for row in rows if row.exit_code]
     return next(iter(codes + stopped), 0)
 
@@ -166,9 +191,6 @@ def _is_newer(folder: Path, since_ns: int) -> bool:
         return False
 
 
-CSV_COLUMNS = tuple(item.name for item in fields(SweepRow))
-
-
 @dataclass(frozen=True)
 class SweepTable:
     """The content of ``sweep.json``; a sweep that runs has no rows yet."""
@@ -179,15 +201,16 @@ class SweepTable:
     exit_code: int | None = None
     wall_seconds: float | None = None
     jobs: tuple[SweepRow, ...] = ()
-    schema: int = 1
+    schema: int = SCHEMA
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
-        write_json(folder / FILE, asdict(self), indent=2)
+        content = {**vars(self), "jobs": [row.as_json() for row in self.jobs]}
+        write_json(folder / FILE, content, indent=2)
 
 
 def read_table(folder: Path) -> SweepTable | None:
-    """Return the table in a sweep folder; None where there is none that can be read."""
+    """Return the table in a sweep folder; None if there is none that can be read."""
     try:
         return from_json(SweepTable, read_object(folder / FILE))
     except MalformedEvent:
@@ -216,10 +239,10 @@ def screen_table(rows: Sequence[SweepRow]) -> str:
 
 def ending_line(row: SweepRow, log_path: Path) -> str:
     """Return the line for the screen when a job has ended."""
-    if row.status == job_record.COMPLETED:
+    if row.status == COMPLETED:
         seconds = "" if row.wall_seconds is None else f" in {row.wall_seconds:.1f} s"
         return f"job {row.job} completed{seconds}"
-    if row.status == job_record.INTERRUPTED:
+    if row.status == INTERRUPTED:
         return f"job {row.job} interrupted"
     reason = " ".join(str(row.reason).split())
     return f"job {row.job} {row.status}: {reason}; {log_path}"
@@ -228,7 +251,7 @@ def ending_line(row: SweepRow, log_path: Path) -> str:
 def tally(rows: Sequence[SweepRow]) -> str:
     """Return one line: how many jobs ended how."""
     counts = Counter(row.status for row in rows)
-    done = counts.pop(job_record.COMPLETED, 0)
+    done = counts.pop(COMPLETED, 0)
     others = "".join(f", {n} {status.replace('_', ' ')}" for status, n in sorted(counts.items()))
     return f"{done} of {len(rows)} completed{others}"
 

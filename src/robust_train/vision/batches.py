@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robust_train.errors import ConfigError
-from robust_train.microbatch.splitting import share_of
+from robust_train.model.errors import ConfigError
+from robust_train.step.splitting import share_of
 from robust_train.vision.images import ImageDataset, collate
 
 _READ_AT_MOST = 64

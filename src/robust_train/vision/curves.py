@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib.util
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.attempt.run import Run
 from robust_train.config.extras import require
-from robust_train.errors import ConfigError
-from robust_train.run import Run
-from robust_train.runfolder.trackers import MLFLOW_ID
+from robust_train.model.errors import ConfigError
 
 log = logging.getLogger("robust_train.vision")
 
 NAMES = ("tensorboard", "wandb", "mlflow", "none")
-_PROJECT = "robust-train"
 
 
 def chosen(cfg: DictConfig) -> str:
@@ -38,94 +35,44 @@ def chosen(cfg: DictConfig) -> str:
     return name
 
 
-class Curves(Protocol):
+@dataclass(frozen=True)
+class Curves:
     """Takes scalars over optimizer steps. Whatever it raises ends the drawing, not the job."""
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Draw the values at ``step``."""
-
-    def close(self, *, has_failed: bool) -> None: ...
+    add: Callable[[dict[str, float], int], object]  # draws values at a step
+    close: Callable[[bool], object]  # is given whether the run has failed
 
 
 def open_curves(cfg: DictConfig, run: Run, step: int) -> Curves | None:
     """Return what draws the curves of a run that resumes from ``step``; None for nothing."""
     name = chosen(cfg)
-    if name == "tensorboard":
-        try:
-            return _TensorBoard(run.run_dir, step)
-        except ImportError:
-            log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
     if name == "wandb":
-        return _Wandb(cfg, run.run_dir)
-    if name == "mlflow":
-        curves = _Mlflow(cfg, run.run_dir)
-        run.trackers.poll()
-        return curves
-    return None
-
-
-class _TensorBoard:
-    """An event file; a resumed run draws over the steps that were lost."""
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = str(run_dir / "tensorboard")
-        self._board = SummaryWriter(folder, purge_step=step + 1 if step else None)
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-
-    def close(self, *, has_failed: bool) -> None:
-        self._board.close()
-
-
-class _Wandb:
-    """The run that ``WANDB_RUN_ID`` names; offline where the service cannot be used."""
-
-    def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
         wandb: Any = require("wandb", "logger=wandb", extra="wandb")
-        ours = {"project": _PROJECT, "name": run_dir.name, "dir": str(run_dir)}
-        # an argument would win over the user's own variable
-        given: dict[str, Any] = {
-            name: value for name, value in ours.items() if f"WANDB_{name.upper()}" not in os.environ
-        }
-        given["config"] = OmegaConf.to_container(cfg, resolve=True)
-        # what an attempt prints is in the run folder
-        settings = {} if "WANDB_CONSOLE" in os.environ else {"console": "off"}
-        try:
-            self._run = wandb.init(**given, settings=wandb.Settings(**settings))
-        except Exception as error:
-            log.warning("wandb: %s; logged to %s: wandb sync sends it", error, run_dir / "wandb")
-            self._run = wandb.init(**given, settings=wandb.Settings(**settings, mode="offline"))
-
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        if step >= self._run.step:  # of a resumed run, wandb itself refuses what it has
-            self._run.log(dict(values), step=step)
-
-    def close(self, *, has_failed: bool) -> None:
-        self._run.finish(exit_code=int(has_failed))
-
-
-class _Mlflow:
-    """The run that ``MLFLOW_RUN_ID`` names, else a new one; without steps that it has already."""
-
-    def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
-        self._mlflow: Any = require("mlflow", "logger=mlflow", extra="mlflow")
-        is_new = not os.environ.get(MLFLOW_ID)
-        run_id = self._mlflow.start_run(run_name=run_dir.name).info.run_id
-        client = self._mlflow.MlflowClient()
-        self._last = functools.cache(
-            lambda name: max((m.step for m in client.get_metric_history(run_id, name)), default=-1)
+        config: Any = OmegaConf.to_container(cfg, resolve=True)
+        made = wandb.init(name=run.run_dir.name, dir=str(run.run_dir), config=config)
+        return Curves(made.log, lambda has_failed: made.finish(exit_code=int(has_failed)))
+    if name == "mlflow":
+        mlflow: Any = require("mlflow", "logger=mlflow", extra="mlflow")
+        mlflow.start_run(run_name=run.run_dir.name)
+        run.trackers.poll()
+        return Curves(
+            mlflow.log_metrics,
+            lambda has_failed: mlflow.end_run("FAILED" if has_failed else "FINISHED"),
         )
-        if is_new:  # parameters cannot be changed later
-            groups = ("model", "dataset", "training")
-            self._mlflow.log_params({f"{g}.{k}": v for g in groups for k, v in cfg[g].items()})
+    return _tensorboard(run.run_dir, step) if name == "tensorboard" else None
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        new = {name: value for name, value in values.items() if step > self._last(name)}
-        self._mlflow.log_metrics(new, step=step)
 
-    def close(self, *, has_failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if has_failed else "FINISHED")
+def _tensorboard(run_dir: Path, step: int) -> Curves | None:
+    """Return an event file; a resumed run draws over the steps that were lost."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
+        return None
+    board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def add(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            board.add_scalar(name, value, step)
+
+    return Curves(add, lambda has_failed: board.close())

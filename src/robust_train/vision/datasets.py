@@ -7,19 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from robust_train.config.extras import require
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.images import (
-    AUGMENTATIONS,
     ImageFiles,
     Shape,
     Splits,
     stratified_split,
     with_validation,
 )
-from robust_train.vision.published import CUB200, FLOWERS102, open_cub200, open_flowers102
+from robust_train.vision.published import open_cub200, open_flowers102
 
 _DIGITS = Shape(num_classes=10, size=8, channels=1)
 _DIGITS_WHITE = 16
@@ -115,37 +112,6 @@ _DATASETS: Mapping[str, Callable[[Any], Splits]] = {
     "cub200": open_cub200,
     "image_folder": open_image_folder,
 }
-_SHAPES = {"digits": _DIGITS, "flowers102": FLOWERS102, "cub200": CUB200}
-
-
-def check_data(cfg: Any) -> None:
-    """Check the ranges that types cannot express."""
-    name = cfg.get("name")
-    if name not in _DATASETS:
-        raise ConfigError(f"dataset.name={name}: accepted are {', '.join(_DATASETS)}")
-    if OmegaConf.is_missing(cfg, "root"):
-        raise ConfigError(f"dataset.root: {name} needs it; dataset.root=<folder>")
-    if cfg.augment not in AUGMENTATIONS:
-        raise ConfigError(f"dataset.augment={cfg.augment}: accepted are {', '.join(AUGMENTATIONS)}")
-    if cfg.num_classes is not None and cfg.num_classes < 2:
-        raise ConfigError(f"dataset.num_classes={cfg.num_classes}: must be 2 or more")
-    share = cfg.get("test_fraction", 0.5)
-    if not 0 < share < 1:
-        raise ConfigError(f"dataset.test_fraction={share:g}: must be more than 0 and less than 1")
-
-
-def shape_of_data(cfg: Any) -> Shape:
-    """Return the shape of a checked ``cfg``'s data set, without fetching or opening it."""
-    known = _SHAPES.get(cfg.name)
-    if cfg.num_classes is not None:
-        return replace(known or Shape(num_classes=0), num_classes=cfg.num_classes)
-    return known or Shape(num_classes=len(_classes(cfg)))
-
-
-def training_images(cfg: Any) -> int:
-    """Return how many images a checked ``cfg``'s data set has for training, without fetching it."""
-    known = {"digits": 1438, "flowers102": 1020, "cub200": 5394}
-    return known[cfg.name] if cfg.name in known else len(open_image_folder(cfg).train.labels)
 
 
 def open_data(cfg: Any) -> Splits:

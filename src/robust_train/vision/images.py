@@ -13,10 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
-
-AUGMENTATIONS = ("crop_flip", "shift", "none")
 
 # torchvision's RandomResizedCrop takes 8 % and more of the area, for ImageNet; small data sets of
 # similar classes lose the decisive detail that way
@@ -39,7 +37,7 @@ class ImageSpec:
 class ImageDataset(torch.utils.data.Dataset[Any]):
     """A split as the tensors a model takes. Keys are (epoch, index): a sample's augmentation
     depends on these and the seed alone, not on workers or micro-batches. ``augment`` is one of
-    :data:`AUGMENTATIONS`."""
+    ``dataset.augment``."""
 
     def __init__(
         self, source: ImageSource, spec: ImageSpec, *, augment: str = "none", seed: int = 0

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from robust_train.config.extras import require
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.images import ImageSpec, Shape
 from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-_MODELS = ("cnn", "linear_probe", "lora", "full_finetune")
 _PHOTOGRAPH_SIZE = 64
 _LEAST_MAP_SIZE = 4
 _MOST_STAGES = 5
@@ -33,23 +32,6 @@ class BuiltModel:
 
     module: nn.Module
     images: ImageSpec
-
-
-def check_model(cfg: Any) -> None:
-    """Check the ranges that types cannot express."""
-    name = cfg.get("name")
-    if name not in _MODELS:
-        raise ConfigError(f"model.name={name}: accepted are {', '.join(_MODELS)}")
-    for key, least in (("width", 1), ("image_size", 1), ("lora_r", 1), ("lora_alpha", 1)):
-        value = cfg.get(key)
-        if value is not None and value < least:
-            raise ConfigError(f"model.{key}={value}: must be {least} or more")
-    for key in ("dropout", "lora_dropout"):
-        value = cfg.get(key)
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"model.{key}={value:g}: must be from 0 to less than 1")
-    if "target_modules" in cfg and not cfg.target_modules:
-        raise ConfigError("model.target_modules=[]: name at least one module, e.g. [attn.qkv]")
 
 
 def build_model(cfg: Any, data: Shape) -> BuiltModel:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from robust_train.vision.curves import chosen
-from robust_train.vision.datasets import check_data
-from robust_train.vision.models import check_model
+from robust_train.vision.keys import check_groups
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Check ``model``, ``dataset`` and ``logger`` without touching data or device."""
+    """Check ``model``, ``dataset`` and ``logger``; touch neither data nor device."""
     chosen(cfg)
-    check_model(cfg.model)
-    check_data(cfg.dataset)
+    check_groups(cfg)
 
 
 def preload_modules(cfg: DictConfig) -> list[str]:
-    """Return the modules that this config imports, for a fork server. None touches CUDA."""
+    """Return the modules that this config imports, early, while a job waits. None touches CUDA."""
     check_config(cfg)
     # every torch optimizer imports torch._dynamo when it is built: more than a second
     modules = ["numpy", "PIL.Image", "torch._dynamo"]

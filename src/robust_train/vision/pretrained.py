@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.config.extras import require
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train.vision")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.config.extras import require
-from robust_train.errors import ConfigError
+from robust_train.model.errors import ConfigError
 from robust_train.vision.images import ImageFiles, Shape, Splits, with_validation
 
 FLOWERS102 = Shape(num_classes=102)
@@ -190,7 +190,7 @@ def _alone(root: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if is_new:  # and nobody else has put anything there
+            if is_new:  # and no one else has put anything there
                 path.unlink(missing_ok=True)
                 with suppress(OSError):
                     root.rmdir()

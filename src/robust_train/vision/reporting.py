@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from omegaconf import DictConfig
 from torch import Tensor
 
-from robust_train.errors import ConfigError
+from robust_train.attempt.run import Run
+from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
-from robust_train.run import Run
 from robust_train.vision.curves import Curves, open_curves
 from robust_train.vision.step import Score
 from robust_train.vision.training_state import LossAverage, ResumePosition
@@ -66,7 +66,7 @@ class Reporter:
     def __exit__(self, kind: object, error: object, frames: object) -> None:
         with self._drawing():
             if self._curves is not None:
-                self._curves.close(has_failed=kind is not None)
+                self._curves.close(kind is not None)
 
     def begin(self, position: ResumePosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""

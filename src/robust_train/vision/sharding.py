@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from robust_train.errors import ConfigError
-from robust_train.microbatch.replicas import broadcast
-from robust_train.runfolder.checkpoints import Content, Share, named_map
+from robust_train.attempt.checkpoints import Share, named_map
+from robust_train.folder.checkpoint_file import Content
+from robust_train.model.errors import ConfigError
+from robust_train.step.replicas import broadcast
 
 
 def shard(model: nn.Module) -> None:
@@ -49,7 +50,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def folder_writer() -> Callable[[Content, Path], Path]:
     """Return what writes a checkpoint of all ranks' shards, also while training goes on. Every rank
     has to call it."""
-    from robust_train.runfolder.shards import write_shards
+    from robust_train.attempt.shards import write_shards
 
     group: Any = dist.new_group(backend="gloo")  # of its own
     return partial(write_shards, group)

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from robust_train.failures import classify_failure
-from robust_train.microbatch import ranks
-from robust_train.microbatch.batcher import MicroBatcher
-from robust_train.microbatch.micro_batches import MicroBatches
+from robust_train.step import ranks
+from robust_train.step.batcher import MicroBatcher
 from robust_train.vision.batches import Batch
 
 log = logging.getLogger("robust_train.vision")
@@ -56,27 +55,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return images_BCHW, labels_B
 
 
-def accumulate_gradients(
+def loss_of(
     model: nn.Module,
-    parts: MicroBatches,
+    batch: Batch,
     *,
     device: torch.device,
     precision: Precision,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Add the gradient of the mean loss over a step's samples to the parameters' ``.grad``. Each
-    micro-batch counts by its share of the samples. If memory runs out, the step is repeated with
-    smaller parts. Return the mean loss over the samples, on ``device``, detached."""
-    for micro in parts:
-        with micro:
-            images_BCHW, labels_B = to_device(micro.data, device)
-            with precision.autocast():
-                logits_BK = model(images_BCHW)
-            if logits_BK.dtype in (torch.float16, torch.bfloat16):
-                logits_BK = logits_BK.float()
-            loss = nn.functional.cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
-            micro.backward(loss, scaler=precision.scaler)
-    return parts.loss
+    """Return the mean loss over some of a step's samples."""
+    images_BCHW, labels_B = to_device(batch, device)
+    with precision.autocast():
+        logits_BK = model(images_BCHW)
+    if logits_BK.dtype in (torch.float16, torch.bfloat16):
+        logits_BK = logits_BK.float()
+    return nn.functional.cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
 
 
 def apply_gradients(
@@ -143,22 +136,21 @@ def evaluate(
     batches on each. If memory runs out, the part that failed is scored again in smaller parts.
     """
     model.eval()
+
+    def score(part: Batch) -> Tensor:
+        images_BCHW, labels_B = to_device(part, device)
+        with precision.autocast():
+            logits_BK = model(images_BCHW).float()
+        loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
+        hits = (logits_BK.argmax(dim=1) == labels_B).sum()
+        return torch.stack([loss.double(), hits.double(), loss.new_tensor(len(labels_B)).double()])
+
     # loss, hits, samples
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for number, batch in enumerate(batches):
-        parts = batcher.micro_batches(batch, model, training=False)
-        for micro in parts:
-            with micro:
-                images_BCHW, labels_B = to_device(micro.data, device)
-                with precision.autocast():
-                    logits_BK = model(images_BCHW).float()
-                loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
-                hits = (logits_BK.argmax(dim=1) == labels_B).sum()
-                micro.keep(torch.stack([loss.double(), hits.double()]))
+        scores = batcher.forward(score, batch, model)
         if own is None or number < own:
-            for kept in parts.kept:
-                sums[:2] += kept
-            sums[2] += parts.samples
+            sums += torch.stack(scores).sum(dim=0)
         rounds -= 1
         if should_stop():
             return None

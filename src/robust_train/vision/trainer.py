@@ -18,17 +18,18 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from robust_train.config.plans import MicroBatchPlan, SavePlan
-from robust_train.errors import ConfigError, Interrupted, UserError
+from robust_train.attempt import checkpoints
+from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
-from robust_train.microbatch.ranks import of_all_ranks
-from robust_train.microbatch.replicas import Replicated
-from robust_train.microbatch.rng import seed_everything, seed_rank
-from robust_train.microbatch.splitting import share_of
-from robust_train.run import Run
-from robust_train.runfolder import checkpoints
+from robust_train.folder.checkpoint_file import CheckpointError, write_atomically
+from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
+from robust_train.step.ranks import of_all_ranks
+from robust_train.step.replicas import Replicated
+from robust_train.step.rng import seed_everything, seed_rank
+from robust_train.step.splitting import share_of
 from robust_train.vision import models
 from robust_train.vision.batches import (
+    Batch,
     BatchPlan,
     Loading,
     StepSamples,
@@ -44,9 +45,9 @@ from robust_train.vision.step import (
     CosineSchedule,
     Precision,
     Score,
-    accumulate_gradients,
     apply_gradients,
     evaluate,
+    loss_of,
     make_optimizer,
 )
 from robust_train.vision.training_state import REQUIRED, LossAverage, TrainingState, identity_of
@@ -55,7 +56,7 @@ log = logging.getLogger("robust_train.vision")
 
 FINAL_NAME = "final.pt"
 
-# a fork server looks for preload_modules beside the trainer
+# an interpreter that starts early looks for preload_modules beside the trainer
 __all__ = ["preload_modules", "train"]
 
 
@@ -101,8 +102,6 @@ class Training:
         self.run = run
         self.reporter = reporter
         self.device = device
-        run.micro_batch_plan = MicroBatchPlan.of(cfg)
-        run.saving.plan = SavePlan.of(cfg)
         training = cfg.training
         self.splits = open_data(cfg.dataset)
         built = models.build_model(cfg.model, self.splits.shape)
@@ -131,7 +130,7 @@ class Training:
             run,
             keep=keep,
             write_folder=folder_writer() if is_sharded else None,
-            copies=run.world_size // (cfg.get("num_nodes") or 1) if is_sharded else 1,
+            copies=run.world_size if is_sharded else 1,
         )
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
@@ -261,20 +260,28 @@ class Training:
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
         """Accumulate the gradients of one optimizer step and return its mean loss."""
-        parts = self.state.batcher.micro_batches(
-            step, self.model, length=len, split=StepSamples.part
-        )
-        try:
-            return accumulate_gradients(
+        precision = self.state.precision
+
+        def loss_of_part(batch: Batch) -> Tensor:
+            return loss_of(
                 self.model,
-                parts,
+                batch,
                 device=self.device,
-                precision=self.state.precision,
+                precision=precision,
                 label_smoothing=self.cfg.training.label_smoothing,
+            )
+
+        try:
+            return self.state.batcher.backward(
+                loss_of_part,
+                step,
+                self.model,
+                split=StepSamples.part,
+                backward=lambda loss: torch.autograd.backward(precision.scaler.scale(loss)),
             )
         except Exception as error:
             # of a sharded model all ranks have to save
-            can_save = not self.state.is_sharded or getattr(error, "others_know", False)
+            can_save = not self.state.is_sharded or isinstance(error, RankFailure)
             if can_save and classify_failure(error).kind.is_memory:
                 # the step is undone, so the next attempt repeats nothing before it; a failure to
                 # save must not hide this one
@@ -331,7 +338,7 @@ class Training:
         """Write a checkpoint; if that fails, train on."""
         try:
             write()
-        except checkpoints.CheckpointError as error:
+        except CheckpointError as error:
             if self.run.is_main:
                 log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
             self.run.checkpoint_failed(str(error))
@@ -351,8 +358,8 @@ class Training:
         log.info("Test accuracy: %.2f %%", 100 * accuracy)
         try:
             if self.run.is_main:
-                checkpoints.write_atomically(weights, path)
-        except checkpoints.CheckpointError as error:
+                write_atomically(weights, path)
+        except CheckpointError as error:
             raise UserError(
                 f"{error}; training is complete, its weights are not saved: make room and repeat "
                 f"the command with hydra.run.dir={self.run.run_dir}"

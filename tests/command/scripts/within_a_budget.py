@@ -13,7 +13,7 @@ for descriptor in os.listdir("/proc/self/fd"):
     with contextlib.suppress(FileNotFoundError):  # of the listing itself
         open_files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
 with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
-    held = any("/job." in target for target in open_files)
+    held = any("/record." in target for target in open_files)
     file.write(json.dumps([gpu, sys.argv[2], batch_size, held]) + "\n")
 if batch_size > json.loads(os.environ["BATCH_BUDGETS"]).get(gpu, 10**9):
     sys.exit(

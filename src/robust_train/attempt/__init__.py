@@ -1,0 +1,1 @@
+"""The attempt: the process that runs the trainer."""

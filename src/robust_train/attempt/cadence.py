@@ -1,0 +1,145 @@
+"""When to save a checkpoint: often where that is cheap, more often where a job fails often."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from robust_train.config.plans import SavePlan
+from robust_train.folder.identity import read_identity, wait_until_readable
+from robust_train.folder.manifests import Manifest, of_job, record_checkpoint, rotate
+
+log = logging.getLogger("robust_train")
+
+SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
+SHORTEST_AFTER_FAILURE_SECONDS = 1.0
+_LARGEST_SHARE = 0.01
+
+
+def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> float:
+    """Return the time between two checkpoints.
+
+    Saving takes at most 1 % of the time, with 10 seconds to 5 minutes between two. A job that fails
+    loses half the interval on average: shorter after failures, where less is lost at
+    √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115).
+
+    Args:
+        cost: for how many seconds a save holds training up, None if not yet known.
+        failures: how often the job has failed so far.
+        seconds: since when, the time in which it did.
+    """
+    if cost is None:
+        return SHORTEST_SECONDS
+    interval = min(max(cost / _LARGEST_SHARE, SHORTEST_SECONDS), LONGEST_SECONDS)
+    if failures <= 0:
+        return interval
+    loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / failures)
+    return min(interval, max(loses_least, SHORTEST_AFTER_FAILURE_SECONDS))
+
+
+class SaveClock:
+    """Measures what saving costs and when the next checkpoint is due."""
+
+    def __init__(
+        self,
+        plan: SavePlan,  # what the config demands
+        *,
+        cost: float | None = None,  # seconds that the job's last save has taken, None if not known
+        failures: int = 0,  # attempts of the job that have ended before this one
+        job_started: float | None = None,  # first launch of the job, seconds since the epoch
+        now: Callable[[], float] = time.monotonic,  # the clock, in seconds
+    ) -> None:
+        self._plan = plan
+        self._cost = cost
+        self._failures = failures
+        self._now = now
+        # of the job, on this clock
+        self._began = now() - (0.0 if job_started is None else max(time.time() - job_started, 0.0))
+        self._saved_at = now()
+        self._saved_step: int | None = None
+        self._saving_since: float | None = None
+        self._calls = 0
+
+    def is_due(self, step: int | None) -> bool:
+        """Return whether to save after optimizer step ``step``; None counts the calls."""
+        self._calls += 1
+        step = self._calls if step is None else step
+        if self._saved_step is None:
+            self._saved_step = step - 1
+        if self._plan.every_steps and step - self._saved_step >= self._plan.every_steps:
+            return True
+        now = self._now()
+        every = self._plan.every_seconds
+        if every is None:
+            every = seconds_between_saves(self._cost, self._failures, now - self._began)
+        return now - self._saved_at >= every
+
+    def begin(self, step: int | None) -> None:
+        """Record that saving begins now."""
+        self._mark(step)
+        self._saving_since = self._saved_at
+
+    def copied(self) -> None:
+        """Record that training goes on while a copy of what is saved is written."""
+        if self._saving_since is not None:
+            self._cost = self._now() - self._saving_since
+        self._saving_since = None
+
+    def saved(self, step: int | None) -> float | None:
+        """Return for how many seconds the save held training up, None if that is not known."""
+        self.copied()
+        self._mark(step)
+        return self._cost
+
+    def _mark(self, step: int | None) -> None:
+        self._saved_at = self._now()
+        self._saved_step = self._calls if step is None else step
+
+
+class Saving:
+    """When attempt number ``attempt`` of a job saves, and what it has saved."""
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self.folder = run_dir / "checkpoints"  # where checkpoints belong
+        identity = wait_until_readable(lambda: read_identity(run_dir))
+        # identity of the job, the same for all of its attempts; empty without a launcher; None
+        # where no one would resume and so no manifest is written
+        self.job: str | None = "" if identity is None else identity.id
+        self._attempt = attempt
+        self._job_started = None if identity is None else identity.started
+        self.plan = SavePlan()  # how often to save; to be set from the config before the first save
+
+    @cached_property
+    def clock(self) -> SaveClock:
+        """What measures the time between checkpoints, from its first use on."""
+        known: list[Manifest] = []
+        with contextlib.suppress(OSError):  # a disk that is away costs the figure, not training
+            known = of_job(self.folder, self.job) if self.job else []
+        return SaveClock(
+            self.plan,
+            cost=next((one.seconds for one in reversed(known) if one.seconds), None),
+            failures=self._attempt - 1,
+            job_started=self._job_started,
+        )
+
+    def saved(self, path: Path, step: int | None) -> None:
+        """Write the manifest of the complete checkpoint at ``path``."""
+        seconds = self.clock.saved(step)
+        if self.job is None:
+            return
+        try:
+            record_checkpoint(
+                self.folder, path, job=self.job, attempt=self._attempt, step=step, seconds=seconds
+            )
+        except OSError as error:
+            log.warning("no manifest of the checkpoint %s: %s", path, error.strerror or error)
+
+    def rotate(self, pattern: str, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``."""
+        if self.job is not None:
+            rotate(self.folder, self.job, pattern, keep)

@@ -1,0 +1,236 @@
+"""Checkpoints: written whole or not at all, checked before they are believed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import zipfile
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from errno import EINVAL, ENOENT, ESTALE
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robust_train.attempt.run import Run
+from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
+from robust_train.failures import classify_failure
+from robust_train.folder.checkpoint_file import Content, write_atomically
+from robust_train.folder.identity import wait_until_readable
+from robust_train.folder.manifests import SUFFIX, read_manifests, size_of
+from robust_train.host.memory import read_host_memory
+from robust_train.model.errors import RankFailure
+from robust_train.readable import first_line
+
+log = logging.getLogger("robust_train")
+
+LARGEST_COPY = 0.25
+
+Share = Callable[[str, Tensor], Tensor]  # What a rank keeps of a tensor in a checkpoint, by name
+
+VALUES, INDEX = "values.pt", "index.pt"  # in a folder of shards: all else, and where which shard is
+
+
+class CheckpointFolder:
+    """The checkpoints of a run in its ``checkpoint_dir``, of which the newest ``keep`` are kept:
+    files like ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes.
+    Then all ranks save, and the first one reports."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        keep: int,
+        write_folder: Callable[[Content, Path], Path] | None = None,
+        copies: int = 1,  # of a checkpoint's size that ranks of this host make at the same time
+    ) -> None:
+        self.path = run.checkpoint_dir
+        self._run = run
+        self._keep = keep
+        self._write_folder = write_folder
+        self._copies = copies
+        self._writing: tuple[int, Future[Path]] | None = None
+
+    def save(self, content: Content, step: int) -> Path:
+        """Save and report a checkpoint, then remove the ones that are too many. Raises
+        CheckpointError: it could not be written; the earlier ones are untouched."""
+        self.report_written(wait=True)
+        return self._report(self._write(content, step), step)
+
+    def save_from_copy(self, content: Content, step: int) -> None:
+        """Save while training goes on, if there is memory for a copy: call
+        :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
+        self.report_written(wait=True)
+        copy = _host_copy(content, self._copies)  # other ranks may write without: all write
+        if copy is None:
+            self.save(content, step)
+            return
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = step, thread.submit(self._write, copy, step)
+        thread.shutdown(wait=False)  # it ends with the write, and no process ends before it
+        self._run.saving.clock.copied()
+
+    def report_written(self, *, wait: bool = False) -> None:
+        """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
+        CheckpointError if it could not be; the earlier ones are untouched."""
+        if self._writing is not None and (wait or self._writing[1].done()):
+            (step, writing), self._writing = self._writing, None
+            self._report(writing.result(), step)
+
+    def remove_leftovers(self) -> None:
+        """Remove what attempts have left that were killed while they wrote."""
+        for leftover in self.path.glob(".*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a folder that is gone, or is in no one's way
+                leftover.unlink()
+        for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
+            if not values.parent.with_name(values.parent.name + SUFFIX).exists():
+                shutil.rmtree(values.parent, ignore_errors=True)
+
+    def _write(self, content: Content, step: int) -> Path:
+        path = self.path / f"step-{step:08d}"
+        if self._write_folder is not None:
+            return self._write_folder(content, path)
+        return write_atomically(content, path.with_suffix(".pt"))
+
+    def _report(self, path: Path, step: int) -> Path:
+        if self._run.is_main:
+            self._run.checkpoint_saved(path, step)
+            self._run.saving.rotate("step-*", self._keep)
+        return path
+
+
+def _host_copy(content: Content, copies: int) -> Content | None:
+    """Return a copy with all tensors in host memory; None if ``copies`` like it would take more
+    than a quarter of what is available."""
+    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+    needed = copies * sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
+    if needed > LARGEST_COPY * read_host_memory().available:
+        return None
+    try:
+        return named_map(lambda _, tensor: tensor.detach().to("cpu", copy=True), content)
+    except Exception as error:
+        if classify_failure(error).kind.is_memory:
+            return None
+        raise
+
+
+def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
+    """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
+    result, error = None, None
+    try:
+        result = act()
+    except (OSError, MemoryError, RuntimeError, _Unusable) as raised:  # not all can be sent
+        error = raised
+    for rank, found in enumerate(gather(error)):
+        if found is not None:
+            if error is not None and found is not error:
+                found.__cause__ = error  # with its stack
+            is_elsewhere = error is None and not isinstance(found, (OSError, _Unusable))
+            if is_elsewhere:
+                raise RankFailure(rank, classify_failure(found), is_elsewhere) from found
+            raise found
+    return result
+
+
+def named_map(change: Share, content: Content) -> Content:
+    """Return ``content`` with each tensor changed; ``model.head.weight`` is a name."""
+
+    def changed(keys: Sequence[Any], leaf: Any) -> Any:
+        name = ".".join(str(getattr(key, "key", key)) for key in keys)
+        return change(name, leaf) if isinstance(leaf, Tensor) else leaf
+
+    return dict(tree_map_with_path(changed, content))
+
+
+def read_newest(
+    path: Path,
+    required: Collection[str] = (),
+    *,
+    share: Share | None = None,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+) -> tuple[Path, Content] | None:
+    """Return the checkpoint ``path``, a file or a folder of shards, or the newest intact one before
+    it in the same folder, with its content; None if none is intact. A file without the keys
+    ``required`` is someone else's.
+
+    ``share`` returns what a rank keeps of a tensor; of a meta tensor, whose shards are read after
+    that, what they are to fill. ``gather`` returns the values of all ranks that read together.
+
+    Raises:
+        ConfigError: a file cannot be read now, also after a while.
+        MemoryError, RuntimeError: there is no memory to read it, whatever the file is like.
+    """
+    known = wait_until_readable(lambda: read_manifests(path.parent))
+    wanted = next((one for one in known if one.path == path.absolute()), None)
+    older = [
+        one
+        for one in known
+        if one.path.parent == path.parent.absolute()
+        and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
+    ]
+    older.sort(key=lambda one: one.order, reverse=True)
+
+    def compare() -> None:
+        if len({*gather(wait_until_readable(lambda: path.exists() and size_of(path)))}) > 1:
+            why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
+            raise OSError(ESTALE, why, str(path.parent))
+
+    wait_until_readable(compare)  # a network disk shows a new file to some hosts later
+    for name in gather([path.name, *(one.path.name for one in older)])[0]:
+        candidate = path.parent / name  # which may be another one on another node
+        try:
+            read = partial(_read, candidate, required, share)
+            return candidate, wait_until_readable(partial(together, read, gather))
+        except _Unusable as fault:
+            log.warning(
+                "the checkpoint %s is damaged (%s); trying the one before it", candidate, fault
+            )
+    return None
+
+
+class _Unusable(Exception):
+    """What is wrong with a checkpoint file."""
+
+
+def _read(path: Path, required: Collection[str], share: Share | None) -> Content:
+    """Return a whole checkpoint's content; raise _Unusable, or OSError if it is unreadable now."""
+    shards: dict[str, Tensor] = {}
+
+    def kept(name: str, tensor: Tensor) -> Tensor:
+        own = share(name, tensor) if share else tensor
+        if tensor.is_meta:
+            own = shards[name] = torch.empty_like(own, device="cpu") if own.is_meta else own
+        return own
+
+    try:
+        file = path / VALUES if path.is_dir() else path
+        file.open("rb").close()
+        # torch.load itself does not compare the checksums
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+        if bad is not None:
+            raise _Unusable(f"the checksum of {bad} is wrong")
+        # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(share))
+        if not isinstance(content, dict):
+            raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
+        missing = sorted(set(required) - content.keys())
+        if missing:
+            raise _Unusable(f"it has no {missing[0]!r} and is no checkpoint of this trainer")
+        content = named_map(kept, content)
+        if shards:
+            load_shards(path, path / INDEX, shards)
+        return content
+    except _Unusable:
+        raise
+    except Exception as error:
+        # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
+        is_away = isinstance(error, OSError) and error.errno not in (None, EINVAL, ENOENT)
+        if is_away or classify_failure(error).kind.is_memory:
+            raise
+        raise _Unusable(first_line(error)) from None

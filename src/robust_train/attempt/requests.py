@@ -1,0 +1,207 @@
+"""The attempt's side of ``requests/``: a thread polls, the trainer's own thread carries out.
+
+What changes anything waits for a step boundary: a call of ``run.progress`` and its like, or for
+trainers that never use ``run`` the end of an optimizer's step. What only reads is answered at once
+by the thread. Without requests a boundary costs the look at an empty list.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from robust_train import compat
+from robust_train.attempt.run import Run, memory_in_use
+from robust_train.folder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
+from robust_train.folder.state import REQUESTED
+from robust_train.memory.on_request import perform
+from robust_train.model.events import AttemptProcess, RequestDone
+from robust_train.readable import named_line
+
+log = logging.getLogger("robust_train")
+
+POLL_SECONDS = 0.5
+_JOIN_SECONDS = 1.0
+_READ_ONLY = frozenset({"figures", "memory_info"})
+_ROUNDS = 2
+"""Boundaries of one kind after which the trainer has gone through its loop once, so that its habits
+are known."""
+
+
+@dataclass
+class _Waiting:
+    """A request that waits for a boundary, and how often each kind of boundary came since."""
+
+    request: Request
+    seen: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def knows_habits(self) -> bool:
+        return max(self.seen.values(), default=0) >= _ROUNDS
+
+
+class AttemptRequests:
+    """Takes and carries out the requests to one attempt; a context manager. What is not answered
+    when it is left stays ``.taken``: the launcher knows what comes next."""
+
+    def __init__(self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None) -> None:
+        self._run = run
+        self._run_dir = run_dir
+        self._tick = tick
+        self._waiting: list[_Waiting] = []
+        self._is_busy = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._poll, name="robust-train requests", daemon=True
+        )
+        self._stop_watching: Callable[[], None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a step boundary."""
+        return len(self._waiting)
+
+    def __enter__(self) -> AttemptRequests:
+        if self._run.is_main:
+            self._run.serve(self._waiting, self._at_boundary)
+            self._run.report(AttemptProcess(os.getpid()))
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._run.is_main:
+            self._thread.join(_JOIN_SECONDS)  # a disk may hang
+        if self._stop_watching is not None:
+            self._stop_watching()
+
+    def _poll(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            for request in find_requests(self._run_dir):
+                if request.verb == LAUNCHERS_VERB or not request.take():
+                    continue
+                if request.verb in _READ_ONLY:
+                    self._carry_out(_Waiting(request))
+                    continue
+                self._waiting.append(_Waiting(request))
+                if self._stop_watching is None:
+                    self._stop_watching = compat.watch_optimizer_steps(self._optimizer_has_stepped)
+            self._tick()
+
+    def _optimizer_has_stepped(self) -> None:
+        if self._waiting:
+            self._at_boundary("optimizer")
+
+    def _at_boundary(self, boundary: str) -> None:
+        """Carry out what can be. Called by whoever runs the trainer's loop, between two steps."""
+        if not self._is_busy.acquire(blocking=False):
+            return  # another thread of the trainer is at it
+        try:
+            for waiting in list(self._waiting):
+                waiting.seen[boundary] += 1
+                if self._carry_out(waiting):
+                    self._waiting.remove(waiting)
+        finally:
+            self._is_busy.release()
+
+    def _carry_out(self, waiting: _Waiting) -> bool:
+        """Return whether the request is done with: carried out, refused, or failed."""
+        verb = waiting.request.verb
+        try:
+            reply = self._reply(waiting)
+        except Refused as refusal:
+            reply = {"error": str(refusal)}
+        except (ValueError, OSError) as error:  # of an option, or of a file
+            reply = {"error": f"{verb}: {error}"}
+        except Exception as error:  # must not end the training
+            reply = {"error": f"{verb}: {named_line(error)}"}
+        if reply:
+            waiting.request.answer(reply)
+        return reply is not None
+
+    def _reply(self, waiting: _Waiting) -> Reply | None:
+        """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
+        Refused: this trainer cannot do it."""
+        request, verb = waiting.request, waiting.request.verb
+        if verb == "figures":
+            return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
+        if verb == "checkpoint":
+            return self._checkpoint(waiting)
+        if verb == "halve_batch":
+            return self._split_finer() if self._run.splits_batches else self._restart(waiting)
+        if not verb.startswith("memory_"):
+            raise Refused(f"{verb}: an attempt knows no such request")
+        answer = perform(verb, request.options, self._run_dir)
+        if verb not in _READ_ONLY:
+            sentence = str(answer.get("sentence"))
+            # clearing and limiting log their sentence themselves
+            if verb not in ("memory_clear", "memory_fraction"):
+                log.info("%s on request: %s", verb, sentence)
+            self._run.report(RequestDone(verb, self._run.last_step, sentence))
+        return {"answer": answer}
+
+    def _checkpoint(self, waiting: _Waiting) -> Reply | None:
+        run, answer = self._run, waiting.request.answer
+        if waiting.seen.total() == 1:
+            log.info("a checkpoint is requested")
+            run.request_checkpoint(answer)
+        if run.looks_for_checkpoint_requests:
+            return {}
+        if not waiting.knows_habits:
+            return None
+        run.withdraw_checkpoint_request(answer)
+        stops = " or 'robust-train run stop', which saves one first" if run.is_cooperative else ""
+        raise Refused(
+            "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
+            f"when it would anyway; wait for that{stops}"
+        )
+
+    def _split_finer(self) -> Reply:
+        batcher = self._run.micro_batcher
+        changed = batcher.shrink(REQUESTED)
+        if changed is None and batcher.size is None:
+            raise Refused("no batch was split so far; try again after the first step")
+        if changed is None:
+            raise Refused(_at_minimum(batcher.size, self._run.micro_batch_plan.min_batch_size))
+        before, after = changed
+        return {
+            "answer": {
+                "before": {"micro_batch": before},
+                "after": {"micro_batch": after},
+                "how": "from the next step on; the effective batch size stays the same",
+            }
+        }
+
+    def _restart(self, waiting: _Waiting) -> Reply | None:
+        """Have the attempt stop at a checkpoint; the launcher answers, at the next attempt."""
+        run, plan = self._run, self._run.micro_batch_plan
+        if run.keeps_batch:
+            raise Refused(f"half the micro-batch would change the training: {run.keeps_batch}")
+        size = plan.batch_size or 1
+        if size <= plan.min_batch_size:
+            raise Refused(_at_minimum(size, plan.min_batch_size))
+        if not waiting.knows_habits:
+            return None
+        if not run.is_cooperative:
+            raise Refused(
+                "this trainer neither uses run.backward nor reads run.stop_requested, so "
+                "its batch cannot be changed while it runs; stop it and start it again with a "
+                "smaller training.batch_size"
+            )
+        if not run.can_restart:
+            raise Refused(
+                "this trainer does not use run.backward, and nothing starts it again here; "
+                "under train_robust.py it would go on from a checkpoint with half the batch"
+            )
+        log.info("half the micro-batch is requested: stopping at a checkpoint to go on with it")
+        run.request_restart()
+        return {}
+
+
+def _at_minimum(size: int | None, least: int) -> str:
+    return f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller one"

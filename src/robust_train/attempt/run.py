@@ -1,0 +1,455 @@
+"""What a trainer that takes a second parameter, ``run``, can read and report.
+
+The same class serves all kinds of attempts; they differ only in where reports go.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
+
+from robust_train.attempt.cadence import Saving
+from robust_train.attempt.speed import SpeedMeter
+from robust_train.config.plans import MicroBatchPlan as MicroBatchPlan
+from robust_train.files import plain
+from robust_train.folder.trackers import TrackerNote
+from robust_train.host.votes import CHECKPOINT, RESTART, STOP
+from robust_train.memory.stats import describe_memory
+from robust_train.memory.stats import memory_in_use as memory_in_use
+from robust_train.model.events import (
+    CheckpointSaved,
+    EpochEnded,
+    Event,
+    Json,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    TrainingStarted,
+    UserEvent,
+)
+from robust_train.model.failure import Failure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Unpack
+
+    from robust_train.policy.batch_search import BatchSearch
+    from robust_train.step.batcher import MicroBatcher, StepOptions
+    from robust_train.step.rewind import Models
+    from robust_train.step.splitting import Length, Split
+
+log = logging.getLogger("robust_train")
+
+_PROGRESS_INTERVAL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+Report = Callable[[Event], None]
+"""Takes one event."""
+
+Answer = Callable[[dict[str, Json]], None]
+"""Takes the reply to a request that was made of a live run."""
+
+
+class Flags(Protocol):
+    """How several ranks see at the same step what they are asked for."""
+
+    def look(self, flag: str, rank: int) -> int:
+        """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
+
+    def raise_flag(self, flag: str) -> None:
+        """Have every rank see ``flag``."""
+
+
+class MemoryKeeper(Protocol):
+    """What looks after an attempt's memory."""
+
+    def step_done(self, step: int) -> None:
+        """Handle the report of an optimizer step."""
+
+    def checkpoint_saved(self) -> None:
+        """Handle a checkpoint that was written."""
+
+    def epoch_ended(self) -> None:
+        """Handle the end of an epoch."""
+
+    def ran_out(self, error: BaseException, failure: Failure) -> None:
+        """Handle memory that ran out in a step that is going to be repeated."""
+
+    def clean_up(self, error: BaseException | None) -> None:
+        """Return memory after the trainer has returned, or failed with ``error``."""
+
+
+class Run:
+    """One attempt as its trainer sees it.
+
+    Attributes:
+        attempt: number of this attempt, counted from 1.
+        run_dir: the job's run folder.
+        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
+        resume_checkpoint: the checkpoint to go on from, None for a fresh start.
+        is_cooperative: the trainer has read :attr:`stop_requested`.
+        looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
+        saving: when the next checkpoint is due, and what was saved.
+        speed: measures how fast the steps follow each other.
+        trackers: notes which run of an experiment tracker is this job's.
+        steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
+        keeps_batch: why no attempt may split the batch in another way, None if it may.
+        can_restart: a launcher would start another attempt from the last checkpoint.
+        was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
+            for another attempt.
+        last_step: last optimizer step that was reported, None before the first.
+        last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
+            steps of this attempt, None if it never did.
+        has_live_status: the launcher shows steps and loss on a terminal.
+        memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
+        has_read: the same; returns whether the trainer has read ``training.<key>``.
+        declared: the same; what the trainer declares that it supports, None if nothing.
+        rank: number of this process among those that share the optimizer steps, from 0.
+        world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
+            count; the others may report them as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        attempt: int = 1,
+        resume_checkpoint: Path | None = None,
+        report: Report | None = None,
+        can_restart: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        flags: Flags | None = None,
+        has_live_status: bool = False,
+    ) -> None:
+        self.attempt = attempt
+        self.run_dir = run_dir
+        self.checkpoint_dir = run_dir / "checkpoints"
+        self.resume_checkpoint = resume_checkpoint
+        self.is_cooperative = False
+        self.looks_for_checkpoint_requests = False
+        self.can_restart = can_restart
+        self.was_told_to_stop = self.was_told_to_restart = False
+        self.last_step: int | None = None
+        self.last_micro_batch: int | None = None
+        self.keeps_batch: str | None = None
+        self.memory_keeper: MemoryKeeper | None = None
+        self.logs_memory = False
+        self.has_read: Callable[[str], bool] = lambda key: True
+        self.declared: frozenset[str] | None = None
+        self.has_live_status = has_live_status
+        self.rank = rank
+        self.world_size = world_size
+        self._flags = flags
+        self.saving = Saving(run_dir, attempt)
+        self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
+        self._checkpoint_flag_seen = 0
+        self.batch_search: BatchSearch | None = None
+        self._micro_batch_plan = MicroBatchPlan()
+        self._micro_batcher: MicroBatcher | None = None
+        self.steps_before = 0
+        self._next_progress = 0.0
+        self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
+        self._stop_requested = False  # no Event: a signal's handler may interrupt itself
+        self._report = report or (lambda event: None)
+        self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
+        self._restart_requested = False
+        self._checkpoint_answers: list[Answer] = []
+        self._requests: Sequence[object] = ()
+        self._at_boundary: Callable[[str], None] = lambda boundary: None
+
+    def serve(self, requests: Sequence[object], at_boundary: Callable[[str], None]) -> None:
+        """Have ``at_boundary(kind)`` called between two steps while ``requests`` holds any."""
+        self._requests, self._at_boundary = requests, at_boundary
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which saves the checkpoints and reports."""
+        return self.rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to save a checkpoint now and raise :class:`Interrupted`.
+
+        A trainer that never reads this gets a KeyboardInterrupt instead. Of several ranks all have
+        to read it, once a step: then they see it at the same step.
+        """
+        self.is_cooperative = True
+        if self._requests:
+            self._at_boundary("stop_requested")
+        stops, restarts = self._stop_requested, self._restart_requested
+        if self._flags is not None:
+            stops = bool(self._flags.look(STOP, self.rank))
+            restarts = bool(self._flags.look(RESTART, self.rank))
+        self.was_told_to_stop = self.was_told_to_stop or stops
+        self.was_told_to_restart = self.was_told_to_restart or restarts
+        return stops or restarts
+
+    def request_stop(self) -> None:
+        """Ask the trainer to stop at its next step boundary."""
+        self._stop_requested = True
+        if self._flags is not None:
+            self._flags.raise_flag(STOP)
+
+    def request_restart(self) -> None:
+        """Ask the trainer to stop so that another attempt goes on with other settings."""
+        self._restart_requested = True
+        if self._flags is not None:
+            self._flags.raise_flag(RESTART)
+
+    @property
+    def stops_to_restart(self) -> bool:
+        """Whether it ends for another attempt to go on, and is not stopped for good."""
+        return self.was_told_to_restart and not self._stop_requested
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether to save a checkpoint now and call :meth:`checkpoint_saved`.
+
+        It is time, or someone asks for one. Read it once after each optimizer step. Of several
+        ranks all have to; rank 0's clock counts, and all see it at the same step.
+        """
+        is_time = self.is_main and self.saving.clock.is_due(self.last_step)
+        if is_time and self._flags is not None:
+            self._flags.raise_flag(CHECKPOINT)
+        is_due = self.checkpoint_requested or (is_time and self._flags is None)
+        if is_due:
+            self.saving.clock.begin(self.last_step)
+            self.speed.pause()
+        return is_due
+
+    @property
+    def checkpoint_requested(self) -> bool:
+        """Whether someone asks for a checkpoint now, after which training goes on."""
+        self.looks_for_checkpoint_requests = True
+        if self._requests:
+            self._at_boundary("checkpoint_requested")
+        if self._flags is not None:
+            if self._checkpoint_answers:
+                self._flags.raise_flag(CHECKPOINT)
+            before = self._checkpoint_flag_seen
+            self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
+            return self._checkpoint_flag_seen > before
+        return bool(self._checkpoint_answers)
+
+    def request_checkpoint(self, answer: Answer) -> None:
+        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
+        self._checkpoint_answers.append(answer)
+
+    def withdraw_checkpoint_request(self, answer: Answer) -> None:
+        """Forget a request, where it was not answered yet."""
+        if answer in self._checkpoint_answers:
+            self._checkpoint_answers.remove(answer)
+
+    def checkpoint_failed(self, reason: str) -> None:
+        """Report that no checkpoint could be saved, so that no one goes on waiting for it."""
+        self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
+
+    def _answer_checkpoint(self, reply: dict[str, Json]) -> None:
+        answers, self._checkpoint_answers = self._checkpoint_answers, []
+        for answer in answers:
+            answer(reply)
+
+    def started(self, step: int) -> None:
+        """Report which optimizer step this attempt starts from (0 for a fresh start)."""
+        self.steps_before = step = int(step)
+        self.report(TrainingStarted(step))
+
+    def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
+        """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
+
+        May be called after every step: at most ten reports a second are passed on. Returns whether
+        this one was.
+        """
+        self.last_step = step = int(step)
+        self.speed.step_done(step)
+        if self.memory_keeper is not None:
+            self.memory_keeper.step_done(step)
+        if self._requests:
+            self._at_boundary("progress")
+        self._unsent = step, None if total_steps is None else int(total_steps), scalars
+        now = time.monotonic()
+        if now < self._next_progress:
+            return False
+        self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
+        self.send_last_progress()
+        self.trackers.poll()
+        return True
+
+    def send_last_progress(self) -> None:
+        """Pass on the last report, unless that is done."""
+        if self._unsent is not None:
+            (step, total_steps, scalars), self._unsent = self._unsent, None
+            self.report(Progress(step, total_steps, plain(scalars)))
+
+    @property
+    def micro_batch_plan(self) -> MicroBatchPlan:
+        """How :meth:`backward` begins; set by whoever calls the trainer."""
+        return self._micro_batch_plan
+
+    @micro_batch_plan.setter
+    def micro_batch_plan(self, plan: MicroBatchPlan) -> None:
+        self._micro_batch_plan = plan
+        self.splits_no_more()
+
+    def splits_no_more(self) -> None:
+        """Let a request for a smaller micro-batch be one for the next attempt from here on."""
+        self._micro_batcher = None
+
+    @property
+    def micro_batcher(self) -> MicroBatcher:
+        """What splits this attempt's batches; made from :attr:`micro_batch_plan` at first use."""
+        if self._micro_batcher is None:
+            # torch comes with it, and the launcher does without
+            from robust_train.step.batcher import MicroBatcher
+
+            self._micro_batcher = MicroBatcher(
+                **asdict(self.micro_batch_plan),
+                on_event=self._micro_batch_event,
+                step=self._step_now,
+                on_oom=None if self.memory_keeper is None else self.memory_keeper.ran_out,
+                search=self.batch_search,
+                speed=self.speed,
+            )
+        return self._micro_batcher
+
+    @overload
+    def backward(
+        self,
+        loss_of: Callable[[Any], Tensor],
+        batch: Any,
+        model: Models = None,
+        **options: Unpack[StepOptions],
+    ) -> Tensor: ...
+    @overload
+    def backward(
+        self,
+        loss_of: Callable[[Any], tuple[Tensor, T]],
+        batch: Any,
+        model: Models = None,
+        **options: Unpack[StepOptions],
+    ) -> tuple[Tensor, list[T]]: ...
+    def backward(
+        self,
+        loss_of: Callable[[Any], Any],
+        batch: Any,
+        model: Models = None,
+        **options: Any,
+    ) -> Any:
+        """Add the gradients of a batch's mean loss; return that mean, detached::
+
+            def loss_of(batch):                 # any part of the batch
+                x, y = batch
+                return cross_entropy(model(x.to(device)), y.to(device))
+
+            optimizer.zero_grad()
+            loss = run.backward(loss_of, batch, model)
+            optimizer.step()
+
+        If memory runs out in it, it starts over with smaller parts, as if the step had not begun.
+        For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
+        """
+        return self._batcher_at("backward").backward(loss_of, batch, model, **options)
+
+    def forward(
+        self,
+        function: Callable[[Any], T],
+        batch: Any,
+        model: Models = None,
+        *,
+        split: Split | None = None,
+        length: Length | None = None,
+    ) -> list[T]:
+        """Return what ``function`` returns for the parts of a batch, in order::
+
+            with torch.no_grad():
+                logits = torch.cat(run.forward(model, batch))
+
+        If memory runs out, the part that failed is repeated in smaller ones.
+        """
+        batcher = self._batcher_at("forward")
+        return batcher.forward(function, batch, model, split=split, length=length)
+
+    def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
+        self.micro_batcher.micro_batches()
+
+    def _batcher_at(self, boundary: str) -> MicroBatcher:
+        batcher = self.micro_batcher
+        if self._requests:
+            self._at_boundary(boundary)
+        return batcher
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield from ``loader``, and measure how long training waits for it::
+
+        for batch in run.batches(loader): ...
+
+        """
+        return self.speed.waits(loader)
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether the trainer has begun to use :meth:`backward` or :meth:`forward`."""
+        return self._micro_batcher is not None
+
+    def _samples(self) -> int | None:
+        return self._micro_batch_plan.samples if self.has_read("batch_size") else None
+
+    def _step_now(self) -> int:
+        return 1 + (self.steps_before if self.last_step is None else self.last_step)
+
+    def _micro_batch_event(self, event: Event) -> None:
+        if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
+            if event.training:
+                size = getattr(event, "after", None) or event.before
+                self.last_micro_batch = min(size, self.last_micro_batch or size)
+            event = replace(event, last_micro_batch=self.last_micro_batch)
+        self.report(event)
+
+    def checkpoint_saved(self, path: Path, step: int | None) -> None:
+        """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
+        step = None if step is None else int(step)
+        if self.is_main:
+            self.saving.saved(Path(path), step)
+        self.report(CheckpointSaved(str(path), step))
+        self.speed.pause()
+        if self.memory_keeper is not None:
+            self.memory_keeper.checkpoint_saved()
+        if self._checkpoint_answers:
+            self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
+
+    def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
+        """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
+        step = self.steps_before if self.last_step is None else self.last_step
+        self.report(EpochEnded(int(epoch), step, plain(scalars)))
+        self.speed.pause()
+        if self.memory_keeper is not None:
+            self.memory_keeper.epoch_ended()
+
+    def memory_milestone(self, name: str) -> None:
+        """Log and record how much memory is in use at a moment called ``name``."""
+        self._report_memory(name, logging.INFO)
+
+    def record_memory(self, name: str) -> None:
+        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
+        self._report_memory(name, logging.INFO if self.logs_memory else logging.DEBUG)
+
+    def _report_memory(self, name: str, level: int) -> None:
+        figures = memory_in_use(context=False)
+        log.log(level, "%s: %s", name, describe_memory(figures))
+        self.report(MemoryReported(name, **figures))
+
+    def record(self, event: str, fields: Mapping[str, Json]) -> None:
+        """Record an event of the trainer's own in the journal: any name, any fields."""
+        self.report(UserEvent(str(event), plain(dict(fields))))
+
+    def report(self, event: Event) -> None:
+        """Send one event to the launcher."""
+        self._report(event)

@@ -1,0 +1,278 @@
+"""The one way to run a trainer: in the launcher's process, in its own, or as one of several."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+import logging
+import multiprocessing.util
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from robust_train.attempt.batch_reads import (
+    CHECKPOINTING,
+    WORKERS,
+    declared_features,
+    note_reads,
+    supports,
+)
+from robust_train.attempt.memory_upkeep import AttemptMemory
+from robust_train.attempt.requests import AttemptRequests
+from robust_train.attempt.run import Flags, Run, memory_in_use
+from robust_train.config.plans import MicroBatchPlan, SavePlan
+from robust_train.config.request import AttemptRequest
+from robust_train.config.schema import RobustConfig
+from robust_train.failures import classify_failure
+from robust_train.files import plain
+from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
+from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
+from robust_train.model.events import Event, Failed, Finished, TrainerSupports
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+
+log = logging.getLogger("robust_train")
+
+HALVE_BATCH = "halve_batch"
+"""Why an attempt was asked to stop, see :attr:`Outcome.stopped_for`."""
+
+Trainer = Callable[..., Any]
+Send = Callable[[Event], None]
+Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
+"""Within such a context signals call the given function, which asks the trainer to stop."""
+
+_LARGEST_ERROR_BYTES = 20_000
+_WORKER_REPRIEVE_SECONDS = 5.0
+_WAKES_MAIN_THREAD = signal.SIGURG
+_shields: list[Callable[[object], None]] = []
+
+
+def new_run(
+    request: AttemptRequest,
+    report: Send,
+    *,
+    can_restart: bool = True,
+    rank: int = 0,
+    flags: Flags | None = None,
+) -> Run:
+    """Return what the trainer of an attempt is given; ``rank``: of all on all nodes."""
+    run = Run(
+        run_dir=request.run_dir,
+        attempt=request.attempt,
+        resume_checkpoint=request.resume_checkpoint,
+        report=report,
+        can_restart=can_restart,
+        rank=rank,
+        world_size=request.ranks,
+        flags=flags,
+        has_live_status=request.has_live_status,
+    )
+    run.batch_search = request.batch_search
+    return run
+
+
+def run_attempt(
+    request: AttemptRequest,  # the attempt
+    run: Run,  # what the trainer is given
+    load: Callable[[], Trainer],  # returns the trainer, imported if need be
+    send: Send,  # takes the event of its end
+    *,
+    stopping: Stopping,  # how this process is asked to stop
+    # called twice a second, where the launcher itself runs the attempt
+    tick: Callable[[], None] = lambda: None,
+    process_ends: bool,  # this process ends with the attempt, so memory need not be returned
+) -> BaseException | None:
+    """Run the trainer and send :class:`Finished` or :class:`Failed`. Returns the exception that
+    ended it (for a caller in the same process), None if it completed."""
+    error: BaseException | None = None
+    ending: Finished | Failed
+    with stopping(stop_trainer(run)):
+        try:
+            with AttemptRequests(run, run.run_dir, tick):
+                result = call_trainer(load(), request.cfg, request.config, run)
+                run.is_cooperative = True  # a signal has nothing to interrupt any more
+            ending = Finished(plain(result, "the trainer's result"))
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                ending = Finished()
+            else:
+                message = f"the trainer called sys.exit({stop.code!r})"
+                error, ending = stop, _failed(Failure(FailureKind.BUG, message), stop)
+        except BaseException as raised:
+            error, ending = raised, _failed(_failure_of(raised, run), raised)
+        if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
+            message = "stopped to go on with half the micro-batch"
+            failure = Failure(FailureKind.INTERRUPTED, message)
+            ending = Failed(failure, stopped_for=HALVE_BATCH)
+        elif run.was_told_to_stop and isinstance(ending, Finished):
+            ending = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
+        memory: Mapping[str, int] = {}
+        with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
+            memory = memory_in_use()
+        run.speed.send()
+        if supports(run, CHECKPOINTING):
+            send(TrainerSupports())
+        send(replace(ending, step=run.last_step, memory=memory))
+        if run.memory_keeper is not None and not (process_ends and error is not None):
+            run.memory_keeper.clean_up(error)
+    return error
+
+
+def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run) -> Any:
+    """Return ``trainer(cfg)``, or ``trainer(cfg, run)`` if it takes a second parameter.
+
+    A second parameter counts if it is called ``run`` or has no default value.
+    """
+    run.memory_keeper = keeper = AttemptMemory(run, config)
+    run.micro_batch_plan = MicroBatchPlan.of(config)
+    run.saving.plan = SavePlan.of(config)
+    run.has_read = note_reads(cfg, config.training.batch_size)
+    run.declared = declared_features(trainer)
+    run.logs_memory = config.memory.log_frequency > 0
+    with keeper:
+        try:
+            parameters = inspect.signature(trainer).parameters
+        except (TypeError, ValueError):
+            return trainer(cfg)
+        if "run" in parameters:
+            return trainer(cfg, run=run)
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        given = [p for p in parameters.values() if p.kind in positional and p.default is p.empty]
+        return trainer(cfg, run) if len(given) >= 2 else trainer(cfg)
+
+
+def _failure_of(error: BaseException, run: Run) -> Failure:
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
+    if isinstance(error, (ConfigError, UserError)):
+        return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
+    failure = classify_failure(error)
+    if failure.kind is FailureKind.HOST_OOM and not supports(run, WORKERS):
+        failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
+    return failure
+
+
+def _failed(failure: Failure, error: BaseException) -> Failed:
+    return Failed(
+        failure,
+        config_error=str(error) if isinstance(error, ConfigError) else None,
+        traceback=None if isinstance(error, UserError) else trainer_traceback(error),
+        error=_pickled(error),
+        others_know=isinstance(error, RankFailure),
+        caused_by_rank=(
+            error.rank if isinstance(error, RankFailure) and error.is_elsewhere else None
+        ),
+        exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__),
+    )
+
+
+def trainer_traceback(error: BaseException) -> str:
+    """Return the traceback as the trainer's author sees it: without the launcher's own frames."""
+    frames = error.__traceback__
+    ours = (__name__, "robust_train.attempt.loading")
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "") in ours:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _pickled(error: BaseException) -> str | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # many exceptions can be dumped but not built again
+    except Exception:
+        return None
+    return base64.b64encode(data).decode() if len(data) < _LARGEST_ERROR_BYTES else None
+
+
+def stop_trainer(run: Run) -> Callable[[], None]:
+    """Return what asks a trainer to stop; one that never reads ``run`` is interrupted, once.
+
+    More signals change nothing: a job's processes may get each of them several times, and only the
+    launcher kills, when the time for a last checkpoint is over.
+    """
+    is_interrupted = False
+
+    def stop() -> None:
+        nonlocal is_interrupted
+        run.request_stop()
+        if not run.is_cooperative and not is_interrupted:
+            is_interrupted = True
+            raise Interrupted("interrupted by a signal")
+
+    return stop
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Iterator[None]:
+    """Have signals call ``stop``, in a process that runs the attempt alone.
+
+    Processes that the trainer starts take the signals' default actions, or their parent could not
+    end them. Data-loader workers put off a signal that is not their parent's, perhaps one to every
+    process of the job: the trainer needs them to reach the end of its step and save. Under submitit
+    SIGTERM comes with every preemption: it changes nothing, unless a script has received it, too.
+    """
+    me = os.getpid()
+    watched, no_stop = _watched_signals(is_script=is_script)
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == me and signum not in no_stop:
+            stop()
+
+    for signum in watched:
+        signal.signal(signum, on_signal)
+        signal.siginterrupt(signum, signum not in no_stop)
+    shield_workers(is_script=is_script)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    yield
+
+
+def _watched_signals(*, is_script: bool) -> tuple[list[signal.Signals], list[signal.Signals]]:
+    """Return the signals that ask for a stop, and of these the ones that change nothing."""
+    watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    return watched, [signal.SIGTERM] if UNDER_SUBMITIT in os.environ and not is_script else []
+
+
+def shield_workers(*, is_script: bool = False) -> None:
+    """Keep this process's handlers out of the processes that a trainer starts, from here on."""
+    watched, no_stop = _watched_signals(is_script=is_script)
+
+    def in_fork() -> None:
+        with contextlib.suppress(ValueError):  # forked by a thread
+            for signum in watched:
+                signal.signal(signum, signal.SIG_DFL)
+
+    def in_worker(of: object) -> None:
+        # torch's workers have handlers in C, which a blocked signal does not reach
+        signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        with contextlib.suppress(ValueError):
+            signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
+        threading.Thread(target=_end_at_signal, args=(watched, no_stop), daemon=True).start()
+
+    os.register_at_fork(after_in_child=in_fork)
+    multiprocessing.util.register_after_fork(in_worker, in_worker)
+    _shields.append(in_worker)  # only a weak reference is kept there
+
+
+def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
+    """End this process at a signal: at once if its parent sent it, else some seconds later, or not
+    at all."""
+    while True:  # it may ignore one, and must still be ended by the next
+        info = signal.sigwaitinfo(watched)
+        if info.si_pid != os.getppid():
+            if info.si_signo in no_stop:
+                continue
+            info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        os.kill(os.getpid(), info.si_signo)
+        # a handler in Python runs in the main thread, which may wait for its next task for ever
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, watched)

@@ -1,0 +1,288 @@
+"""The trainer behind ``trainer=command``: one attempt is one run of the script.
+
+The script inherits the attempt's output streams, so what it prints is shown and kept as any
+trainer's. Why it failed is classified by the launcher, which has the end of the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from robust_train.attempt.batch_reads import CHECKPOINTING, WORKERS
+from robust_train.attempt.run import Run
+from robust_train.attempt.script.checkpoint_watch import (
+    CheckpointWatch,
+    Stamp,
+    read_stamps,
+    stamp_of,
+    stamps,
+)
+from robust_train.attempt.script.messages import LineReader, OwnFailure, Result, parse
+from robust_train.attempt.script.program import Program
+from robust_train.config.checks import read
+from robust_train.config.placeholders import (
+    AUTO,
+    EVENTS_VARIABLE,
+    PLACEHOLDERS,
+    ScriptValues,
+    near_misses_in,
+)
+from robust_train.config.schema import RobustConfig
+from robust_train.files import write_json
+from robust_train.folder.manifests import is_whole
+from robust_train.host.linux import shared_machine_environment
+from robust_train.host.waiting import TICK_SECONDS
+from robust_train.model.errors import ConfigError, Interrupted, UserError
+from robust_train.model.events import (
+    CheckpointSaved,
+    Json,
+    Progress,
+    ScriptEnded,
+    ScriptStarted,
+    SpeedMeasured,
+    TrainingStarted,
+)
+from robust_train.readable import signal_name
+
+log = logging.getLogger("robust_train")
+
+_BEFORE = "checkpoints_before.json"
+
+
+def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
+    """Return nothing to import early, but check the config before a device is chosen. Raises
+    ConfigError: there is nothing to run, or it cannot be found."""
+    check_command(read(RobustConfig, cfg, ""))
+    return ()
+
+
+def train(cfg: DictConfig, run: Run) -> Json:
+    """Run the script once; return the result that it reported, None if none.
+
+    Raises:
+        ConfigError: it cannot be started.
+        UserError: it failed.
+        Interrupted: it was asked to stop, however it ended then.
+    """
+    config = read(RobustConfig, cfg, "")
+    cwd, trainer = check_command(config), config.trainer
+    run.declared = _features(config)
+    # nothing is held here, and what is logged here would be read as the end of the output
+    run.memory_keeper = None
+    run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
+    values = _values(config, run)
+    pattern = trainer.checkpoint_glob
+    if pattern is not None:  # the folders themselves may have brackets in their names
+        pattern = str(Path(glob.escape(str(cwd)), values.fill(pattern, glob.escape)))
+    before = _before(pattern, config, run)
+    checkpoint = _checkpoint(pattern, before, run)
+    template = trainer.argv or ()
+    if checkpoint is not None:
+        values = replace(values, checkpoint=str(checkpoint))
+        template += trainer.resume_argv
+    argv = tuple(values.fill(word) for word in template)
+    watch = CheckpointWatch(pattern, before) if pattern else None
+    attempt = _Attempt(run, cwd, watch, checkpoint)
+    if run.stop_requested:  # from here on a signal is for the script, and interrupts nothing here
+        raise Interrupted("asked to stop before the script was started")
+    run.report(ScriptStarted(argv, str(cwd)))
+    program = Program(argv, _environment(values, attempt.events), cwd)
+    try:
+        returncode = program.wait(run, config.stop_grace_seconds, attempt.poll)
+    finally:
+        attempt.finish()
+    failure = attempt.failure
+    kind, message = (failure.kind, failure.message) if failure else (None, None)
+    run.report(ScriptEnded(returncode, program.pid, kind, message))
+    if run.stop_requested:
+        raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
+    if returncode != 0:
+        raise UserError(f"the script {_how(returncode)}")
+    (run.run_dir / _BEFORE).unlink(missing_ok=True)  # what comes next in this folder starts afresh
+    return attempt.result
+
+
+def _features(config: RobustConfig) -> frozenset[str]:
+    """Return which remedies reach the script: any may have workers, and read their number from its
+    environment; activations are recomputed by those whose command line asks for the setting."""
+    words = (*(config.trainer.argv or ()), *config.trainer.resume_argv)
+    asks = any("{gradient_checkpointing}" in word for word in words)
+    return frozenset({WORKERS, CHECKPOINTING} if asks else {WORKERS})
+
+
+class _Attempt:
+    """What is seen of a script while it runs."""
+
+    def __init__(
+        self, run: Run, cwd: Path, watch: CheckpointWatch | None, checkpoint: Path | None
+    ) -> None:
+        self.events = run.run_dir / f"attempt-{run.attempt}.events"  # the file for its messages
+        self.events.write_bytes(b"")
+        self.result: Json = None  # the one that it reported, None so far
+        self.failure: OwnFailure | None = None  # why it is about to fail, if it reported that
+        self._run = run
+        self._cwd = cwd
+        self._watch = watch
+        self._lines = LineReader(self.events)
+        self._known = _with_stamp(checkpoint)
+        self._complained = False
+        if checkpoint is not None and checkpoint != run.resume_checkpoint:
+            run.checkpoint_saved(checkpoint, run.last_step)
+
+    def poll(self, *, at_rest: bool = False) -> None:
+        """Pass on what the script has reported and saved."""
+        for line in self._lines.read(to_the_end=at_rest):
+            try:
+                self._take(line)
+            except Exception as problem:  # as of a path that is none: no line ends the script
+                if not self._complained:
+                    self._complained = True
+                    log.warning("%s: %r: %s", self.events.name, line[:200], problem)
+        if self._watch is not None:
+            self._found(self._watch.newest(at_rest=at_rest))
+
+    def finish(self) -> None:
+        """Pass on the rest after the script has ended; remove an empty file of messages."""
+        self.poll(at_rest=True)
+        with contextlib.suppress(OSError):  # the script may have removed it
+            if self.events.stat().st_size == 0:
+                self.events.unlink()
+
+    def _found(self, checkpoint: Path | None) -> None:
+        _, known = self._known
+        _, stamp = found = _with_stamp(checkpoint)
+        if checkpoint is None or stamp is None or found == self._known:
+            return
+        # while the newest is written over, the newest at rest is an older one
+        if known is None or stamp[0] >= known[0]:
+            self._known = found
+            self._run.checkpoint_saved(checkpoint, self._run.last_step)
+
+    def _take(self, line: str) -> None:
+        match parse(line):
+            case Progress(step=step, total_steps=total, metrics=metrics):
+                self._run.progress(step, total_steps=total, **metrics)
+            case TrainingStarted(step=step):
+                self._run.started(step)
+            case CheckpointSaved(path=path, step=step):
+                saved = self._cwd / os.path.expanduser(path)
+                self._known = _with_stamp(saved)
+                self._run.checkpoint_saved(saved, self._run.last_step if step is None else step)
+            case Result(value=value):
+                self.result = value
+            case SpeedMeasured() as event:
+                self._run.speed.stop()
+                self._run.report(event)
+            case OwnFailure() as failure:
+                self.failure = failure
+            case event:
+                self._run.report(event)
+
+
+def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            return path, stamp_of(path)
+    return path, None
+
+
+def _values(config: RobustConfig, run: Run) -> ScriptValues:
+    training = config.training
+    minutes = training.checkpoint_every_minutes
+    return ScriptValues(
+        batch_size=training.batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        num_gpus=config.num_gpus,
+        min_batch_size=config.min_batch_size,
+        num_workers=training.num_workers,
+        device=config.device,
+        attempt=run.attempt,
+        checkpoint="",
+        run_dir=str(run.run_dir),
+        checkpoint_every_minutes=AUTO if minutes is None else str(minutes),
+        checkpoint_every_steps=training.checkpoint_every_steps or 0,
+        gradient_checkpointing=str(training.gradient_checkpointing).lower(),
+    )
+
+
+def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
+    return {
+        # or what a Python script prints would be seen when a buffer is full, and lost at a kill
+        "PYTHONUNBUFFERED": "1",
+        **shared_machine_environment(os.environ),
+        **values.environment(),
+        EVENTS_VARIABLE: str(events),
+    }
+
+
+def _before(pattern: str | None, config: RobustConfig, run: Run) -> Mapping[str, Stamp]:
+    """Return what matched before the job began: noted at its first attempt."""
+    if pattern is None:
+        return {}
+    path = run.run_dir / _BEFORE
+    starts_afresh = not config.resume and run.resume_checkpoint is None
+    noted = None if run.attempt == 1 or starts_afresh else read_stamps(path)
+    if noted is None:
+        noted = stamps(pattern)
+        write_json(path, noted)
+    return noted
+
+
+def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> Path | None:
+    """Return the newest of the one that was reported and those that the pattern finds."""
+    reported = run.resume_checkpoint
+    if reported is not None and not is_whole(reported):
+        log.warning("checkpoint %s is gone or torn; it is passed over", reported)
+        reported = None
+    found = None if pattern is None else CheckpointWatch(pattern, before).newest(at_rest=True)
+    candidates = [path for path in (reported, found) if path is not None]
+    return max(candidates, key=lambda path: stamp_of(path)[0], default=None)
+
+
+def _how(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    return f"ended by {signal_name(-returncode)}"
+
+
+def check_command(config: RobustConfig) -> Path:
+    """Return the script's working directory. Raises ConfigError: there is nothing to run, or it
+    cannot be found."""
+    trainer = config.trainer
+    if not trainer.argv:
+        raise ConfigError(
+            "trainer.argv: must name a program, as in "
+            "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
+        )
+    for word in trainer.argv:
+        _refuse_near_misses("trainer.argv", word)
+    for word in trainer.resume_argv:
+        _refuse_near_misses("trainer.resume_argv", word)
+    _refuse_near_misses("trainer.checkpoint_glob", trainer.checkpoint_glob or "")
+    cwd = Path(os.path.expanduser(trainer.cwd or ".")).absolute()
+    if not cwd.is_dir():
+        raise ConfigError(f"trainer.cwd={cwd}: no such folder")
+    program = trainer.argv[0]
+    is_file = "/" in program
+    if shutil.which(cwd / os.path.expanduser(program) if is_file else program) is None:
+        where = "an executable file" if is_file else "a program on PATH"
+        raise ConfigError(f"trainer.argv: {program!r} is not {where}")
+    return cwd
+
+
+def _refuse_near_misses(key: str, text: str) -> None:
+    """Refuse ``{batchsize}``, which would reach the script unchanged."""
+    for name, meant in near_misses_in(text):
+        raise ConfigError(
+            f"{key}: {{{name}}} is not a placeholder; did you mean {{{meant}}}? "
+            f"There are {', '.join(PLACEHOLDERS)}"
+        )

@@ -1,0 +1,178 @@
+"""What a command is made of, and how its answer is printed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from robust_train.model.errors import EXIT_FAILED
+from robust_train.readable import aligned
+
+if TYPE_CHECKING:
+    from robust_train.model.events import Json
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option or a positional argument, as ``argparse`` adds it."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @property
+    def placeholder(self) -> str:
+        """How usage lines show a positional argument; empty for an option."""
+        if self.names[0].startswith("-"):
+            return ""
+        name = str(self.settings.get("metavar", self.names[0]))
+        shapes = {"?": f"[{name}]", "*": f"[{name} …]"}
+        return shapes.get(self.settings.get("nargs", ""), name)
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """Describe an option with the arguments of ``ArgumentParser.add_argument``."""
+    return Option(names, settings)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of ``robust-train``.
+
+    Attributes:
+        name: one or two words, as ``memory clear``.
+        help: what it does, in one short line.
+        function: ``module:function`` in ``robust_train.cli``, imported when the command runs. It
+            takes the parsed arguments and returns an :class:`Answer`, or the exit code if it has
+            printed everything itself.
+        options: its arguments, beside ``--help``.
+        about: what it does in full; ``help`` if empty.
+        epilog: ``module:NAME`` of a text to print below the options.
+        takes_program: a command line follows ``--``, as ``arguments.program``.
+        parses_itself: the function takes the arguments as a list of strings.
+    """
+
+    name: str
+    help: str
+    function: str
+    options: tuple[Option, ...] = ()
+    about: str = ""
+    epilog: str = ""
+    takes_program: bool = False
+    parses_itself: bool = False
+
+    @property
+    def usage(self) -> str:
+        """The command with its positional arguments."""
+        words = [self.name, *(each.placeholder for each in self.options)]
+        if self.takes_program:
+            words.append("-- PROGRAM …")
+        return " ".join(word for word in words if word)
+
+
+def load(reference: str) -> Any:
+    """Import what ``module:name`` in this package refers to."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(f"robust_train.cli.{module}"), name)
+
+
+class CommandFailed(Exception):
+    """The command was not carried out: why, and what helps, in one line."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under named columns, some of them aligned to the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right_aligned: Collection[str] = ()
+
+    def plain_lines(self) -> list[str]:
+        """Return a line for each row, below the names of the columns."""
+        right = frozenset(n for n, name in enumerate(self.columns) if name in self.right_aligned)
+        return aligned([self.columns, *self.rows], right)
+
+    def print(self) -> None:
+        """Print with rules on a terminal, plain in a pipe."""
+        if not sys.stdout.isatty():
+            print("\n".join(self.plain_lines()))
+            return
+        from rich.console import Console
+        from rich.table import Table as RuledTable
+        from rich.text import Text
+
+        table = RuledTable()
+        for name in self.columns:
+            justify = "right" if name in self.right_aligned else "left"
+            # a UUID is there to be copied, so it folds rather than lose its end
+            table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        for row in self.rows:
+            # as text: a name may contain what rich reads as markup
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found or did.
+
+    Attributes:
+        data: for programs (``--json``), in JSON's types.
+        shown: for people, from top to bottom.
+        warnings: for people, on stderr.
+        error: why the command did not do what it was asked to; empty if it did.
+        exit_code: of the command; with an error and 0 it is 1.
+    """
+
+    data: dict[str, Json] = field(default_factory=dict)
+    shown: Sequence[str | Table] = ()
+    warnings: Sequence[str] = ()
+    error: str = ""
+    exit_code: int = 0
+
+    def print(self, command: str, as_json: bool) -> None:
+        """Print the answer for programs or for people."""
+        if self.error:
+            print(f"robust-train {command}: {self.error}", file=sys.stderr)
+        if as_json:
+            error = {"error": self.error} if self.error else {}
+            print(json.dumps({**error, **self.data}, indent=2, default=str))
+            return
+        for warning in self.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        for part in self.shown:
+            if isinstance(part, Table):
+                part.print()
+            else:
+                print(part)
+
+
+def checked(
+    convert: Callable[[str], float], accepts: Callable[[float], bool], accepted: str
+) -> Callable[[str], float]:
+    """Return a converter for an option's value that refuses other values in one line."""
+
+    def read(text: str) -> float:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text}: accepted is {accepted}")
+        return value
+
+    return read
+
+
+def at_least(least: int) -> Callable[[str], float]:
+    """Return a converter for integers of ``least`` or more."""
+    return checked(int, lambda value: value >= least, f"an integer of {least} or more")

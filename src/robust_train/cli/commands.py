@@ -1,0 +1,389 @@
+"""The commands of ``robust-train``: names, help and completion come from this table.
+
+Nothing is imported here that a command needs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS
+
+from robust_train.cli.command import Command, at_least, checked, option
+
+_JSON = option("--json", action="store_true", help="print JSON for programs; sizes in bytes")
+_RUN = option(
+    "--run",
+    metavar="ID|PATH|PID",
+    help="which run; default: your only live one",
+)
+_WHICH_HELP = "id, run folder or job name; default: your only live job"
+_WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
+_WAIT = option(
+    "--wait",
+    type=checked(float, lambda value: 0 <= value < 1e6, "a number of seconds, 0 or more"),
+    default=30.0,
+    metavar="SECONDS",
+    help="how long to wait for the end of a step (default: 30)",
+)
+_QUEUE_DIR = option("--dir", help="the queue directory, as gpu_queue_dir")
+_FORCE = option(
+    "--force",
+    action="store_true",
+    help="also drop what is unreachable but uncollected, and name what is still held",
+)
+
+_STARTING = (
+    Command(
+        "train",
+        "train a job, or with -m a sweep",
+        "train:train",
+        (option("overrides", nargs="*", metavar="KEY=VALUE"),),
+        parses_itself=True,
+    ),
+    Command(
+        "run",
+        "run a script in any language",
+        "run_script:run",
+        (
+            option(
+                "--batch-size",
+                type=at_least(1),
+                metavar="N",
+                help="micro-batch size of the first attempt",
+            ),
+            option(
+                "--gradient-accumulation",
+                type=at_least(1),
+                metavar="N",
+                help="micro-batches in an optimizer step (1)",
+            ),
+            option(
+                "--min-batch-size",
+                type=at_least(1),
+                metavar="N",
+                help="smallest micro-batch size to try (4)",
+            ),
+            option(
+                "--min-gpu-memory-mb",
+                type=at_least(0),
+                metavar="MIB",
+                help="memory that must be free on a GPU",
+            ),
+            option(
+                "--max-retries",
+                type=at_least(0),
+                metavar="N",
+                help="smaller micro-batches to try on one device (3)",
+            ),
+            option(
+                "--device",
+                metavar="DEVICE",
+                help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
+            ),
+            option("--no-wait", action="store_true", help="do not wait for a GPU"),
+            option("--no-cpu", action="store_true", help="never fall back to the CPU"),
+            option("--detach", action="store_true", help="go on in the background, past logout"),
+            option("--name", help="job name in queue and tables (the script's name)"),
+            option(
+                "--run-dir",
+                metavar="DIR",
+                help="run folder; an unfinished job in it is resumed",
+            ),
+            option(
+                "--checkpoint",
+                metavar="GLOB",
+                help="the script's own checkpoints, as 'ckpt/*.pt'",
+            ),
+            option(
+                "--resume-argv",
+                metavar="ARGUMENTS",
+                help="append these if there is a checkpoint, as '--resume {checkpoint}'",
+            ),
+            option(
+                "overrides",
+                nargs="*",
+                metavar="KEY=VALUE",
+                help="any other key of configs/robust.yaml",
+            ),
+        ),
+        about="Run a script in any language on the best GPU, waiting for one if need be. If memory "
+        "runs out, start it again with a smaller batch.",
+        epilog="run_script:EPILOG",
+        takes_program=True,
+    ),
+)
+
+_WATCHING = (
+    Command("run list", "list your live runs", "runs:list_live", (_JSON,)),
+    Command(
+        "run status",
+        "show the state of a run",
+        "runs:status",
+        (_WHICH, _RUN, _JSON),
+        about="Show the state of a live run, or the last state of one that ended: device, batch, "
+        "step, loss, last checkpoint, memory.",
+    ),
+    Command(
+        "run checkpoint",
+        "save a checkpoint at the next step",
+        "runs:checkpoint",
+        (_WHICH, _RUN, _WAIT, _JSON),
+    ),
+    Command(
+        "run halve-batch",
+        "halve the micro-batch, not the effective batch",
+        "runs:halve_batch",
+        (_WHICH, _RUN, _WAIT, _JSON),
+    ),
+    Command(
+        "run stop",
+        "save a checkpoint and end, as at SIGTERM",
+        "runs:stop",
+        (
+            _WHICH,
+            _RUN,
+            option("--now", action="store_true", help="end a run that is stopping already"),
+            _JSON,
+        ),
+        about="Save a checkpoint and end, as at SIGTERM. RUN may be a sweep folder.",
+    ),
+    Command(
+        "runs",
+        "list your jobs, live and past",
+        "runs:list_all",
+        (
+            _JSON,
+            option("--all", action="store_true", help="also those older than the newest 20"),
+        ),
+        about="List your jobs, live and past, the newest first.",
+    ),
+    Command(
+        "logs",
+        "print what a job's last attempt printed",
+        "logs:logs",
+        (
+            _WHICH,
+            option(
+                "-f",
+                "--follow",
+                action="store_true",
+                help="print new output too, of later attempts as well, until the job ends",
+            ),
+            option(
+                "--attempt",
+                type=int,
+                metavar="N",
+                help="the output of attempt N instead of the last one",
+            ),
+        ),
+    ),
+    Command(
+        "attach",
+        "show a live job as its own terminal would",
+        "logs:attach",
+        (_WHICH,),
+        about="Show a live job's output and status. Ctrl-C leaves it running.",
+    ),
+    Command(
+        "wait",
+        "wait for jobs or sweeps to end",
+        "logs:wait",
+        (option("which", nargs="*", metavar="RUN", help=_WHICH_HELP),),
+        about="Wait for jobs or sweeps to end. The exit code is that of the first that did not "
+        "complete.",
+    ),
+)
+
+_MACHINE = (
+    Command(
+        "queue",
+        "show which jobs run and wait here, and why",
+        "queue:queue",
+        (
+            _JSON,
+            option("--verbose", action="store_true", help="show the reservations on each GPU"),
+            option("--usage", action="store_true", help=SUPPRESS),  # gone
+            _QUEUE_DIR,
+        ),
+        about="Show the jobs on this host: those that run, with their GPUs, and those that wait, "
+        "with their queue position (#) and the reason.",
+    ),
+    Command(
+        "queue cancel",
+        "stop one of your own jobs",
+        "queue:cancel",
+        (option("id", metavar="ID", help="as robust-train queue shows it"), _QUEUE_DIR),
+        about="Ask one of your own jobs to stop (SIGTERM).",
+    ),
+    Command(
+        "gpus",
+        "show this machine's GPUs and who uses them",
+        "gpus:gpus",
+        (_JSON,),
+        about="Show this machine's GPUs: index, name, UUID, memory, utilization, and the processes "
+        "on them.",
+    ),
+    Command(
+        "memory info",
+        "show memory by process, and of a live run",
+        "memory:info",
+        (_RUN, _JSON),
+    ),
+    Command(
+        "memory clear",
+        "release what a live run does not use",
+        "memory:clear",
+        (_FORCE, _RUN, _JSON),
+    ),
+    Command("memory reset", "reset the peaks of a live run", "memory:reset", (_RUN, _JSON)),
+    Command(
+        "memory fraction",
+        "limit a live run to a share of its device",
+        "memory:fraction",
+        (
+            option(
+                "fraction",
+                type=checked(float, lambda value: 0 < value <= 1, "a number over 0, up to 1"),
+                metavar="FRACTION",
+                help="over 0, up to 1",
+            ),
+            _RUN,
+            _JSON,
+        ),
+    ),
+    Command(
+        "memory enable",
+        "print shell lines for expandable segments",
+        "memory:enable",
+        (_JSON,),
+        about='Print shell lines for later programs: eval "$(robust-train memory enable)"',
+    ),
+    Command(
+        "memory snapshot",
+        "write what a live run has allocated",
+        "memory:snapshot",
+        (_RUN, _JSON),
+        about="Write what a live run has allocated to its run folder.",
+    ),
+    Command(
+        "memory kill",
+        "end your own CUDA processes",
+        "kill:kill",
+        (
+            option("--yes", "-y", action="store_true", help="do not ask"),
+            option("--dry-run", action="store_true", help="show the processes, end none"),
+            option(
+                "--pid",
+                type=int,
+                action="append",
+                default=[],
+                metavar="PID",
+                help="only this process (repeatable); root may name processes of others",
+            ),
+            option(
+                "--grace",
+                type=checked(
+                    float, lambda value: 0 <= value < 1e6, "a number of seconds, 0 or more"
+                ),
+                default=10.0,
+                metavar="SECONDS",
+                help="time between SIGTERM and SIGKILL (default: 10)",
+            ),
+            _JSON,
+        ),
+        about="End your own CUDA processes: SIGTERM, then SIGKILL.",
+    ),
+    Command(
+        "cleanup",
+        "memory clear, then memory info",
+        "memory:cleanup",
+        (
+            option("--stats-only", action="store_true", help="only show"),
+            option("--force", action="store_true", help="as robust-train memory clear --force"),
+            _RUN,
+            _JSON,
+        ),
+        about="Have a live run release what it does not use, then show who uses memory.",
+    ),
+    Command(
+        "doctor",
+        "say which GPUs are usable, or why not",
+        "doctor:doctor",
+        (
+            option("--clear", metavar="GPU", help="use the excluded GPU with this UUID again"),
+            option(
+                "--probe",
+                action="store_true",
+                help="use each free GPU for some seconds: allocate, run out of memory, recover",
+            ),
+            _QUEUE_DIR,
+            _JSON,
+        ),
+        about="Say for each GPU whether it is usable, or why not. Show the driver, the queue "
+        "directory, excluded GPUs, and what a bug report needs.",
+    ),
+)
+
+_MORE = (
+    Command(
+        "report",
+        "write report.html of a run or sweep",
+        "report:report",
+        (
+            option(
+                "path",
+                metavar="PATH",
+                help="a run folder, a sweep folder, or a file in one",
+            ),
+            option("--open", action="store_true", help="show it in the browser"),
+            option("--output", metavar="FILE", help="where to write it (PATH/report.html)"),
+            option("--json", action="store_true", help="print the data instead, for programs"),
+        ),
+        about="Write report.html of a run or a sweep from its journals: while it runs, after it "
+        "has ended, or if it died.",
+    ),
+    Command(
+        "notify test",
+        "send a notification as a job would",
+        "set_up:notify",
+        (
+            option(
+                "overrides",
+                nargs="*",
+                metavar="KEY=VALUE",
+                help="notify.command=… and notify.urls=…",
+            ),
+        ),
+        about="Send one notification, as a job with the same keys and $ROBUST_TRAIN_NOTIFY_URLS "
+        "would.",
+    ),
+    Command(
+        "init",
+        "write a new project that trains at once",
+        "set_up:init",
+        (option("dir", metavar="DIR", help="made if need be; nothing is overwritten"),),
+        about="Write a minimal project: config, trainer, justfile, README.",
+    ),
+    Command(
+        "completion",
+        "print shell completion for bash and zsh",
+        "completion:completion",
+        about="Print a script that completes commands, keys and choices in bash and zsh.",
+    ),
+)
+
+COMMANDS = {command.name: command for command in (*_STARTING, *_WATCHING, *_MACHINE, *_MORE)}
+
+GONE = {
+    "plan": "training.batch_size=auto finds the largest batch that fits; "
+    "`accelerate estimate-memory` predicts a model's memory"
+}
+"""Commands of earlier versions, and what to use instead."""
+
+
+def members_of(group: str) -> dict[str, Command]:
+    """Return the commands whose first word is ``group``, by their second word."""
+    return {
+        name.partition(" ")[2]: command
+        for name, command in COMMANDS.items()
+        if name.startswith(f"{group} ")
+    }

@@ -1,0 +1,320 @@
+"""``robust-train train``, ``train_robust.py``, ``train.py`` and a project's ``main.py``.
+
+A mistake in the configuration ends with one line and exit code 2, a bug in the trainer with its own
+traceback and exit code 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+from robust_train.host.engine import guest_rank
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_PACKAGE = "robust_train.configs"
+_CONFIGS = f"pkg://{_PACKAGE}"
+
+
+def train(arguments: list[str]) -> NoReturn:
+    """Run ``robust-train train``, which is ``train_robust.py`` from any folder."""
+    sys.argv = ["robust-train train", *arguments]  # Hydra reads it there
+    open_robust()
+
+
+def open_robust() -> NoReturn:
+    """Run a job, or with ``-m`` a sweep, under the launcher: ``train_robust.py``."""
+    _prepare_process()
+    _see_modules_here()
+    from robust_train.host.screen import never_blocking_output
+
+    with never_blocking_output():
+        libraries = _libraries(sys.argv[1:])
+        if libraries is not None:
+            # they are imported over there while Hydra is imported and composes here
+            from robust_train.launcher.interpreters import start_early
+
+            start_early(libraries)
+        from robust_train.cli import jobs
+
+        code = _open(jobs.robust_job, "robust", name="train_robust")
+    sys.exit(code)
+
+
+def open_plain() -> None:
+    """Run ``python train.py``: one attempt in this process, without remedies."""
+    _prepare_process()
+    _see_modules_here()
+    from robust_train.host.linux import shared_machine_environment
+
+    os.environ.update(shared_machine_environment(os.environ))
+    from robust_train.cli import jobs
+
+    sys.exit(_open(jobs.plain_job, "config", name="train"))
+
+
+def hydra_main(
+    config_path: str = "conf", config_name: str = "config"
+) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
+    """Decorate a project's ``main(cfg)``: ``hydra.main`` with one-line mistakes and our exit codes.
+
+    Args:
+        config_path: folder of the configs, relative to the file that defines ``main``.
+        config_name: the primary config, without ``.yaml``.
+    """
+
+    def decorate(task: Callable[[Any], Any]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def job(cfg: Any) -> Any:
+            from robust_train.cli import jobs
+
+            with jobs.refused_in_one_line():
+                return task(cfg)
+
+        @functools.wraps(task)
+        def main() -> None:
+            from robust_train.config.trainer_ref import MAIN_MODULE
+
+            if task.__module__ == MAIN_MODULE:
+                return  # a script without a guard, imported by its own attempt
+            _prepare_process()
+            folder = Path(inspect.getfile(task)).resolve().parent / config_path
+            code = _open(job, config_name, config_path=str(folder))
+            if code:
+                sys.exit(code)
+
+        return main
+
+    return decorate
+
+
+def _see_modules_here() -> None:
+    """Have a trainer's module found in the working directory, as ``python -m`` does."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+
+
+def _prepare_process() -> None:
+    """Open closed standard streams, which Hydra writes to, and end without a traceback at a signal
+    before or after the job."""
+    from robust_train.host.screen import open_closed_streams
+
+    open_closed_streams()
+
+    def end(signum: int, frame: object) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(signum, end)
+
+
+def _open(
+    task: Callable[[Any], Any], config_name: str, *, config_path: str = _CONFIGS, name: str = ""
+) -> int:
+    """Compose the config and run the job or sweep; return the exit code.
+
+    Args:
+        task: the function for one job.
+        config_name: the primary config.
+        config_path: the folder of the configs.
+        name: the name of our own script; empty for a project's.
+    """
+    arguments = sys.argv[1:]
+    if name and _has_answered(name, arguments):
+        return 0
+    import hydra
+
+    from robust_train import compat
+    from robust_train.cli import jobs
+    from robust_train.config.refusals import explain_option
+    from robust_train.launcher.interpreters import discard_early
+    from robust_train.sweep import session
+    from robust_train.sweep.program import program
+
+    if (mistake := explain_option(arguments, config_name, config_path)) is not None:
+        print(mistake, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    try:
+        sys.argv += _for_guest(arguments, name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if name:
+        # names the log file; Hydra would name it after the module that defines the task
+        os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+    program.sets_exit_code = True
+    program.check = jobs.check if name else None
+    wants_traceback = os.environ.get(_FULL_ERROR) == "1"
+    # otherwise Hydra prints errors its own way and exits with 1
+    os.environ[_FULL_ERROR] = "1"
+    composes_once = bool(name) and not may_set_mode(arguments)
+    code = 0
+    try:
+        with compat.mode_of_command_line() if composes_once else contextlib.nullcontext():
+            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
+    except KeyboardInterrupt as error:  # JobInterrupted among them
+        code = getattr(error, "exit_code", 130)
+    except Exception as error:
+        if wants_traceback:
+            traceback.print_exc()
+        explained = _exit_code_of(error, task, config_name, config_path)
+        if explained is None and not wants_traceback:
+            raise
+        code = explained or EXIT_FAILED
+    finally:
+        discard_early()
+        if not wants_traceback:
+            del os.environ[_FULL_ERROR]
+    try:
+        # jobs in processes of their own leave their exit codes in their run folders
+        of_the_jobs = session.finish()
+    except KeyboardInterrupt:
+        of_the_jobs = 130
+    return code or of_the_jobs
+
+
+def _has_answered(name: str, arguments: list[str]) -> bool:
+    """Print the help or the version of our own script if that is what was asked for."""
+    if {"--help", "-h"} & set(arguments):
+        from robust_train.host.screen import never_blocking_output
+
+        with never_blocking_output():  # ends quietly after ``| head``
+            print(help_text(name), end="")
+        return True
+    if "--version" in arguments:
+        print(f"{name} of robust-train {importlib.metadata.version('robust-train')}")
+        return True
+    return False
+
+
+def _exit_code_of(
+    error: Exception, task: Callable[[Any], Any], config_name: str, config_path: str
+) -> int | None:
+    """Print a user's mistake in one line and return its exit code; None for any other."""
+    from robust_train.cli import jobs
+    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.sweep.plugins_of_others import known_problem
+    from robust_train.sweep.program import program
+
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code is task.__code__ for frame, _ in frames):
+        return jobs.exit_code_of_error(error)
+    if isinstance(error, REFUSALS):
+        print(explain(error, config_name, sys.argv[1:], config_path), file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if problem := known_problem(error):
+        print(problem[0], file=sys.stderr)
+        return program.exit_code or problem[1]
+    return None
+
+
+def may_set_mode(arguments: list[str]) -> bool:
+    """Return whether an argument chooses another config, which may set ``hydra.mode``."""
+    keys = ("hydra.mode", "hydra.searchpath")
+    chooses_config = any(word.startswith(("-c", "--c")) for word in arguments)
+    return chooses_config or any(key in word for key in keys for word in arguments)
+
+
+def _for_guest(arguments: list[str], name: str) -> list[str]:
+    """Return overrides for a rank of torchrun, srun, … Raises ConfigError: it cannot be one."""
+    guest = guest_rank(os.environ)
+    if guest is None or name == "train":
+        return []
+    for word in ("-m", "--multirun", "detach=true"):
+        if word in arguments:
+            raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
+    found = []
+    if name and not any(one.startswith("hydra.run.dir=") for one in arguments):
+        found.append(f"hydra.run.dir={guest.folder}")
+    if guest.rank:  # rank 0 alone writes the config and the log file
+        found += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    return found
+
+
+def _libraries(arguments: list[str]) -> tuple[str, ...] | None:
+    """Return what an interpreter can import now, None if none will be of use (``--help``)."""
+    try:
+        if guest_rank(os.environ) is not None:
+            return None  # a rank of another engine starts no process
+    except ConfigError:  # the job reports it
+        return None
+    given = dict(one.lstrip("+~").partition("=")[::2] for one in arguments if "=" in one)
+    with_value = ("--config-name", "--config-dir", "--config-path", "-cn", "-cd", "-cp")
+    flags = {one for one in arguments if one.startswith("-") and not one.startswith(with_value)}
+    if flags - {"-m", "--multirun"} or given.get("isolation") == "none":
+        return None
+    # the jobs of other launchers start their own
+    if given.get("hydra/launcher", "basic") != "basic":
+        return None
+    is_built_in = "trainer" not in given and "trainer._target_" not in given
+    return ("torch",) if is_built_in else ()
+
+
+_HELP = """\
+usage: {command} [KEY=VALUE ...]              one job
+       {command} -m KEY=VALUE,VALUE [...]     a sweep, one job for each combination
+
+examples:
+  {command}
+  {command} model=lora dataset=flowers102 training.epochs=5
+  {command} training.batch_size=128 training.effective_batch_size=512
+  {command} trainer._target_=my_project.training.train
+  {command} -m model=lora,linear_probe training.lr=1e-3,1e-4
+
+choices:
+{groups}
+
+keys people use{only}:
+  min_gpu_memory_mb=4000         MiB that must be free before a GPU is taken
+  wait_for_gpu=true              wait until a GPU has them
+  gpu_wait_timeout_minutes=60    and for how long
+  num_gpus=1                     GPUs for this one job, one process each
+  auto_device=true device=auto   false and cuda:1, cpu or a UUID: choose the device yourself
+  gpu_jobs_per_device=1          jobs that may share a GPU with this one
+  allow_cpu_fallback=true        train on the CPU when no GPU will do
+  training.batch_size=64         micro-batch size; auto: the largest that fits
+  training.effective_batch_size  samples per optimizer step; accumulation follows from it
+  min_batch_size=4               no attempt uses a smaller micro-batch
+  max_retries=3                  smaller micro-batches tried on one device before the next
+  memory.fraction=0.95           the most of the GPU's memory that an attempt may take
+  resume=true                    resume an unfinished job in its run folder
+  stall_timeout_minutes=auto     without progress for so long: a new attempt; 0: never
+  detach=false                   true: go on in the background, past logout
+  job_name=NAME                  how queue, tables and run folder call the job
+  hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: go on
+
+more: --cfg job (every key with its value), --hydra-help (Hydra's options), --version
+      robust-train completion (for bash and zsh), docs/configuration.md (what every key means)
+"""
+
+
+def help_text(name: str) -> str:
+    """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
+    choices = "\n".join(f"  {group:<8} {', '.join(names)}" for group, names in groups().items())
+    only = "" if name == "train_robust" else " (those about devices and retries: train_robust.py)"
+    command = sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
+    return _HELP.format(command=command, groups=choices, only=only)
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the choices of each config group that people choose from."""
+    found = {}
+    for group in ("model", "dataset", "trainer"):
+        files = sorted(one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir())
+        found[group] = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+    return found

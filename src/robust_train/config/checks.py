@@ -1,0 +1,256 @@
+"""A composed config becomes a :class:`RobustConfig`, or one line that names the mistake.
+
+``cfg → checked → RobustConfig``: everything of ours is handed the result, and the trainer is handed
+the config itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import MutableMapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from robust_train.config.schema import GONE, RobustConfig, TrainingConfig
+from robust_train.config.values import URLS_VARIABLE, is_secret
+from robust_train.model.errors import ConfigError
+
+T = TypeVar("T")
+
+_DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
+
+
+def checked(cfg: DictConfig) -> RobustConfig:
+    """Return a composed config in the types of the code, its batch settled. Raises ConfigError: one
+    line with the key, its value and what is accepted."""
+    _resolve_all(cfg)
+    _refuse_near_misses(cfg)
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise _missing(missing[0])
+    config = _with_batch(read(RobustConfig, cfg, ""))
+    _check_together(config)
+    return config
+
+
+def unchecked(cfg: DictConfig) -> RobustConfig:
+    """Return what can be read of a config before a job checks it: a project's may lack our keys, or
+    hold values that the job will refuse; these have their defaults here."""
+    return read(RobustConfig, cfg, "", is_lenient=True)
+
+
+def gone(key: str) -> str | None:
+    """Return one line about a key that an earlier version had, None for any other."""
+    return f"{key}: this key is gone; {GONE[key]}" if key in GONE else None
+
+
+def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
+    return whether there was any."""
+    given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
+    if not given:
+        return False
+    urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
+    known = environ.get(URLS_VARIABLE, "").split()
+    environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
+    with read_write(cfg), open_dict(cfg):
+        OmegaConf.update(cfg, "notify.urls", None)
+    overrides = OmegaConf.select(cfg, "hydra.overrides.task") or []
+    for line in [one for one in overrides if is_secret(one)]:
+        with read_write(cfg.hydra), open_dict(cfg.hydra):
+            overrides.remove(line)
+            name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
+            cfg.hydra.job.override_dirname = name
+    return True
+
+
+def read(schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
+    """Return the keys that ``schema`` declares, ``prefix`` before their names in errors; all other
+    keys are the trainer's."""
+    values: dict[str, Any] = {}
+    for item in fields(schema):  # type: ignore[arg-type]
+        name = prefix + item.name
+        group = item.metadata.get("group") or item.metadata.get("open")
+        if not item.metadata:
+            continue
+        if OmegaConf.is_missing(cfg, item.name) and not is_lenient:
+            raise _missing(name)
+        if item.name not in cfg:
+            continue
+        try:
+            given = cfg[item.name]
+            if group is not None:
+                if isinstance(given, DictConfig):
+                    values[item.name] = read(group, given, f"{name}.", is_lenient=is_lenient)
+                continue
+            if isinstance(given, ListConfig):
+                given = OmegaConf.to_container(given, resolve=True)
+            values[item.name] = item.metadata["key"].value(name, given)
+        except (ConfigError, OmegaConfBaseException):
+            if not is_lenient:
+                raise
+    return schema(**values)
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(f"{name}: has no default and must be given: {name}=…")
+
+
+def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
+    """Resolve every value, so that an error names the key itself."""
+    for key in cfg:
+        name = prefix + str(key)
+        if OmegaConf.is_missing(cfg, key):
+            continue
+        try:
+            value = cfg[key]
+            if isinstance(value, ListConfig):
+                OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
+        if isinstance(value, DictConfig):
+            _resolve_all(value, f"{name}.")
+
+
+def _refuse_near_misses(cfg: DictConfig) -> None:
+    """Refuse old keys and likely typos: the root is open, so they would pass unseen."""
+    known = {item.name for item in fields(RobustConfig)}
+    for name in sorted({str(key) for key in cfg} - known):
+        if answer := gone(name):
+            raise ConfigError(answer)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close:
+            raise ConfigError(f"{name}: no such key; did you mean {close[0]}?")
+
+
+def _with_batch(config: RobustConfig) -> RobustConfig:
+    """Settle micro-batch and accumulation: ``auto`` begins with each rank's share of the effective
+    batch; a number beside an effective batch gets the accumulation that it needs."""
+    training = config.training
+    size: int | None = training.batch_size  # None: auto
+    effective, steps = training.effective_batch_size, training.gradient_accumulation_steps
+    finds_batch_size = size is None
+    if size is None:
+        effective = effective or TrainingConfig.batch_size
+        size = _share(effective, config.num_gpus)
+        _check_auto(config, size)
+    elif effective is not None:
+        steps = _accumulation(size, steps, effective, config.num_gpus)
+    training = replace(
+        training,
+        batch_size=size,
+        gradient_accumulation_steps=steps,
+        effective_batch_size=effective,
+    )
+    return replace(config, training=training, finds_batch_size=finds_batch_size)
+
+
+def _share(effective: int, gpus: int) -> int:
+    if effective % gpus:
+        raise ConfigError(
+            f"training.effective_batch_size={effective}: is not a multiple of num_gpus={gpus}"
+        )
+    return effective // gpus
+
+
+def _check_auto(config: RobustConfig, share: int) -> None:
+    steps = config.training.gradient_accumulation_steps
+    if steps != 1:
+        raise ConfigError(
+            f"training.gradient_accumulation_steps={steps}: with training.batch_size=auto it "
+            "follows from training.effective_batch_size=…; give that instead"
+        )
+    if not config.preserve_effective_batch_size:
+        raise ConfigError(
+            "preserve_effective_batch_size=false: with training.batch_size=auto the result would "
+            "depend on the GPU; leave it true, or give training.batch_size as a number"
+        )
+    if config.min_batch_size > share:
+        raise ConfigError(
+            f"min_batch_size={config.min_batch_size}: must not be above {share}, the share of each "
+            "process in training.effective_batch_size"
+        )
+
+
+def _accumulation(size: int, steps: int, effective: int, gpus: int) -> int:
+    needed, rest = divmod(effective, size * gpus)
+    processes = "" if gpus == 1 else f" × num_gpus={gpus}"
+    if rest or needed < 1:
+        raise ConfigError(
+            f"training.effective_batch_size={effective}: is not a multiple of "
+            f"training.batch_size={size}{processes}"
+        )
+    if steps not in (1, needed):
+        raise ConfigError(
+            f"training.gradient_accumulation_steps={steps}: {size} × {steps}{processes} is not "
+            f"training.effective_batch_size={effective}; give only one of the two"
+        )
+    return needed
+
+
+def _check_together(config: RobustConfig) -> None:
+    """Check what the value of one key means for another."""
+    if not _DEVICE.fullmatch(config.device):
+        raise ConfigError(
+            f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
+        )
+    size, gpus = config.training.batch_size, config.num_gpus
+    if config.min_batch_size > size:
+        raise ConfigError(
+            f"min_batch_size={config.min_batch_size}: must not be above training.batch_size={size}"
+        )
+    if (config.min_num_gpus or 1) > gpus:
+        raise ConfigError(f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}")
+    if config.runs_inline and gpus > 1:
+        raise ConfigError(
+            f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
+            "use num_gpus=1"
+        )
+    if config.runs_inline and config.is_script:
+        raise ConfigError(
+            "isolation=none: a script (trainer.argv) always runs in a process of its own"
+        )
+    for number, rule in enumerate(config.retry.rules):
+        if config.is_script and rule.exception is not None:
+            raise ConfigError(
+                f"retry.rules[{number}].exception: a script raises none; use message or exit_code"
+            )
+        if not config.is_script and rule.exit_code is not None:
+            raise ConfigError(
+                f"retry.rules[{number}].exit_code: a function has none; use exception"
+            )
+
+
+_FILLS_MEMORY = {
+    "training": ("mixed_precision", "gradient_checkpointing", "sharding"),
+    "memory": ("fraction", "expandable_segments"),
+}
+_DOES_NOT = {
+    "model": ("lr", "pretrained", "weights"),
+    "dataset": ("download", "num_workers", "epochs"),
+}
+
+
+def what_fills_memory(cfg: DictConfig) -> dict[str, object]:
+    """Return the part of a config on which memory depends, the batch left out.
+
+    A user's own keys are part of it, since any may change a tensor's shape.
+    """
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    kept = {"model", "dataset", "trainer", "gpu_jobs_per_device", *_FILLS_MEMORY}
+    ours = {item.name for item in fields(RobustConfig)} | {"logger"}
+    parts: dict[str, object] = {str(k): v for k, v in content.items() if k in kept or k not in ours}
+    for group, part in parts.items():
+        if isinstance(part, dict):
+            chosen, dropped = _FILLS_MEMORY.get(group), _DOES_NOT.get(group, ())
+            parts[group] = {
+                name: value
+                for name, value in part.items()
+                if name not in dropped and (chosen is None or name in chosen)
+            }
+    return parts

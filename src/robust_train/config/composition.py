@@ -1,0 +1,102 @@
+"""The keys as Hydra and OmegaConf know them: typed nodes in an open root.
+
+Importing this module puts the schemas into Hydra's ConfigStore; the YAML files under ``configs/``
+build on them by name. The root stays open for a user's own keys; every key of ours is typed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from robust_train.compat import replace_node, typed_nodes
+from robust_train.config.checks import gone
+from robust_train.config.names import folder_name
+from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig
+from robust_train.config.values import Declaration
+from robust_train.model.errors import ConfigError
+from robust_train.readable import meant
+
+
+def open_root(schema: type) -> DictConfig:
+    """Return a root with the typed keys of ``schema`` that accepts other keys beside them. A
+    dataclass as Hydra's root would reject a user's own top-level keys."""
+    typed = typed_nodes(group_node(schema))
+    root = OmegaConf.create({})
+    for item in fields(schema):
+        if "open" in item.metadata:
+            root[item.name] = MISSING
+        elif item.metadata:  # else it is not a key
+            root[item.name] = typed[item.name]
+    return root
+
+
+def group_node(schema: type) -> DictConfig:
+    """Return the typed keys of a group, with the defaults as they are written in YAML."""
+    node: DictConfig = OmegaConf.structured(schema)
+    OmegaConf.set_readonly(node, None)  # the dataclass is frozen, a config is not
+    for item in fields(schema):
+        key: Declaration | None = item.metadata.get("key")
+        if "group" in item.metadata:
+            replace_node(node, item.name, group_node(item.metadata["group"]))
+        elif key is not None and key.is_untyped:
+            value = item.default if key.written is ... else key.written
+            replace_node(node, item.name, typed_nodes(OmegaConf.create({"value": value}))["value"])
+    return node
+
+
+def register() -> None:
+    """Put the schemas into Hydra's ConfigStore, unless it has them."""
+    store = ConfigStore.instance()
+    if "robust_schema.yaml" not in store.repo:
+        _store_schemas(store)
+    # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
+    OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("robust_job", folder_name, replace=True)
+
+
+def _store_schemas(store: ConfigStore) -> None:
+    store.store(name="plain_schema", node=open_root(PlainConfig), provider="robust_train")
+    store.store(name="robust_schema", node=open_root(RobustConfig), provider="robust_train")
+    store_group("trainer", "command", TrainerConfig)
+
+
+def store_group(group: str, option: str, schema: type) -> None:
+    """Put the keys of a group's option into Hydra's ConfigStore."""
+    node = group_node(schema)
+    ConfigStore.instance().store(
+        group=f"schema/{group}", name=option, node=node, provider="robust_train"
+    )
+
+
+def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
+    """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`.
+    Raises ConfigError: a value is of the wrong type."""
+    try:
+        merged = OmegaConf.merge(open_root(RobustConfig), cfg)
+    except OmegaConfBaseException as error:
+        raise _mistake(error) from None
+    assert isinstance(merged, DictConfig)
+    for group in ("model", "dataset", "trainer"):
+        if OmegaConf.is_missing(merged, group):
+            merged[group] = {}
+    return merged
+
+
+def _mistake(error: OmegaConfBaseException) -> ConfigError:
+    parent, _, name = str(error.full_key).rpartition(".")
+    kind = error.object_type
+    known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
+    if not (isinstance(error, ConfigKeyError) and known):
+        return ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})")
+    hint = meant(name, known, f"{parent}.")
+    return ConfigError(gone(str(error.full_key)) or f"{error.full_key}: no such key; {hint}")
+
+
+register()

@@ -1,0 +1,72 @@
+"""What a script gets of its attempt: placeholders in its arguments, and its environment."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+
+PREFIX = "ROBUST_TRAIN_"
+EVENTS_VARIABLE = PREFIX + "EVENTS"
+AUTO = "auto"
+
+_PLACEHOLDER = re.compile(r"\{([a-z_]+|\$)\}")
+_INTERPOLATION = re.compile(r"\$(?=\$*\{)")
+_ALMOST = 0.75
+
+
+@dataclass(frozen=True)
+class ScriptValues:
+    """The values of one attempt; each field is a placeholder, and a variable in upper case."""
+
+    batch_size: int  # micro-batch
+    gradient_accumulation_steps: int  # micro-batches of each process per optimizer step
+    num_gpus: int  # processes that it is to start, one for each GPU that it sees
+    min_batch_size: int  # no attempt uses a smaller micro-batch
+    num_workers: int  # data-loader workers
+    device: str  # `cuda:0` (the first GPU that the script sees, and mostly the only one) or `cpu`
+    attempt: int  # number of the attempt, counted from 1
+    checkpoint: str  # to go on from; empty for a fresh start
+    run_dir: str  # the job's run folder
+    checkpoint_every_minutes: str = AUTO  # longest time without a checkpoint, or `auto`
+    checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
+    gradient_checkpointing: str = "false"  # `true`: recompute activations to save memory
+
+    def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
+        """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
+        ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
+        values = {**asdict(self), "$": "$"}
+        return _PLACEHOLDER.sub(lambda m: quote(str(values.get(m[1], m[0]))), text)
+
+    def environment(self) -> dict[str, str]:
+        """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
+        return {PREFIX + name.upper(): str(value) for name, value in asdict(self).items()}
+
+
+PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))
+
+
+def literal(text: str) -> str:
+    """Return ``text`` for a config, which has no interpolations until it is filled."""
+    return _INTERPOLATION.sub("{$}", text)
+
+
+def placeholders_in(text: str) -> set[str]:
+    """Return the placeholders that ``text`` uses."""
+    return set(_PLACEHOLDER.findall(text)).intersection(PLACEHOLDERS)
+
+
+def near_misses_in(text: str) -> list[tuple[str, str]]:
+    """Return names in braces that are nearly a placeholder, each with that one."""
+    misses = []
+    for name in _PLACEHOLDER.findall(text):
+        close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=_ALMOST)
+        if close and name not in PLACEHOLDERS:
+            misses.append((name, close[0]))
+    return misses
+
+
+def value_from(environ: Mapping[str, str], name: str) -> str | None:
+    """Return a value from a script's environment; None if the launcher does not run it."""
+    return environ.get(PREFIX + name.upper())

@@ -1,0 +1,196 @@
+"""What a key accepts, and how its value is read. Pure: knows no key by name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from robust_train.model.decision import RetryRule
+from robust_train.model.errors import ConfigError
+from robust_train.readable import meant
+
+AUTO = "auto"
+
+EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "stalled")
+"""What ``notify.on`` may name."""
+
+URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
+"""Where the URLs of ``notify.urls`` are kept, which may hold passwords."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The accepted numbers of a key, in words and as a test."""
+
+    words: str
+    has: Callable[[float], bool]
+
+
+FROM_0 = Range("0 or more", lambda value: value >= 0)
+FROM_1 = Range("1 or more", lambda value: value >= 1)
+FROM_10_OR_OFF = Range("10 or more, or 0", lambda value: value >= 10 or value == 0)
+POSITIVE = Range("more than 0", lambda value: value > 0)
+SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
+POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What is declared about a key, beside its type and its default."""
+
+    meaning: str  # in one sentence: a comment in YAML, and the page of keys
+    more: str = ""  # what only the page says
+    unit: str = ""
+    range: Range | None = None
+    choices: tuple[object, ...] = ()
+    # the default as it is written, where the typed one differs; `auto` is None in the code
+    written: object = ...
+    follows: str | None = None  # the key whose value is the default
+    accepts: str = ""  # values of several types, in words: `read` makes one type of them
+    read: Callable[[str, Any], Any] | None = None
+    section: str = ""  # the section of the page that begins with it
+    is_secret: bool = False
+
+    @property
+    def is_untyped(self) -> bool:
+        """Whether Hydra is to take any value, because the key accepts several types."""
+        return self.read is not None or self.written == AUTO
+
+    def value(self, name: str, given: Any) -> Any:
+        """Return a key's value in the type of the code. Raises ConfigError: it is not accepted."""
+        if self.read is not None:
+            return self.read(name, given)
+        if given is None or (self.written == AUTO and given == AUTO):
+            return None
+        if self.choices and given not in self.choices:
+            names = ", ".join(str(one).lower() for one in self.choices)
+            raise ConfigError(f"{name}={given}: must be one of {names}")
+        if self.range is None:
+            return given
+        try:
+            number = float(given)
+        except (TypeError, ValueError):
+            auto = f" or {AUTO}" if self.written == AUTO else ""
+            raise ConfigError(f"{name}={given}: must be a number{auto}") from None
+        if not self.range.has(number):  # NaN is in no range
+            raise ConfigError(f"{name}={number:g}: must be {self.range.words}")
+        return number if isinstance(given, str) else given
+
+
+def is_secret(word: str) -> bool:
+    """Return whether a word of a command line may hold a URL with a password."""
+    return word.lstrip("+~").startswith(("notify.urls=", "notify="))
+
+
+def key(default: Any, meaning: str, **declared: Any) -> Any:
+    """Declare a key: its default, what it means, and what else :class:`Declaration` holds."""
+    about = Declaration(meaning, **declared)
+    return field(default=default, repr=not about.is_secret, metadata={"key": about})
+
+
+def group(cls: type, section: str = "") -> Any:
+    """Declare a group of keys; ``section`` of the page is theirs."""
+    return field(default_factory=cls, metadata={"group": cls, "section": section})
+
+
+def open_group(cls: type) -> Any:
+    """Declare a group that takes any keys, ``cls`` being those that we read of it."""
+    return field(default_factory=cls, metadata={"open": cls})
+
+
+def integer_or_auto(name: str, given: Any) -> int | None:
+    """Return an integer of at least 1, None for ``auto``."""
+    if isinstance(given, str):  # environment variables are text
+        text = given.strip().lower()
+        if text == AUTO:
+            return None
+        given = int(text) if text.isdigit() else given
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ConfigError(f"{name}={given}: must be an integer or auto")
+    if given < 1:
+        raise ConfigError(f"{name}={given}: must be 1 or more")
+    return given
+
+
+def words(name: str, given: Any) -> tuple[str, ...]:
+    """Return the words of a list, or of one string as a shell splits it."""
+    if not isinstance(given, str):
+        return tuple(map(str, given or ()))
+    try:
+        return tuple(shlex.split(given))
+    except ValueError as error:
+        raise ConfigError(f"{name}={given}: {error}") from None
+
+
+def words_of_list(name: str, given: Any) -> tuple[str, ...]:
+    """Return the words of a list."""
+    if given is not None and not isinstance(given, (list, tuple)):
+        raise ConfigError(f"{name}={given}: must be a list, {name}=[program, argument, …]")
+    return tuple(map(str, given or ()))
+
+
+def program_words(name: str, given: Any) -> tuple[str, ...] | None:
+    """Return a program and its arguments, None if the trainer is not a script."""
+    return None if given is None else words_of_list(name, given)
+
+
+def text_or_none(name: str, given: Any) -> str | None:
+    """Return a value as text, None if it is something else: the key may be the user's own."""
+    return str(given) if isinstance(given, (str, int, float)) else None
+
+
+def is_not_false(name: str, given: Any) -> bool:
+    """Return whether a value is anything but ``false``."""
+    return given is not False
+
+
+def events(name: str, given: Any) -> tuple[str, ...]:
+    """Return the chosen events, all of them for null."""
+    if given is None:
+        return EVENTS
+    chosen = (given,) if isinstance(given, str) else tuple(map(str, given))
+    for event in chosen:
+        if event not in EVENTS:
+            raise ConfigError(f"{name}={event}: must be one of {', '.join(EVENTS)}")
+    return chosen
+
+
+_ACTIONS = ("retry", "stop", "exclude_gpu", "smaller_batch")
+_CONDITIONS = ("exit_code", "message", "exception")
+_TYPES = {"exit_code": int, "message": str, "exception": str, "then": str, "times": int}
+_EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
+
+
+def retry_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
+    """Return the user's own rules for failures, in order."""
+    return tuple(_rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ()))
+
+
+def _rule(name: str, given: Any) -> RetryRule:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
+    for part in given:
+        if part not in _TYPES:
+            raise ConfigError(f"{name}.{part}: no such key; {meant(str(part), _TYPES)}")
+    rule = {str(part): value for part, value in given.items() if value is not None}
+    if not set(_CONDITIONS).intersection(rule):
+        raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
+    then = rule.get("then", "…")
+    if then not in _ACTIONS:
+        raise ConfigError(f"{name}.then={then}: no such action; {meant(str(then), _ACTIONS)}")
+    for part, value in rule.items():
+        is_positive = value > 0 if type(value) is int else bool(value)
+        if type(value) is not _TYPES[part] or not is_positive:
+            accepted = "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
+            raise ConfigError(f"{name}.{part}={value}: must be {accepted}")
+    if then == "stop" and "times" in rule:
+        raise ConfigError(f"{name}.times: cannot be combined with then=stop, which happens once")
+    try:
+        re.compile(rule.get("message", ""))
+    except (re.error, OverflowError, RecursionError) as error:
+        pattern = rule["message"]
+        raise ConfigError(f"{name}.message={pattern}: not a regular expression: {error}") from None
+    return RetryRule(**rule)

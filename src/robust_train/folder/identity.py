@@ -1,0 +1,216 @@
+"""Which job a run folder belongs to, and where that job goes on: the disk decides.
+
+``job.json`` holds the identity of the job. It stays the same through all launches until the job has
+completed; a launch after that, or with ``resume=false``, begins a new job, and what lies in
+``checkpoints/`` is set aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from robust_train.files import read_object, set_aside, sync, write_json
+from robust_train.folder.journal import read_earlier
+from robust_train.folder.manifests import Manifest, newest_checkpoint, read_manifests
+from robust_train.folder.summary import read_summary
+from robust_train.model.errors import ConfigError, NoProgress
+from robust_train.model.events import SCHEMA, from_json
+from robust_train.readable import shortened
+
+log = logging.getLogger("robust_train")
+
+T = TypeVar("T")
+
+PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+_NEW_LEVELS = 3  # of outputs/<date>/<time>
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The content of ``job.json``: the job's id, when it began and completed (seconds since the
+    epoch), and whether what lay in ``checkpoints/`` before it is out of its way."""
+
+    id: str
+    started: float
+    completed: float | None = None
+    cleared: bool = True
+    # in a row, that began an attempt and saved no checkpoint beyond `reached`
+    launches: int = 0
+    # step of the newest checkpoint when the last launch began, or time of one without a step
+    reached: float | None = None
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a launch begins: the job's identity, the highest number of an attempt so far (0 without
+    any), micro-batches that probes have found, and the checkpoint to resume from."""
+
+    job: str
+    attempts: int
+    found: Mapping[str, int]
+    checkpoint: Path | None
+
+
+def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
+    """Return what ``read`` returns. If it raises OSError, try again for a minute, then raise
+    ConfigError: a network disk that is away for a moment is no reason to begin again."""
+    pauses = iter(PAUSES_SECONDS)
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            what, why = error.filename or "the run folder", error.strerror or error
+            problem, pause = f"{what}: cannot be read now ({why})", next(pauses, None)
+            if pause is None:
+                raise ConfigError(
+                    f"{problem}; nothing was changed: make it readable and repeat the command, or "
+                    "remove it to begin without it"
+                ) from error
+        log.warning("%s; trying again in %g s", problem, pause)
+        sleep(pause)
+
+
+def refuse_other_version(run_dir: Path, *, resume: bool) -> None:
+    """Raise ConfigError if the folder holds an unfinished job of another version's."""
+    schema = read_object(run_dir / "state.json").get("schema", SCHEMA)
+    job = None if schema == SCHEMA or not resume else read_identity(run_dir)
+    if job is not None and job.completed is None:
+        raise ConfigError(
+            f"{run_dir}: holds an unfinished job of another version of robust-train (state.json "
+            f"has schema {schema}, this version {SCHEMA}); finish it with that version, or begin "
+            "again with resume=false, which sets its checkpoints aside in checkpoints/earlier-N"
+        )
+
+
+def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginning:
+    """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
+    the unfinished job of the folder, if there is one.
+
+    Raises:
+        ConfigError: something of the folder cannot be read or written, also after a while.
+        NoProgress: the last ``max_launches`` have saved no new checkpoint; 0: whatever they did.
+    """
+    folder = run_dir / "checkpoints"
+    earlier = wait_until_readable(lambda: read_earlier(run_dir / "journal.jsonl"))
+    job = wait_until_readable(lambda: read_identity(run_dir))
+    if job is None or job.completed is not None or not resume:
+        job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
+        _write(run_dir, job)
+        for parent in run_dir.parents[:_NEW_LEVELS]:
+            with contextlib.suppress(OSError):
+                sync(parent)
+    if not job.cleared:
+        _set_aside(folder)
+        job = replace(job, cleared=True)
+        _write(run_dir, job)
+    known = wait_until_readable(lambda: read_manifests(folder))
+    _check_progress(run_dir, job, known, max_launches)
+    checkpoint = resume_from(run_dir, job.id)
+    numbers = [manifest.attempt for manifest in known]
+    return Beginning(job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint)
+
+
+def _check_progress(
+    run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
+) -> None:
+    """Begin to count launches again after a new checkpoint, or where they may be any number."""
+    own = [manifest for manifest in known if manifest.job == job.id]
+    newest = max(own, key=lambda one: one.order, default=None)
+    reached = None
+    if newest is not None:
+        reached = newest.time if newest.step is None else float(newest.step)
+    if reached != job.reached or (job.launches and not max_launches):
+        _write(run_dir, replace(job, launches=0, reached=reached))
+    elif 0 < max_launches <= job.launches:
+        last = read_summary(run_dir)
+        reason = None if last is None else last.reason
+        why = f" (the last: {shortened(reason, 160)})" if reason else ""
+        why += "" if newest else ", and none was ever reported (a script's: --checkpoint)"
+        raise NoProgress(
+            f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
+            "nothing was started: mend the cause and repeat the command with max_launches=0"
+        )
+
+
+def resume_from(
+    run_dir: Path,
+    job: str,
+    reported: Path | None = None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Path | None:
+    """Return the newest whole checkpoint of ``job`` on the disk, or what its trainer ``reported``
+    last if that has no manifest; ConfigError as :func:`wait_until_readable`."""
+    folder = run_dir / "checkpoints"
+
+    def read() -> Path | None:
+        known = {manifest.path for manifest in read_manifests(folder)}
+        if reported is not None and reported.absolute() not in known and reported.exists():
+            return reported
+        newest = newest_checkpoint(folder, job)
+        return None if newest is None else newest.path
+
+    return wait_until_readable(read, sleep=sleep)
+
+
+def complete_job(run_dir: Path) -> None:
+    """Record that the job has completed: the next launch in its folder begins a new one."""
+    _change(run_dir, lambda job: replace(job, completed=time.time()))
+
+
+def count_launch(run_dir: Path, by: int) -> None:
+    """Count a launch that begins its first attempt, or (-1) one that is not to count after all."""
+    _change(run_dir, lambda job: replace(job, launches=max(job.launches + by, 0)))
+
+
+def _change(run_dir: Path, change: Callable[[Identity], Identity]) -> None:
+    try:
+        identity = read_identity(run_dir)
+        if identity is not None:
+            _write(run_dir, change(identity))
+    except (OSError, ConfigError) as error:
+        log.warning("%s", error)
+
+
+def read_identity(run_dir: Path) -> Identity | None:
+    """Return the content of ``job.json``, None if there is none; OSError if it cannot be read
+    just now, ConfigError if it is damaged."""
+    path = run_dir / "job.json"
+    try:
+        return from_json(Identity, json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:  # MalformedEvent among them
+        raise ConfigError(
+            f"{path}: is damaged; remove it to start over, with what is in checkpoints set aside"
+        ) from None
+
+
+def _write(run_dir: Path, identity: Identity) -> None:
+    path = run_dir / "job.json"
+    try:
+        write_json(path, asdict(identity), durable=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _set_aside(folder: Path) -> None:
+    """Move what another job has left out of the way, where it is neither resumed nor removed."""
+    try:
+        aside = set_aside(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: what another job has left cannot be set aside ({error.strerror}); move it"
+        ) from error
+    if aside is not None:
+        log.info("%s holds what an earlier job of this run folder has left in checkpoints", aside)

@@ -1,0 +1,184 @@
+"""The record of a job: one JSON line per event, on disk as soon as it happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from robust_train.files import LineFile, MalformedEvent, Spacing, json_lines, strict_json
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import (
+    BatchSizeFound,
+    CheckpointSaved,
+    EpochEnded,
+    Event,
+    MemoryCleared,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    RequestDone,
+    SpeedMeasured,
+    UserEvent,
+    parse,
+)
+from robust_train.model.spec import AttemptSpec
+
+log = logging.getLogger("robust_train")
+
+_MOST_OWED = 100
+
+
+@dataclass(frozen=True)
+class JobStarted(Event):
+    """A launch begins in the run folder; ``job`` identifies the job through all its launches."""
+
+    name = "job_started"
+    run_dir: str
+    trainer: str
+    job: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)  # see settings.about_job
+    schema: int = 1  # of the journal's lines from here on
+
+
+@dataclass(frozen=True)
+class DeviceAcquired(Event):
+    """The job has its device; ``gpu_uuids`` is empty for the CPU."""
+
+    name = "device_acquired"
+    device: str
+    gpu_uuids: tuple[str, ...] = ()
+    gpu_names: tuple[str, ...] = ()
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttemptStarted(Event):
+    """An attempt begins."""
+
+    name = "attempt_started"
+    spec: AttemptSpec
+    resume_checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class AttemptEnded(Event):
+    """An attempt ended, and what comes next is decided."""
+
+    name = "attempt_ended"
+    record: Attempt  # as `summary.json` has it
+
+
+@dataclass(frozen=True)
+class DecidedAgain(Event):
+    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
+
+    name = "decided_again"
+    why: str
+    problem: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobEnded(Event):
+    """A launch ended; ``status`` and ``reason`` as ``summary.json`` has them."""
+
+    name = "job_ended"
+    status: str
+    reason: str | None = None
+
+
+_FREQUENT = (
+    CheckpointSaved,
+    EpochEnded,
+    MemoryCleared,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    RequestDone,
+    SpeedMeasured,
+    UserEvent,
+)
+"""Events that may come in every step: they become sparser, all others are always written."""
+
+
+class Journal:
+    """Appends events to ``journal.jsonl``, which stays small however long a job runs.
+
+    Of the frequent events the last one of each kind is held until it is written or something else
+    happens. A disk that is full or gone costs one warning; events that matter are written once it
+    works.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._has_warned = False
+        self._file = LineFile(path)
+        self._spacing = Spacing()
+        self._held: dict[str, bytes] = {}
+        self._owed: list[bytes] = []
+
+    def write(self, event: Event, attempt: int | None = None) -> None:
+        """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""
+        now = time.time()
+        whose = {} if attempt is None else {"attempt": attempt}
+        content = strict_json({"time": round(now, 6), **whose, **event.as_json()})
+        text = json.dumps(content, ensure_ascii=False, default=repr)
+        line = (text + "\n").encode(errors="replace")
+        if isinstance(event, _FREQUENT):
+            kind = self._spacing.known(_kind_of(event))
+            self._held.pop(kind, None)
+            if not self._spacing.passes(kind, len(line), now):
+                self._held[kind] = line
+                return
+            held = b""
+        else:
+            held = b"".join(self._held.values())
+            self._held.clear()
+        matters = not isinstance(event, _FREQUENT) or isinstance(event, CheckpointSaved)
+        try:
+            self._file.append(b"".join((*self._owed, held, line)), durable=matters)
+            self._owed.clear()
+        except OSError as error:
+            if matters and len(self._owed) < _MOST_OWED:
+                self._owed.append(line)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("cannot write %s: %s; training goes on", self.path, error.strerror)
+
+
+def _kind_of(event: Event) -> str:
+    """Return what becomes sparser by itself: every rank's own, and each event of the trainer's."""
+    name = event.event_name if isinstance(event, UserEvent) else ""
+    return f"{event.name} {name} {getattr(event, 'rank', None) or ''}"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier launches left in a run folder."""
+
+    attempts: int = 0  # the highest number of one
+    # micro-batches that probes have found, by what memory depends on
+    found: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_earlier(path: Path) -> Earlier:
+    """Read what earlier launches have written to the same journal; torn lines are skipped. Raises
+    OSError: it cannot be read just now."""
+    attempts, found = 0, {}
+    with contextlib.suppress(FileNotFoundError):
+        for content in filter(None, json_lines(path)):
+            number = content.get("attempt")
+            attempts = max(attempts, number if isinstance(number, int) else 0)
+            with contextlib.suppress(MalformedEvent):
+                event = parse(content)
+                if isinstance(event, BatchSizeFound) and event.batch_size:
+                    found[event.key] = event.batch_size
+    return Earlier(attempts, found)

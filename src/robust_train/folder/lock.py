@@ -1,0 +1,192 @@
+"""The lock of a run folder: one job at a time, and whether that job is alive.
+
+The launcher holds the write lock of ``<run folder>/lock``, and so does every process that inherits
+the descriptor: the lock is free when the last of them has ended, however it ended. The file is its
+owner's alone, because a lock of another user would keep a job from resuming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from robust_train.files import parse_json, read_small
+from robust_train.gpu.processes import is_there, started_at, user_name
+from robust_train.host.locks import is_flocked, is_locked, lock, unlock
+from robust_train.model.errors import ConfigError
+from robust_train.model.events import from_json
+
+log = logging.getLogger("robust_train")
+
+LOCK_FILE = "lock"
+_RETRY_SECONDS = 0.5
+"""Longer than a new holder needs to write its name."""
+ORPHAN_SECONDS = 15.0
+_POLL_SECONDS = 0.02
+_MAX_BYTES = 4096
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The content of a lock: the launcher that holds it since ``since``, and its job's id.
+    ``process_started`` is the start time of process ``pid``, in seconds since boot: the clock may
+    be set meanwhile."""
+
+    host: str
+    pid: int
+    process_started: float
+    since: float
+    user: str
+    job: str
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """The launcher's process; None if it has ended or runs on another host."""
+        if self.host != socket.gethostname():
+            return None
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+            if is_there(self.pid, self.process_started):
+                return psutil.Process(self.pid)
+        return None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the launcher's process is known to have ended."""
+        return self.host == socket.gethostname() and self.process is None
+
+
+class RunLock:
+    """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
+    ended. ``hold``: descriptors that an attempt and all it starts keep open; none if the disk
+    cannot lock. Raises ConfigError: a live job holds it. Nothing was written."""
+
+    def __init__(self, run_dir: Path, job: str) -> None:
+        self.hold: tuple[int, ...] = ()
+        self._fd: int | None = None
+        path = run_dir / LOCK_FILE
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+            if os.fstat(self._fd).st_uid == os.geteuid():
+                os.fchmod(self._fd, 0o600)  # version 0.2 made it readable for all
+            _wait_for_lock(self._fd, run_dir)
+        except ConfigError:
+            self.release()
+            raise
+        except OSError as error:  # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
+            self.release()
+            log.warning(
+                "%s cannot be locked (%s): a second job in this folder is not refused",
+                path,
+                error.strerror,
+            )
+            return
+        self.hold = (self._fd,)
+        pid, user = os.getpid(), user_name(os.geteuid())
+        started = started_at(pid) or 0.0
+        holder = Holder(socket.gethostname(), pid, started, time.time(), user, job)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)
+
+    def release(self) -> None:
+        """Release the lock, also for processes that still have the descriptor."""
+        fd, self._fd, self.hold = self._fd, None, ()
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                unlock(fd)
+            os.close(fd)
+
+
+def is_held(run_dir: Path) -> bool | None:
+    """Return whether a job is alive in the folder; None if the disk cannot lock, or the folder is
+    another user's."""
+    try:
+        fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        return is_locked(fd) or _is_held_by_0_2(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def read_holder(run_dir: Path) -> Holder | None:
+    """Return who holds the folder's lock, or held it last; None if unknown."""
+    try:
+        return _parse(read_small(run_dir / LOCK_FILE, _MAX_BYTES)[0])
+    except OSError:
+        return None
+
+
+def refusal(run_dir: Path) -> str | None:
+    """Return why no second job may start in the folder now; None if one may."""
+    holder = read_holder(run_dir)
+    if not is_held(run_dir) or (holder is not None and holder.is_dead):
+        return None
+    return _in_use(run_dir, holder)
+
+
+def _parse(data: bytes) -> Holder | None:
+    try:
+        holder = from_json(Holder, parse_json(data))
+        time.localtime(holder.since)  # can be shown
+    except (ValueError, OverflowError, OSError):  # MalformedEvent among them
+        return None
+    return holder
+
+
+def _wait_for_lock(fd: int, run_dir: Path) -> None:
+    """Take the lock, which the last attempt of a dead job may still hold for a moment."""
+    started = time.monotonic()
+    has_warned = False
+    while True:
+        if not _is_held_by_0_2(fd) and lock(fd):
+            return
+        waited = time.monotonic() - started
+        holder = _parse(os.pread(fd, _MAX_BYTES, 0))
+        if waited > _RETRY_SECONDS:
+            if holder is None or not holder.is_dead or waited > ORPHAN_SECONDS:
+                raise ConfigError(_in_use(run_dir, holder))
+            if not has_warned:
+                has_warned = True
+                log.warning(
+                    "the launcher of an earlier job in this folder (pid %d) was killed: waiting up "
+                    "to %.0f s for the last checkpoint of its attempt",
+                    holder.pid,
+                    ORPHAN_SECONDS,
+                )
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_held_by_0_2(fd: int) -> bool:
+    """Return whether a job of version 0.2, whose lock was a ``flock``, is alive in the folder.
+
+    Another user may hold a ``flock`` as well, so it counts only while the launcher lives.
+    """
+    holder = _parse(os.pread(fd, _MAX_BYTES, 0))
+    return holder is not None and holder.process is not None and is_flocked(fd)
+
+
+def _in_use(run_dir: Path, holder: Holder | None) -> str:
+    who = "another job"
+    if holder is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
+        who = f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"
+    return (
+        f"run folder {run_dir} is in use by {who}; choose another hydra.run.dir, or stop that job: "
+        f"robust-train run stop {run_dir}"
+    )

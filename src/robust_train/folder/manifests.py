@@ -1,0 +1,248 @@
+"""Manifests: a small file beside each checkpoint that names its job, step and size.
+
+They decide what a job resumes from and which of its checkpoints are too many. A checkpoint without
+one is neither resumed from nor removed. A manifest whose checkpoint is gone, or has another size,
+names no whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import logging
+import os
+import shutil
+import struct
+import time
+import zipfile
+import zlib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from robust_train.files import sync, write_json
+
+log = logging.getLogger("robust_train")
+
+SUFFIX = ".manifest.json"
+SCHEMA = 1
+_MOST = 1000
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+State = Literal["whole", "changed", "torn", "gone"]
+"""State of a checkpoint; ``changed`` since its manifest, and its form does not show what it is."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint."""
+
+    job: str  # identity of the job that saved it, see identity
+    attempt: int  # number of the attempt that saved it
+    step: int | None  # optimizer steps done, None if the trainer reported none
+    time: float  # when it was complete, seconds since the epoch
+    path: Path  # absolute; in the file relative to the manifest where it lies beside it
+    kind: str  # `file` or `directory`
+    files: int  # how many files it has
+    bytes: int  # their size altogether
+    # for how long saving held training up, None if it was not measured
+    seconds: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        """Return what sorts a job's checkpoints, the newest last: those of a later attempt are
+        later, whatever steps its trainer counts."""
+        return self.attempt, -1 if self.step is None else self.step, self.time
+
+
+def record_checkpoint(
+    folder: Path, path: Path, *, job: str, attempt: int, step: int | None, seconds: float | None
+) -> None:
+    """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
+    ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
+    it is not there, or the manifest cannot be written."""
+    path = path.absolute()
+    _sync_all(path)
+    manifest = Manifest(job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds)
+    beside = path.parent == folder.absolute()
+    content = asdict(manifest) | {"path": path.name if beside else str(path)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(_file_of(folder, path), {"schema": SCHEMA, **content}, durable=True)
+    sync(folder.parent)
+    for newer, other in enumerate(reversed(of_job(folder, job))):
+        # removed by a trainer's own rotation; or a trainer that keeps all of them
+        if other.order < manifest.order and (newer >= _MOST or state_of(other) == "gone"):
+            _file_of(folder, other.path).unlink(missing_ok=True)
+
+
+def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
+    """Return the newest whole checkpoint of ``job``, None if it has none; OSError if the folder, a
+    manifest or a checkpoint cannot be read just now."""
+    changed: Manifest | None = None
+    for manifest in reversed(of_job(folder, job)):
+        state = state_of(manifest)
+        if state == "whole":
+            return manifest
+        if state == "changed":
+            changed = changed or manifest
+        elif state == "torn":
+            log.warning("checkpoint %s is torn; it is passed over", manifest.path)
+    if changed is not None:
+        log.warning("checkpoint %s has changed since it was reported; using it", changed.path)
+    return changed
+
+
+def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
+    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that are named like
+    ``pattern``. What was written last stays, and so does everything without a manifest of it."""
+    try:
+        own = [
+            manifest
+            for manifest in of_job(folder, job)
+            if manifest.path.parent == folder.absolute()
+            and fnmatch.fnmatch(manifest.path.name, pattern)
+        ]
+        whole = [manifest for manifest in own if state_of(manifest) == "whole"]
+        kept = [*whole[-keep:], *sorted(own, key=lambda one: one.time)[-1:]]
+        for manifest in own:
+            if whole and manifest.order < whole[-1].order and manifest not in kept:
+                if manifest.path.is_dir():
+                    shutil.rmtree(manifest.path)
+                manifest.path.unlink(missing_ok=True)
+                # after it: killed in between, it counts as not whole
+                _file_of(folder, manifest.path).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("checkpoints that are too many cannot be removed: %s", error)
+
+
+def of_job(folder: Path, job: str) -> list[Manifest]:
+    """Return the manifests of ``job``, the newest checkpoint last; OSError as below."""
+    own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
+    return sorted(own, key=lambda manifest: manifest.order)
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    """Return all manifests in a folder of checkpoints; OSError if one cannot be read just now."""
+    try:
+        names = os.listdir(folder)
+    except _GONE:
+        return []
+    found = []
+    for name in names:
+        if name.endswith(SUFFIX) and not name.startswith("."):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(_read(folder.absolute() / name))
+    return [manifest for manifest in found if manifest is not None]
+
+
+def state_of(manifest: Manifest) -> State:
+    """Return the state of a checkpoint; OSError if it cannot be read just now."""
+    path = manifest.path
+    try:
+        if size_of(path) == (manifest.kind, manifest.files, manifest.bytes):
+            if manifest.kind == "file":
+                with path.open("rb") as file:
+                    file.read(1)
+            return "whole"
+        is_whole = whole_by_form(path)
+    except _GONE:
+        return "gone"
+    return "changed" if is_whole is None else "whole" if is_whole else "torn"
+
+
+def _read(file: Path) -> Manifest | None:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = json.loads(text)
+        known = {item.name: content[item.name] for item in fields(Manifest)}
+        manifest = replace(Manifest(**known), path=file.parent / known["path"])
+        sum(manifest.order)  # its types are right
+    except (ValueError, TypeError, KeyError, RecursionError):
+        log.warning("%s is no manifest of a checkpoint; it is passed over", file)
+        return None
+    return manifest
+
+
+def _sync_all(path: Path) -> None:
+    """Have a file or folder, all in it and its name survive a power cut."""
+    for root, _, names in os.walk(path):
+        for name in (*names, ""):
+            sync(Path(root, name))
+    for item in (path, path.parent):
+        sync(item)
+    with contextlib.suppress(PermissionError):  # somewhere else on the disk
+        sync(path.parent.parent)
+
+
+def size_of(path: Path) -> tuple[str, int, int]:
+    """Return kind, number of files, and bytes."""
+    status = path.stat()
+    if not path.is_dir():
+        return "file", 1, status.st_size
+    sizes = [file.stat().st_size for file in files_in(path)]
+    return "directory", len(sizes), sum(sizes)
+
+
+def _file_of(folder: Path, path: Path) -> Path:
+    """Return the manifest of a checkpoint."""
+    elsewhere = f"-{zlib.crc32(os.fsencode(path)):08x}"
+    return folder / f"{path.name}{'' if path.parent == folder.absolute() else elsewhere}{SUFFIX}"
+
+
+UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", "~")
+"""How names of files end that are still being written."""
+
+_LARGEST_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
+
+
+def is_whole(path: Path) -> bool:
+    """Return False for a checkpoint that is torn, empty, or cannot be read."""
+    try:
+        return whole_by_form(path) is not False
+    except OSError:
+        return False
+
+
+def whole_by_form(path: Path) -> bool | None:
+    """Return whether a file or folder is whole, None if its form does not show it.
+
+    Zip files (what ``torch.save`` and ``numpy.savez`` write) have their directory at the end,
+    safetensors their length at the beginning. Of other forms only an empty file is known to be
+    torn. A folder is whole if everything in it is. Raises OSError: it cannot be read.
+    """
+    if not path.is_dir():
+        return _file_by_form(path, if_empty=False)
+    files = files_in(path)
+    if not files or any(file.name.endswith(UNFINISHED) for file in files):
+        return False
+    answers = {_file_by_form(file, if_empty=None) for file in files}
+    return False if False in answers else None if None in answers else True
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return all files in a folder and the folders below it."""
+    return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
+
+
+def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
+    size = path.stat().st_size
+    if size == 0:
+        return if_empty
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start.startswith(b"PK\x03\x04"):
+            return zipfile.is_zipfile(file)
+        if path.suffix != ".safetensors":
+            return None
+        if len(start) < 8:
+            return False
+        (header_bytes,) = struct.unpack("<Q", start)
+        if header_bytes > min(size - 8, _LARGEST_HEADER_BYTES):
+            return False
+        try:
+            header = json.loads(file.read(header_bytes))
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return False
+    return bool(size == 8 + header_bytes + max(ends, default=0))

@@ -1,0 +1,169 @@
+"""``environment.json`` and ``code.diff``: what a job ran with. Names and values of secrets are left
+out. Written by a thread beside the first attempt; git has a time limit, as on a disk that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from robust_train.compat import torch_cuda_version
+from robust_train.config.values import URLS_VARIABLE, is_secret
+from robust_train.files import read_object, write_json
+from robust_train.gpu.bounded import printed_by
+from robust_train.model.events import Json
+from robust_train.model.gpu import Group
+
+log = logging.getLogger("robust_train")
+
+FILE = "environment.json"
+DIFF_FILE = "code.diff"
+_MOST_DIFF_BYTES = 1 << 20
+GIT_SECONDS = 5.0
+_LAST_CHANCE_SECONDS = 2.0
+_SHORT = ("host", "python", "torch", "cuda", "driver", "git_commit", "git_dirty")
+_MATTERS = re.compile(
+    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|OPENBLAS|HF|TRANSFORMERS|SLURM|XLA|TRITON|"
+    r"ROBUST_TRAIN)_\w+|PYTHON\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_DEFAULT_ENV"
+)
+_SECRET = re.compile(r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I)
+_IN_URL = re.compile(r"(\w://)[^\s/@\"']+@")
+_LITERAL = re.compile(
+    r"((?:passw|secret|token|api_?key)\w*[\"']?\s*[=:]\s*)"
+    r"(?:([\"'])[^\"'\s]{8,}[\"']|(?=[a-z_-]*\d)(?=\d*[a-z])[\w+/-]{8,}(?=[\s,}\]]|$))",
+    re.I | re.M,
+)
+
+
+def public_command(words: Sequence[str]) -> list[str]:
+    """Return a command line without what looks like a secret."""
+    shown, hides_next = [], False
+    for word in words:
+        name, is_pair, _ = word.partition("=")
+        is_named = bool(_SECRET.search(name)) and (is_pair or word.startswith("-"))
+        if hides_next and not word.startswith("-"):
+            shown.append("…")
+        elif is_secret(word) or (is_pair and is_named):
+            shown.append(f"{name}=…")
+        else:
+            shown.append(public_text(word))
+        hides_next = is_named and not is_pair
+    return shown
+
+
+def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that matter to training, without secrets."""
+    names = [one for one in environ if _MATTERS.fullmatch(one) and not _SECRET.search(one)]
+    return {name: public_text(environ[name]) for name in sorted(names)}
+
+
+def public_text(text: str, urls: Sequence[str] = ()) -> str:
+    """Return a text without the URLs of notifications, credentials in URLs, and literals that are
+    named like secrets."""
+    for url in (*urls, *os.environ.get(URLS_VARIABLE, "").split()):
+        text = text.replace(url, "…")
+    return _LITERAL.sub(r"\1\2…\2", _IN_URL.sub(r"\1…@", text))
+
+
+def read_environment(run_dir: Path) -> dict[str, Json]:
+    """Return the content of ``environment.json``, empty where it cannot be read."""
+    return read_object(run_dir / FILE)
+
+
+def in_words(content: Mapping[str, Json]) -> dict[str, str]:
+    """Return the short form of ``environment.json`` for people."""
+    gpus = content.get("gpus")
+    listed = gpus if isinstance(gpus, list) else []
+    names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
+    words = {"gpu": ", ".join(names), **{name: content.get(name) for name in _SHORT}}
+    return {name.replace("_", " "): str(value) for name, value in words.items() if value}
+
+
+class Provenance:
+    """Writes the files of one launch in the background."""
+
+    def __init__(self, run_dir: Path, gpus: Group, urls: Sequence[str] = ()) -> None:
+        self._run_dir, self._gpus, self._urls = run_dir, gpus, urls
+        self._short: dict[str, Json] | None = None
+        self._thread = threading.Thread(target=self._write, name="environment", daemon=True)
+        self._thread.start()
+
+    def short(self) -> dict[str, Json] | None:
+        """Return the part for ``summary.json``; None if it takes too long."""
+        self._thread.join(_LAST_CHANCE_SECONDS)
+        return self._short
+
+    def _write(self) -> None:
+        try:
+            packages, cwd = _packages(), os.getcwd()
+            cuda = torch_cuda_version()
+            content: dict[str, Json] = {
+                "schema": 1,
+                "time": time.time(),
+                "command": public_command(sys.orig_argv),
+                "cwd": cwd,
+                "host": socket.gethostname(),
+                "system": platform.platform(),
+                "python": platform.python_version(),
+                "executable": sys.executable,
+                "torch": packages.get("torch"),
+                "cuda": None if cuda == "none" else cuda,
+                "driver": _found(r"Kernel Module\D*?([\d.]+)", "/proc/driver/nvidia/version"),
+                "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
+                "variables": public_variables(os.environ),
+                "packages": packages,
+            }
+            content |= _changes(cwd, self._run_dir / DIFF_FILE, self._urls)
+            short = {name: content[name] for name in _SHORT}
+            self._short = {**short, "gpus": [gpu.name for gpu in self._gpus]}
+            write_json(self._run_dir / FILE, content, indent=1)
+        except Exception as error:  # a record is never worth a job
+            log.info("no %s: %s: %s", FILE, type(error).__name__, error)
+
+
+def _changes(cwd: str, path: Path, urls: Sequence[str]) -> dict[str, Json]:
+    """Return commit and state of the repository that ``cwd`` is in; keep its changes in a file."""
+    commit = _git(cwd, "rev-parse", "HEAD")
+    changes = commit and _git(cwd, "status", "--porcelain", "--untracked-files=no")
+    is_dirty = None if changes is None else bool(changes)
+    path.unlink(missing_ok=True)  # of an earlier launch
+    if is_dirty and (diff := _git(cwd, "diff", "--no-ext-diff", "--no-textconv", "HEAD")):
+        end = "\n[cut at 1 MiB]\n" if len(diff) > _MOST_DIFF_BYTES else ""
+        text = diff[:_MOST_DIFF_BYTES].decode(errors="replace")
+        path.write_text(public_text(text, urls) + end)
+    return {"git_commit": commit and commit.decode().strip(), "git_dirty": is_dirty}
+
+
+def _git(folder: str, *arguments: str) -> bytes | None:
+    """Return what git prints, of a repository that runs no program of its own; None if it fails."""
+    command = ("git", "-c", "core.fsmonitor=false", "-C", folder, *arguments)
+    variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    return printed_by(command, GIT_SECONDS, variables)
+
+
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        with contextlib.suppress(Exception):  # a broken one
+            # of hundreds of them only this is read: to parse all of each takes a tenth of a second
+            about = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+            fields = dict(re.findall(r"^(Name|Version): *(.+?) *$", about, re.M)[:2])
+            found.setdefault(fields["Name"], fields["Version"])
+    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+
+
+def _found(pattern: str, file: str | Path) -> str | None:
+    """Return what a pattern finds in a file."""
+    with contextlib.suppress(OSError):
+        found = re.search(pattern, Path(file).read_text(), re.M)
+        return found and found[1]
+    return None

@@ -1,0 +1,234 @@
+"""Requests to a job: one small file each in ``<run folder>/requests/``.
+
+A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. Whoever takes it renames it to
+``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and removes
+it; the client removes the answer. The launcher takes ``stop``, the attempt all else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from robust_train.files import parse_json, read_object, read_small, write_json
+from robust_train.folder.lock import is_held
+from robust_train.folder.run_list import Run
+from robust_train.gpu.processes import user_name
+from robust_train.model.events import Json
+
+log = logging.getLogger("robust_train")
+
+REQUESTS = "requests"
+SWEEP_STOP_FILE = "stop.json"
+LAUNCHERS_VERB = "stop"
+NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
+_MAX_BYTES = 64 * 1024
+_MODE = 0o700
+
+Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
+
+
+class Refused(Exception):
+    """The request is not carried out: why, and what would help, in one line."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as its file ``path`` (``<id>.json``) has it."""
+
+    path: Path
+    verb: str = ""
+    options: Mapping[str, Json] = field(default_factory=dict)
+
+    def take(self) -> bool:
+        """Return whether the request is this process's to carry out from now on."""
+        try:
+            self.path.rename(self.path.with_suffix(TAKEN))
+        except OSError:  # withdrawn
+            return False
+        return True
+
+    def answer(self, reply: Reply) -> None:
+        """Answer the request and remove it. A full disk loses the answer."""
+        answer = self.path.with_suffix(ANSWER)
+        with contextlib.suppress(OSError):
+            write_json(answer, reply)
+        for suffix in (NEW, TAKEN):
+            with contextlib.suppress(OSError):
+                self.path.with_suffix(suffix).unlink()
+
+
+def open_requests(run_dir: Path) -> None:
+    """Make the directory of requests, or clear what an earlier launch left in it; OSError if it
+    cannot be made, or is another user's."""
+    folder = run_dir / REQUESTS
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, _MODE)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionError(1, "no directory of this user's")
+    os.chmod(folder, _MODE)
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def find_requests(run_dir: Path, suffix: str = NEW) -> list[Request]:
+    """Return the requests that wait (or were taken), the oldest first; answer what is none."""
+    try:
+        names = sorted(os.listdir(run_dir / REQUESTS))
+    except OSError:
+        return []
+    paths = [run_dir / REQUESTS / name for name in names if name.endswith(suffix)]
+    return [request for request in map(_read, paths) if request is not None]
+
+
+def _read(path: Path) -> Request | None:
+    request = Request(path.with_suffix(NEW))
+    try:
+        content = _read_own(path)
+        verb, options = content["verb"], content.get("options", {})
+        if not isinstance(verb, str) or not isinstance(options, dict):
+            raise ValueError
+        return Request(request.path, verb, options)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problem = str(error.strerror)
+    except (ValueError, KeyError):
+        problem = "that is no request"
+    log.warning("request %s is refused: %s", path, problem)
+    request.answer({"error": problem})
+    shutil.rmtree(path, ignore_errors=True)  # of a directory
+    return None
+
+
+def _read_own(path: Path) -> dict[str, Json]:
+    """Return the JSON object in a file of this user's or root's; raise OSError or ValueError."""
+    data, owner = read_small(path, _MAX_BYTES)
+    if owner not in (os.geteuid(), 0):
+        raise PermissionError(1, f"it belongs to user {owner}")
+    found = parse_json(data)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+def request_sweep_stop(folder: Path) -> None:
+    """Request that a sweep and all its jobs stop; Refused if it has ended."""
+    sweep = read_object(folder / "sweep.json")
+    if sweep.get("status", "running") != "running":
+        raise Refused("this sweep has ended")
+    content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
+    write_json(folder / SWEEP_STOP_FILE, content)
+
+
+def sweep_stop_requested(folder: Path) -> bool:
+    """Return whether this launch of the sweep was stopped, by someone or its own failure."""
+    path = folder / SWEEP_STOP_FILE
+    try:
+        sweep = read_object(folder / "sweep.json")
+        return bool(_read_own(path)["sweep"] == sweep.get("sweep"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError) as problem:
+        log.warning("%s is not a request to stop (%s) and is removed", path, problem)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return False
+
+
+USUAL_WAIT_SECONDS = 30.0
+_FIGURES_SECONDS = 1.5
+SEEN_SECONDS = 2.0
+_POLL_SECONDS = 0.03
+_MAX_ANSWER_BYTES = 1 << 20
+_NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
+
+
+class ControlError(Exception):
+    """The run did not carry out the request: why, in one line."""
+
+
+class StillQueued(ControlError):
+    """The run has not done it so far, but will."""
+
+
+def ask(
+    run: Run, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Json
+) -> dict[str, Json]:
+    """Have a live run do something, and return its answer.
+
+    Waits ``wait_seconds`` for a step to end, if the verb needs that; ``options`` are the verb's.
+
+    Raises:
+        StillQueued: no step has ended in time; the run does it when one does.
+        ControlError: the run refuses, is gone, or does not answer.
+    """
+    if verb == LAUNCHERS_VERB and run.is_stopped:
+        raise _no_answer(run)
+    request = run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
+    try:
+        write_json(request, {"verb": verb, "options": options})
+    except OSError as error:
+        problem = f"{request.parent} takes no request: {error.strerror}"
+        raise ControlError(f"{run.id}: {problem}") from error
+    try:
+        reply = _wait_for_reply(run, request, wait_seconds)
+        if reply is None and (verb in _NEED_NO_STEP or run.is_stopped):
+            raise _no_answer(run)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):
+            request.unlink()
+        raise
+    if reply is None:
+        raise StillQueued(
+            f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
+            "is carried out when one does (robust-train run status shows its progress)"
+        )
+    if "error" in reply:
+        raise ControlError(f"{run.id}: {reply['error']}")
+    return dict(reply["answer"])
+
+
+def _no_answer(run: Run) -> ControlError:
+    if run.is_stopped:
+        how = f"kill -CONT {run.pid}"
+        return ControlError(f"{run.id} is stopped (Ctrl-Z): continue it with fg or {how}")
+    return ControlError(f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)")
+
+
+def status(run: Run) -> dict[str, Json]:
+    """Return a run's state, with the attempt's own figures where it answers at once."""
+    figures: dict[str, Json] = {}
+    if run.status == "running":
+        with contextlib.suppress(ControlError):
+            figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
+    return {**run.about(), **figures}
+
+
+def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | None:
+    """Return the reply, None if it does not come in time; ControlError if the run has ended."""
+    started = time.monotonic()
+    answer = request.with_suffix(ANSWER)
+    has_ended = False
+    while True:
+        names = os.listdir(answer.parent)  # not a look-up, which a network disk may have cached
+        if answer.name in names:
+            reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
+            answer.unlink(missing_ok=True)
+            return reply
+        waited = time.monotonic() - started
+        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
+            return None
+        if has_ended:
+            raise ControlError(f"{run.id} has ended, or ends right now")
+        has_ended = is_held(run.run_dir) is False
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,179 @@
+"""``state.json``: the state of a job, for every reader of its run folder."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from robust_train.files import as_json, from_json, parse_json, read_small, write_json
+from robust_train.folder.journal import JobStarted
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import (
+    SCHEMA,
+    CheckpointSaved,
+    Event,
+    Json,
+    MicroBatchChanged,
+    PauseLearned,
+)
+
+log = logging.getLogger("robust_train")
+
+STATE_FILE = "state.json"
+FINAL = frozenset({"completed", "failed", "no_device", "interrupted"})
+REQUESTED = "requested by 'robust-train run halve-batch'"
+"""Why a micro-batch changed on request, as the event has it."""
+_INTERVAL_SECONDS = 1.0
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a job. Bytes and seconds (of the epoch); None if unknown."""
+
+    id: str  # the job's id in `robust-train queue`, or `0-…` for one that never queued
+    name: str  # `job_name`, or how model and dataset, the function or the script are called
+    run_dir: str  # where the folder was when the job started
+    pid: int  # of the launcher, on `host`
+    host: str
+    user: str
+    started: float  # when this launch began
+    since: float  # when it came into this state
+    # `starting`, `waiting`, `running`, `between attempts`, `stopping`, or how the job ended:
+    # `completed`, `failed`, `no_device`, `interrupted`
+    state: str = "starting"
+    updated: float = 0.0  # when this was written
+    schema: int = SCHEMA
+    earlier_ids: tuple[str, ...] = ()  # ids that the job had before
+    job: str | None = None  # identity of the job through all its launches
+    earlier_seconds: float = 0.0  # duration of the job's launches before
+    # `position`, `reason` and `seconds_left` while it waits for a GPU
+    waiting: Mapping[str, Json] | None = None
+    attempt: Attempt | None = None  # the last one, as in `summary.json`
+    checkpoint: str | None = None  # the last one that was reported
+    checkpoint_step: int | None = None
+    longest_pause: float | None = None  # between two reports of progress, seconds
+    # the micro-batch that `robust-train run halve-batch` has led to, for the next launch too
+    requested_micro_batch: int | None = None
+    reason: str | None = None  # why the last attempt, or the job, ended
+    exit_code: int | None = None  # of the job that ended
+    resume_command: str | None = None  # what goes on with the job after it was interrupted
+
+    def seconds(self, now: float) -> float:
+        """Return the duration of all launches of the job until ``now``."""
+        return max(self.earlier_seconds + now - self.started, 0.0)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in FINAL
+
+    @classmethod
+    def read(cls, data: bytes | str) -> RunState | None:
+        """Return the state in the content of a file; None if that is no state of this schema."""
+        try:
+            found = from_json(cls, parse_json(data))
+        except ValueError:  # MalformedEvent among them
+            return None
+        return found if found.schema == SCHEMA else None
+
+    def after(self, event: Event) -> RunState:
+        """Return the state after one event of the job or its attempt."""
+        state = self
+        if self.attempt is not None:
+            state = replace(self, attempt=self.attempt.after(event))
+        match event:
+            case CheckpointSaved():
+                return replace(state, checkpoint=event.path, checkpoint_step=event.step)
+            case MicroBatchChanged(training=True, reason=reason) if reason == REQUESTED:
+                return replace(state, requested_micro_batch=event.after)
+            case PauseLearned():
+                return replace(state, longest_pause=event.seconds)
+            case JobStarted() if self.job == event.job:
+                return state
+            case JobStarted():  # what another job in this folder has taught does not count
+                return replace(
+                    state,
+                    job=event.job,
+                    longest_pause=None,
+                    requested_micro_batch=None,
+                    earlier_seconds=0.0,
+                )
+        return state
+
+    def about(self) -> dict[str, Json]:
+        """Return the state and its attempt in one object, for commands and notifications."""
+        known: dict[str, Json] = as_json(replace(self, attempt=None))
+        if self.attempt is None:
+            return known
+        record = self.attempt.as_json()
+        own = {"attempt": self.attempt.number, "attempt_pid": self.attempt.pid}
+        return {**record, **known, **own, "step": self.attempt.step}
+
+    @property
+    def device(self) -> str | None:
+        """The device of the attempt."""
+        return None if self.attempt is None else self.attempt.spec.device
+
+    @property
+    def importance(self) -> tuple[object, ...]:
+        """What is written at once when it changes."""
+        attempt = self.attempt
+        own = None if attempt is None else (attempt.number, attempt.pid, attempt.micro_batch)
+        return self.id, self.state, self.checkpoint, own
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """Return the state that a run folder holds; None if there is none that can be read."""
+    try:
+        return RunState.read(read_small(run_dir / STATE_FILE, _MAX_BYTES)[0])
+    except OSError:
+        return None
+
+
+class StateFile:
+    """Keeps ``state.json``: written at once at a change of state, else once a second at most.
+
+    A disk that is full costs the file and not the job.
+    """
+
+    def __init__(self, run_dir: Path, state: RunState) -> None:
+        self.state = state
+        self._path = run_dir / STATE_FILE
+        self._is_due = True
+        self._next_write = 0.0
+        self._has_warned = False
+        # in-process attempts: their thread ticks, the main thread sends events
+        self._lock = threading.RLock()
+
+    def update(self, change: Callable[[RunState], RunState]) -> None:
+        """Change the state, and write it if that is important or time to."""
+        with self._lock:
+            before, state = self.state, change(self.state)
+            if state == before:
+                return
+            if state.state != before.state:
+                state = replace(state, since=time.time())
+            self.state, self._is_due = state, True
+            if state.importance != before.importance:
+                self._next_write = 0.0
+        self.write_if_due()
+
+    def write_if_due(self) -> None:
+        """Write what has changed, unless the last time is less than a second ago."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._is_due or now < self._next_write:
+                return
+            self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
+            try:
+                write_json(self._path, as_json(replace(self.state, updated=time.time())))
+            except OSError as error:
+                self._is_due = True
+                if not self._has_warned:
+                    self._has_warned = True
+                    log.warning("cannot write %s: %s; the job goes on", self._path, error.strerror)

@@ -1,0 +1,147 @@
+"""Whether this process is one rank of a job that torchrun, srun, PyTorchJob or Ray has started.
+
+Pure: everything is read from the environment's variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from robust_train.model.errors import ConfigError
+
+OURS = "robust_train"
+"""``TORCHELASTIC_RUN_ID`` of the ranks that robust-train itself starts."""
+
+_FIRST_PORT, _PORTS = 15_000, 10_000
+
+
+@dataclass(frozen=True)
+class GuestRank:
+    """This process, as one rank of an engine's job."""
+
+    engine: str  # its name for people
+    rank: int
+    world_size: int
+    local_rank: int
+    # the job's name, the same for all ranks and restarts; None if the engine has none
+    job: str | None
+    restarts: int  # how often the engine itself has started the ranks again
+    parent_ends_ranks: bool = False  # a rank without its parent is to end
+    # what torch's `env://` and the frameworks read, where the engine does not set it
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """A run folder named by the engine's job; ConfigError if the job has no name of its own."""
+        if self.job is None:
+            raise ConfigError(
+                "the run folder has to be the same for all ranks and restarts: give "
+                "hydra.run.dir=… (launch(run_dir=…)), or torchrun --rdzv-id=NAME"
+            )
+        return Path("outputs") / self.job
+
+
+def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
+    """Return which rank of an engine's job this process is; None for an ordinary launcher.
+
+    Raises:
+        ConfigError: the engine's variables contradict each other.
+    """
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if run_id == OURS:
+        return None
+    if "RANK" in environ and _number(environ, "WORLD_SIZE", 1) > 1:
+        return _of_torch(environ, run_id)
+    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
+        return _of_slurm(environ)
+    return None
+
+
+def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
+    """Return a rank of torchrun, or of another engine that sets the same variables."""
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
+    job = None
+    if run_id not in (None, "none"):  # torchrun's default, which every job has
+        job = f"torchrun-{_as_name(run_id or '')}"
+    elif "SLURM_JOB_ID" in environ:
+        job = f"slurm-{environ['SLURM_JOB_ID']}"
+    elastic = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return GuestRank(
+        engine="torchrun" if run_id is not None else "the engine that started this rank",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(environ, "LOCAL_RANK", 0),
+        job=job,
+        restarts=elastic + _number(environ, "SLURM_RESTART_COUNT", 0),
+        parent_ends_ranks=run_id is not None,
+        environ={
+            name: value
+            for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+            if name not in environ
+        },
+    )
+
+
+def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
+    """Return a task of srun, which sets neither LOCAL_RANK nor MASTER_ADDR."""
+    job = environ.get("SLURM_JOB_ID", "0")
+    rank, tasks = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    local_rank = _number(environ, "SLURM_LOCALID", 0)
+    nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
+    node = environ.get("SLURM_NODEID", "0")
+    derived = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environ, int(node), tasks)),
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+    }
+    # a port that the user gives, or one that all tasks find from the job's number
+    for name, value in {
+        "MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        "MASTER_PORT": str(_FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS),
+    }.items():
+        derived[name] = environ.get(name, value)
+    return GuestRank(
+        engine="srun",
+        rank=rank,
+        world_size=tasks,
+        local_rank=local_rank,
+        job=f"slurm-{job}",
+        restarts=_number(environ, "SLURM_RESTART_COUNT", 0),
+        environ=derived,
+    )
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list as Slurm writes it: ``gpu[07-09,12],login``."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\](\S*?))?(?:,|$)", hosts)
+    if match is None:
+        return hosts
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
+    """Return how many tasks of the step this node has: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
+    counts: list[int] = []
+    for one in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", one):
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else tasks
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text}: accepted is a number of 0 or more")
+    return int(text)

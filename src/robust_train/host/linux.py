@@ -1,0 +1,110 @@
+"""What the kernel offers and ``psutil`` lacks: parent-death signals, subreapers, ending a tree."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+JOB_MARKER = "ROBUST_TRAIN_JOB"
+"""Environment variable of every process of a job: a token by which leftovers are recognised."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PUNCH_HOLE_AND_KEEP_SIZE = 3
+_KILL_SECONDS = 5.0  # a process may hang in the kernel
+
+# looked up here and not at its call, which may be between fork and exec
+_libc_prctl = ctypes.CDLL(None).prctl
+_libc_fallocate = ctypes.CDLL(None).fallocate
+
+
+def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process that will import torch on a machine with other jobs.
+
+    OpenMP's threads spin while they wait, on cores that other jobs want. Not to spin at all costs
+    a system call per parallel region, so GNU's (in torch's wheels) spins for a thousand rounds;
+    others know only the standard's variable. What the user has exported takes precedence.
+    """
+    if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
+        return dict(environ)
+    return {**environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+
+def signal_at_parents_death(signum: int) -> None:
+    """Be sent ``signum`` when the thread ends that forked this process; a fork forgets it."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def become_subreaper(*, on: bool = True) -> None:
+    """Become the parent of descendants whose own parent ended, instead of process 1."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def _prctl(option: int, value: int) -> None:
+    """Try it: kernels and sandboxes without it lose a safety net, not the function."""
+    _libc_prctl(option, value, 0, 0, 0)
+
+
+def release_blocks(path: Path, offset: int, length: int) -> None:
+    """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
+    where = ctypes.c_long(offset), ctypes.c_long(length)
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, *where)
+
+
+def children(*, recursive: bool = False) -> list[psutil.Process]:
+    """Return this process's children, orphans of a subreaper and zombies too; ``recursive``: all
+    descendants."""
+    try:
+        return psutil.Process().children(recursive)
+    except psutil.Error:
+        return []
+
+
+def collect(pid: int) -> bool:
+    """Collect the child ``pid`` if it has ended; return whether it runs."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:
+        return False
+
+
+def kill_descendants(
+    is_ours: Callable[[psutil.Process], bool] = lambda process: True,  # which descendants are meant
+    *,
+    # for this long there must be none: a process that is just dying leaves its own children a
+    # moment later
+    quiet_seconds: float = 0.0,
+) -> list[int]:
+    """Kill and collect this process's descendants until none is left. This process has to be a
+    subreaper: a killed process leaves its own children to it. Returns the processes that are still
+    there."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    quiet_since = time.monotonic()
+    pause = 0.002
+    while True:
+        left = [found.pid for found in children(recursive=True) if _is_killed(found, is_ours)]
+        now = time.monotonic()
+        quiet_since = now if left else quiet_since
+        if (not left and now - quiet_since >= quiet_seconds) or now >= deadline:
+            return left
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
+    """Kill a process that is ours and collect it if it is a child; return whether it is left."""
+    try:
+        if not is_ours(process):
+            return False
+        process.kill()
+        collect(process.pid)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

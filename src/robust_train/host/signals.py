@@ -1,0 +1,145 @@
+"""Ctrl-C, SIGTERM, SIGHUP and a scheduler's warning, as the launcher takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from robust_train.model.errors import WARNING_SIGNALS, JobInterrupted
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What stops an attempt. Whoever stops a whole job sends one to every process."""
+
+FORWARDED = {
+    signal.SIGRTMIN + number: signum
+    for number, signum in enumerate(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
+    )
+}
+"""From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
+_FORWARDED_AS: dict[int, int] = {own: sent for sent, own in FORWARDED.items()}
+
+UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
+"""Set in the environment of submitit's jobs, where SIGTERM comes with every preemption."""
+
+DUMP_STACKS = signal.SIGRTMAX - 1
+"""Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
+
+ORPHAN_GRACE_SECONDS = 5.0  # Time that an attempt whose launcher is gone has for a last checkpoint
+
+
+def forwarded(signum: int) -> int:
+    """Return the signal as it is sent on; the same where it is not forwarded."""
+    return _FORWARDED_AS.get(signum, signum)
+
+
+def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
+    """Return the signal with which a launcher asks an attempt to stop, which may ignore SIGINT as
+    whatever a shell's script starts with ``&``."""
+    if UNDER_SUBMITIT not in environ:
+        return signal.SIGTERM
+    return signal.SIGUSR2 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
+
+
+@contextlib.contextmanager
+def wakeup_descriptor() -> Iterator[int]:
+    """Yield a descriptor that becomes readable when a signal with a handler comes. Never outside
+    the main thread, where Python allows no handlers."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    is_main = threading.current_thread() is threading.main_thread()
+    old = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False) if is_main else -1
+    try:
+        yield read_end
+    finally:
+        if is_main:
+            signal.set_wakeup_fd(old)
+        os.close(read_end)
+        os.close(write_end)
+
+
+class SignalWatch:
+    """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler. Nothing
+    is done outside the main thread, where Python allows no handlers."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None  # the first signal that came, None before
+        self.is_over = False  # training has completed, so a signal that comes now changes nothing
+        self._handler: Callable[[int], None] | None = None
+        self._previous: dict[int, Any] = {}
+        self._delivered: int | None = None
+        self._own_signals = self._forwarded_signals = 0
+
+    def __enter__(self) -> SignalWatch:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for forwarded, signum in FORWARDED.items():
+            previous = signal.getsignal(signum)
+            # ignored under nohup; None: a handler in C, which cannot be put back
+            if previous in (signal.SIG_IGN, None):
+                continue
+            if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
+                continue  # comes with every preemption and is not its signal to requeue
+            for one in (signum, forwarded):
+                self._previous[one] = signal.signal(one, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, previous in self._previous.items():
+            signal.signal(signum, previous)
+
+    def deliver(self, signum: int) -> None:
+        """Act as if the signal had come, from any thread; ignored if one has come already."""
+        if self.received is None and self._previous:
+            self._delivered = signum
+            # any watched signal wakes the main thread; under submitit ``signum`` may not be one
+            signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
+
+    @contextlib.contextmanager
+    def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
+        """Have signals call ``handler(signum)`` within this block instead of what they do outside
+        of it. Yields a descriptor that becomes readable when a signal came."""
+        with wakeup_descriptor() as wakeup:
+            before, self._handler = self._handler, handler
+            try:
+                yield wakeup
+            finally:
+                self._handler = before
+
+    def watches(self, signum: int) -> bool:
+        """Return whether that signal stops the job."""
+        return signum in self._previous
+
+    def pass_on(self) -> None:
+        """Call whoever had handled the signal before us, now that the checkpoint is written.
+        Submitit's handler puts the job back into the queue and ends the process."""
+        previous = self._previous.get(self.received) if self.received is not None else None
+        if self.received in WARNING_SIGNALS and callable(previous):
+            previous(self.received, None)
+
+    def raise_if_received(self) -> None:
+        """Raise :class:`JobInterrupted` if a signal has come."""
+        if self.received is not None:
+            raise JobInterrupted(self.received)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        signum, self._delivered = self._delivered or signum, None
+        if signum in FORWARDED:
+            signum = FORWARDED[signum]
+            self._forwarded_signals += 1
+            is_the_same = self._forwarded_signals <= self._own_signals
+        else:
+            self._own_signals += 1
+            is_the_same = self._own_signals <= self._forwarded_signals
+        if is_the_same:
+            return
+        if self.received is None:
+            self.received = signum
+        if self._handler is not None:
+            self._handler(signum)
+        elif not self.is_over:
+            raise JobInterrupted(signum)

@@ -1,0 +1,111 @@
+"""Events on their way from an attempt to its launcher.
+
+Each is one JSON packet on a sequenced-packet socket: several processes may write to it, a packet
+arrives whole or not at all, and a writer that is killed leaves no torn one behind. A packet too
+large for the socket is a file in memory, whose descriptor is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from robust_train.model.events import Event, Failed, Finished, parse
+
+log = logging.getLogger("robust_train")
+
+_LARGEST_PACKET = 60_000
+_IN_A_FILE = b"\0"
+MOST_WAITING_BYTES = 64 * 1024**2
+
+
+class EventSender:
+    """Sends an attempt's events; the trainer never waits for a launcher that does not read. Where
+    the socket is full, progress is dropped and everything else is kept until the next event or
+    :meth:`flush`; beyond 64 MiB only the attempt's end. A launcher that is gone is ignored."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._lock = threading.RLock()  # a signal's handler may interrupt a send
+
+    def __call__(self, event: Event) -> None:
+        """Send one event."""
+        with self._lock:
+            if not self._send_waiting() and event.may_be_dropped:
+                return
+            data = json.dumps(event.as_json(), default=repr).encode()
+            is_end = isinstance(event, (Finished, Failed))
+            if is_end or self._waiting_bytes <= MOST_WAITING_BYTES:
+                self._waiting.append(data)
+                self._waiting_bytes += len(data)
+            self._send_waiting()
+
+    def flush(self, timeout_seconds: float = float("inf")) -> None:
+        """Wait until everything is sent: the attempt ends."""
+        deadline = time.monotonic() + timeout_seconds
+        poll = select.poll()
+        poll.register(self._channel, select.POLLOUT)
+        while True:
+            with self._lock:
+                if self._send_waiting():
+                    return
+            if time.monotonic() >= deadline:
+                return
+            poll.poll(500)
+
+    def _send_waiting(self) -> bool:
+        """Send what can be sent; return whether nothing is left."""
+        while self._waiting:
+            data = self._waiting[0]
+            try:
+                self._send(data)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._waiting.clear()
+                self._waiting_bytes = 0
+                break
+            if self._waiting and self._waiting[0] is data:  # no handler has sent it meanwhile
+                self._waiting_bytes -= len(self._waiting.popleft())
+        return True
+
+    def _send(self, data: bytes) -> None:
+        if len(data) <= _LARGEST_PACKET:
+            self._channel.send(data)
+            return
+        with os.fdopen(os.memfd_create("event"), "wb") as file:
+            file.write(data)
+            file.flush()
+            socket.send_fds(self._channel, [_IN_A_FILE], [file.fileno()])
+
+
+def read_events(channel: socket.socket, most: int | None = None) -> Iterator[Event]:
+    """Yield the events that have arrived on a non-blocking socket, oldest first, one in memory at a
+    time; ``most``: an attempt may send them faster than they are taken."""
+    for _ in itertools.count() if most is None else range(most):
+        try:
+            data, descriptors, _, _ = socket.recv_fds(channel, 2 * _LARGEST_PACKET, 1)
+        except OSError:
+            return
+        if not data:
+            return
+        for descriptor in descriptors:
+            with os.fdopen(descriptor, "rb") as file:
+                data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+        try:
+            event = parse(json.loads(data))
+        except ValueError as error:
+            log.debug("the attempt sent what is no event: %s", error)
+            continue
+        yield event

@@ -1,0 +1,1 @@
+"""The launcher: one job from its config to its summary. Never imports torch."""

@@ -1,0 +1,233 @@
+"""What attempts print: shown as it comes, kept in a file, and its tail remembered as evidence."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import fcntl
+import io
+import os
+import pty
+import selectors
+import stat
+import struct
+import sys
+import termios
+import time
+from io import FileIO
+from pathlib import Path
+from typing import TextIO
+
+from robust_train.host import screen
+from robust_train.host.screen import flush_output
+
+_TAIL_BYTES = 16_384
+_MOST_READS = 16
+_PIPE_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 20
+_BAR_SECONDS = 1.0  # How often the log takes in the state of a line that is still being rewritten
+
+
+def has_input() -> bool:
+    """Return whether standard input is a file or a pipe: a terminal's stays with the launcher."""
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
+
+
+class OutputStream:
+    """One of stdout and stderr: a terminal for the child where ours is one, else a pipe.
+
+    A terminal, so that progress bars of the trainer look as they would without the launcher.
+
+    Attributes:
+        child_fd: what the child gets.
+        read_fd: where its output can be read.
+    """
+
+    def __init__(self, ours: TextIO) -> None:
+        self._ours = ours
+        self._target: int | None = None
+        self._size: bytes | None = None
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # a notebook's stream has the number of the terminal that the notebook was started in
+        if isinstance(ours, io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):
+                self._target = ours.fileno()
+        if self._target is not None and os.isatty(self._target):
+            self.read_fd, self.child_fd = pty.openpty()
+            _copy_terminal(self._target, self.child_fd)
+            self._size = _size_of(self._target)
+        else:
+            self.read_fd, self.child_fd = os.pipe()
+            with contextlib.suppress(OSError):  # room for what is printed while we are stopped
+                fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(self.read_fd, False)
+
+    def fit(self) -> None:
+        """Give the child's terminal the size of ours, which people change."""
+        if self._size is not None and self._target is not None:
+            with contextlib.suppress(OSError):
+                if (size := _size_of(self._target)) != self._size:
+                    self._size = size
+                    fcntl.ioctl(self.child_fd, termios.TIOCSWINSZ, size)
+
+    def read(self) -> bytes:
+        """Return what has arrived, empty if nothing has."""
+        try:
+            return os.read(self.read_fd, 1 << 16)
+        except OSError:  # nothing now; or EIO: a terminal whose other side is closed
+            return b""
+
+    def show(self, data: bytes) -> None:
+        """Pass on to our own stream, without waiting for its reader."""
+        if self._target is not None:
+            screen.show(self._target, data, source=self)
+            return
+        with contextlib.suppress(Exception):
+            self._ours.write(self._decode(data))
+
+    def settle(self) -> None:
+        """Let an unfinished line scroll away."""
+        if self._target is not None:
+            screen.settle(self._target, source=self)
+
+    def close(self) -> None:
+        """Close both ends."""
+        for descriptor in (self.read_fd, self.child_fd):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class OutputPump:
+    """Moves the output of attempts to our own streams and into the current attempt's log file."""
+
+    def __init__(self) -> None:
+        self.streams = self.stdout, self.stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
+        self._log: AttemptLog | None = None
+        self._tail = b""
+        # what is not shown yet: a process may die in words that we can do better; None: all is
+        self.held: list[tuple[OutputStream, bytes]] | None = None
+
+    def hold(self) -> None:
+        """Keep back what comes, until it is released."""
+        if self.held is None:
+            self.held = []
+
+    def release(self) -> None:
+        """Show what was held back, and from now on what comes."""
+        held, self.held = self.held or (), None
+        for stream, data in held:
+            stream.show(data)
+
+    @property
+    def tail(self) -> str:
+        """The last of what the current attempt printed."""
+        return self._tail.decode(errors="replace")
+
+    def start_log(self, path: Path) -> None:
+        """Keep what comes from now on in ``path``; a full disk costs the log, not the training."""
+        self.end_log()
+        self._tail = b""
+        with contextlib.suppress(OSError):
+            self._log = AttemptLog(path.open("ab", buffering=0))
+
+    def end_log(self) -> None:
+        """Close the current log file."""
+        if self._log is not None:
+            self._log.close()
+        self._log = None
+        for stream in self.streams:
+            stream.settle()
+
+    def move(self) -> bool:
+        """Pass on everything that has arrived; return whether there was anything."""
+        moved = False
+        for number, stream in enumerate(self.streams):
+            stream.fit()
+            for _ in range(_MOST_READS):  # signals and events come in between
+                if not (data := stream.read()):
+                    break
+                moved = True
+                flush_output()
+                if self.held is None:
+                    stream.show(data)
+                else:
+                    self.held.append((stream, data))
+                self._tail = (self._tail + data)[-_TAIL_BYTES:]
+                if self._log is not None:
+                    self._log.write(data, number)
+        return moved
+
+    def drain(self) -> None:
+        """Pass on the rest after the writer is gone; a terminal hands over a little late."""
+        with selectors.DefaultSelector() as selector:
+            for stream in self.streams:
+                selector.register(stream.read_fd, selectors.EVENT_READ)
+            while selector.select(timeout=0.02) and self.move():
+                pass
+
+    def close(self) -> None:
+        """Pass on the rest and release everything."""
+        self.drain()
+        self.end_log()
+        screen.finish()
+        for stream in self.streams:
+            stream.close()
+
+
+class AttemptLog:
+    """What an attempt prints, as a terminal shows it in the end. Progress bars rewrite their line
+    by carriage return, perhaps for weeks: only the last state of a line is kept, in memory as in
+    the file."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._unfinished: dict[int, bytes] = {}
+        self._settled_bytes = file.tell()
+        self._next_state = 0.0
+
+    def write(self, data: bytes, stream: int = 0) -> None:
+        """Handle what was printed; an unfinished line of one stream takes nothing of another."""
+        *lines, rest = (self._unfinished.pop(stream, b"") + data).split(b"\n")
+        cut = rest.rstrip(b"\r").rfind(b"\r")
+        if rest:
+            self._unfinished[stream] = rest[max(cut, 0) :][-_LONGEST_LINE_BYTES:]
+        now = time.monotonic()
+        if not lines and now < self._next_state:
+            return
+        self._next_state = now + _BAR_SECONDS
+        self._put(b"".join(_settled(line) + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Write the last line's last state and close the file."""
+        self._put(b"")
+        self._file.close()
+
+    def _put(self, lines: bytes) -> None:
+        """Write whole lines, and after them the present state of the unfinished one."""
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._settled_bytes)
+            self._settled_bytes += self._file.write(lines)
+            self._file.write(b"\n".join(map(_settled, self._unfinished.values())))
+
+
+def _settled(line: bytes) -> bytes:
+    """Return a line as a terminal shows it in the end: bars rewrite it by carriage return."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def _copy_terminal(source: int, target: int) -> None:
+    fcntl.ioctl(target, termios.TIOCSWINSZ, _size_of(source))
+    attributes = termios.tcgetattr(target)
+    attributes[1] &= ~termios.OPOST  # the real terminal translates line ends, once is enough
+    termios.tcsetattr(target, termios.TCSANOW, attributes)
+
+
+def _size_of(terminal: int) -> bytes:
+    size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
+    if size[:4] == b"\0" * 4:  # a terminal that does not know its size: bars would be empty
+        size = struct.pack("HHHH", 24, 80, 0, 0)
+    return size

@@ -1,0 +1,146 @@
+"""``detach=true``: run the same command again in the background, where a logout does not end it.
+
+The command in the foreground waits until the one in the background has begun or has ended: a pipe
+brings the text to show, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from robust_train.gpu.bounded import printed_by
+from robust_train.gpu.processes import user_name
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
+
+OUTPUT_FILE = "detached.log"
+_VARIABLE = "ROBUST_TRAIN_DETACHED"
+# with a description, because the system's journal would show the command, which may hold a secret
+_SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--description=job", "--"]
+_LOGIND = ["busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"]
+_LOGIND += ["org.freedesktop.login1.Manager", "KillUserProcesses"]
+_SECONDS = 10
+_MOST_BYTES = 1 << 20
+
+
+def _inherited() -> int | None:
+    """Return the pipe to the command in the foreground; None if this is the foreground."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ.pop(_VARIABLE))
+        os.set_inheritable(descriptor, False)
+        return descriptor
+    return None
+
+
+_pipe = _inherited()
+is_detached = _pipe is not None  # Whether this process is the one in the background
+
+
+def is_due(config: RobustConfig) -> bool:
+    """Return whether the command is to go on in the background, and is not there yet."""
+    return config.detach and not is_detached
+
+
+def start() -> int:
+    """Run this process's command in the background; return its exit code, 0 once it has begun."""
+    prefix, note = past_logout()
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [*prefix, sys.executable, *sys.orig_argv[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, _VARIABLE: str(write_end)},
+            pass_fds=(write_end,),
+            start_new_session=True,
+        )
+        os.close(write_end)
+        try:
+            begun = os.read(read_end, _MOST_BYTES).decode(errors="replace")
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            begun = ""
+        if begun:
+            print(begun + note, flush=True)
+            return 0
+        code = process.wait()
+        output.seek(0)
+        print(output.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def has_begun(folder: Path, text: str) -> None:
+    """Write all output to a file in ``folder`` from now on; the foreground shows ``text`` and ends.
+
+    Does nothing in the foreground, and when called again.
+    """
+    global _pipe
+    pipe, _pipe = _pipe, None
+    if pipe is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    printed = b""
+    with contextlib.suppress(OSError):
+        printed = os.pread(1, _MOST_BYTES, 0)
+    try:
+        output = os.open(folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # a full disk costs the output, not the training
+        output = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):
+        os.write(output, printed)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    with contextlib.suppress(OSError):  # the foreground was ended
+        os.write(pipe, text.encode(errors="replace"))
+    os.close(pipe)
+
+
+def job_text(job: str, name: str, folder: Path) -> str:
+    """Return what the foreground shows of a job."""
+    lines = (
+        f"{name} goes on in the background as {job} (pid {os.getpid()}); run folder: {folder}",
+        f"  robust-train attach {job}     show it; Ctrl-C leaves it running",
+        f"  robust-train logs -f {job}    follow its output",
+        f"  robust-train wait {job}       wait for its end and exit code",
+        f"  robust-train run stop {job}   save a last checkpoint and end",
+    )
+    return "\n".join(lines)
+
+
+def sweep_text(folder: Path) -> str:
+    """Return what the foreground shows of a sweep."""
+    lines = (
+        f"the sweep goes on in the background (pid {os.getpid()}); sweep folder: {folder}",
+        "  robust-train runs             list its jobs with your others",
+        f"  tail -f {folder}/{OUTPUT_FILE}",
+        f"  robust-train wait {folder}",
+        f"  robust-train run stop {folder}",
+    )
+    return "\n".join(lines)
+
+
+def past_logout() -> tuple[list[str], str]:
+    """Return a prefix for a command that a logout must not end, and a note for its user."""
+    if printed_by(_LOGIND, _SECONDS) != b"b true\n":
+        return [], ""
+    works = printed_by([*_SCOPE, "true"], _SECONDS) is not None
+    lingers = Path("/var/lib/systemd/linger", user_name(os.geteuid())).exists()
+    if works and lingers:
+        return _SCOPE, ""
+    remedy = "before you log out: loginctl enable-linger"
+    if not works:
+        remedy = "systemd-run --user --scope, which would prevent that, does not work here"
+    note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
+    return (_SCOPE if works else []), note

@@ -1,0 +1,145 @@
+"""How an attempt ended: the record is completed once, when all the evidence is there. Pure."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import re
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from robust_train.failures import classify_exit
+from robust_train.failures.stack import NativeStack, native_stack_in, where_it_stands
+from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.events import Failed, Finished, ScriptEnded
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_TRACEBACK = "Traceback (most recent call last)"
+_MOST_LINES = 40
+_LINES = 15
+
+
+def ended(attempt: Attempt, seconds: float, *, log: Path, stacks: Path) -> Attempt:
+    """Return the attempt with why it ended, from its own reports and its process's exit.
+
+    Args:
+        attempt: all its events are in it, and its exit.
+        seconds: its wall time.
+        log: what it printed.
+        stacks: where its threads wrote what they were doing.
+    """
+    end = attempt.exit
+    crash = None if end.stalled else native_stack_in(end.stacks or end.output)
+    failure = _failure(attempt, crash, stacks)
+    traceback = attempt.ending.traceback if isinstance(attempt.ending, Failed) else None
+    if failure is None:
+        traceback = None
+    elif failure.evidence.clue == Clue.STALLED:
+        traceback = end.stacks or None
+    elif attempt.script is not None:
+        traceback = last_words(end.output, log.name)
+    elif traceback is None and crash is not None:
+        traceback = str(crash)
+    peak = attempt.memory.get("max_allocated")
+    if peak is None:
+        peak = end.max_resident_bytes or attempt.memory.get("max_resident")
+    return replace(
+        attempt,
+        seconds=seconds,
+        failure=failure,
+        traceback=traceback,
+        peak_memory_bytes=peak,
+    )
+
+
+def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:
+    """Return why it failed, None if it completed."""
+    end, ending = attempt.exit, attempt.ending
+    if isinstance(ending, Finished):
+        return None
+    if end.stalled and not end.was_stopped:
+        return _stalled(end, stacks)
+    if isinstance(ending, Failed):
+        is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
+        if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
+            return failure_of_script(attempt.script, end)
+        return ending.failure
+    if end.was_stopped:
+        return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
+    printed = f"{end.output}\n{crash}" if crash is not None and end.stacks else end.output
+    died = attempt.rank_died
+    if died is not None:
+        return replace(_death(died.returncode, printed, end.oom_killed), rank=died.rank)
+    oom_killed = None if end.pid is None else end.oom_killed
+    return _death(end.returncode or 0, printed, oom_killed)
+
+
+def _death(returncode: int, output: str, oom_killed: bool | None) -> Failure:
+    """Return why a process ended that reported nothing."""
+    if returncode == 0:
+        return Failure(FailureKind.BUG, "the trainer ended its process without returning")
+    was_killed = returncode == -signal.SIGKILL
+    return classify_exit(returncode, output, oom_killed=oom_killed if was_killed else None)
+
+
+def _stalled(end: Exit, stacks: Path) -> Failure:
+    where = where_it_stands(end.stacks)
+    return Failure(
+        FailureKind.COMM,
+        f"stalled: {end.stalled} (stall_timeout_minutes){where and '; '}{where}",
+        Evidence(library="robust_train", clue=Clue.STALLED),
+        (f"see what the threads were doing in {stacks}",) if end.stacks else (),
+    )
+
+
+def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
+    """Return why a script failed: by its own report, else as if its exit were the attempt's."""
+    if ended.failure_kind is not None:
+        return Failure(ended.failure_kind, ended.message or "", Evidence(library="script"))
+    was_killed = ended.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    oom_killed = end.oom_killed if was_killed else None
+    return classify_exit(ended.returncode, without_escapes(end.output), oom_killed=oom_killed)
+
+
+def last_words(output: str, log_name: str) -> str:
+    """Return the end of what a script printed, for people: its last traceback or lines."""
+    # of a line that was rewritten, as by a progress bar, what was there in the end
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in without_escapes(output).split("\n")]
+    lines = [line.rstrip() for line in lines if line.strip()]
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    shown = lines[starts[-1] :] if starts else lines[-_LINES:]
+    text = "\n".join(shown[-_MOST_LINES:]) or "(it printed nothing)"
+    return f"the end of the script's output ({log_name}):\n{text}\n"
+
+
+def without_escapes(text: str) -> str:
+    """Remove colours and cursor movements: Python colours tracebacks on a terminal."""
+    return _ESCAPES.sub("", text)
+
+
+def error_of(attempt: Attempt) -> BaseException | None:
+    """Return the trainer's exception, None if it could not be carried over; a script has none."""
+    ran_inline = attempt.exit.pid is None
+    if ran_inline or attempt.script is not None:
+        return attempt.exit.error
+    if not isinstance(attempt.ending, Failed) or attempt.ending.error is None:
+        return None
+    try:
+        error = _LoadedOnlyUnpickler(io.BytesIO(base64.b64decode(attempt.ending.error))).load()
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+class _LoadedOnlyUnpickler(pickle.Unpickler):
+    """Builds exceptions only from modules that are here already: no torch in the launcher."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in sys.modules:
+            raise pickle.UnpicklingError(module)
+        return super().find_class(module, name)

@@ -1,0 +1,92 @@
+"""What Hydra's global state says of a job: its folders, its overrides, its config."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from robust_train.config.names import folder_name
+from robust_train.config.schema import RobustConfig
+from robust_train.folder.command_line import command
+from robust_train.model.errors import ConfigError
+
+_LONGEST_COMMAND = 2000
+
+
+def run_folder(run_dir: str | Path | None, name: str) -> Path:
+    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name. Raises
+    ConfigError: it cannot be made."""
+    if run_dir is not None:
+        path = Path(run_dir)
+    elif HydraConfig.initialized():
+        path = Path(HydraConfig.get().runtime.output_dir)
+    else:
+        name = f"{folder_name(name)}_{os.getpid()}"
+        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
+    return path.resolve()
+
+
+def sweep_folder() -> Path | None:
+    """Return the folder of the sweep that this process's job belongs to, or None."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        return None
+    # relative to where the sweep was started: Hydra may have changed the working directory
+    return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
+
+
+def about_job(config: RobustConfig, name: str) -> dict[str, str]:
+    """Return what a launch records of its job: name, model, data set, overrides and command."""
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    about = {"name": name}
+    for group, chosen in (("model", config.model), ("dataset", config.dataset)):
+        # a user's own trainer need not use our defaults
+        if config.is_built_in or any(one.startswith(group) for one in overrides):
+            about[group] = chosen.name or ""
+    # of `python -c` the command is a whole program
+    about["overrides"] = shlex.join(overrides)
+    about["command"] = shlex.join(command())[:_LONGEST_COMMAND]
+    return {key: value for key, value in about.items() if value}
+
+
+def owns_terminal(config: RobustConfig) -> bool:
+    """Return whether stdout is a terminal that no debugger and no other job of a sweep draws on."""
+    if config.runs_inline or not sys.stdout.isatty():
+        return False
+    if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return False
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return True
+    return str(HydraConfig.get().launcher.get("_target_")).endswith(".BasicLauncher")
+
+
+def hydra_config() -> DictConfig | None:
+    """Return Hydra's own part of the config, None outside of Hydra.
+
+    Without the classes of launcher and sweeper: where Hydra loads plugins again, as in joblib's
+    workers, there are two of each, and pickle refuses them.
+    """
+    config: Any = HydraConfig.instance().cfg
+    if config is None:
+        return None
+    config = config.copy()
+    with read_write(config.hydra), open_dict(config.hydra):
+        for part in ("launcher", "sweeper"):
+            if OmegaConf.is_config(config.hydra.get(part)):
+                plain = OmegaConf.to_container(config.hydra[part], resolve=False)
+                config.hydra[part] = plain
+    return config  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+"""``isolation=none`` and ranks of an engine: attempts run in this process.
+
+The launcher's one door to ``attempt/``. A job whose attempts have a process never imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from robust_train.attempt.loading import load
+from robust_train.attempt.run import Flags
+from robust_train.attempt.runner import Trainer, new_run, run_attempt
+from robust_train.attempt.runner import shield_workers as shield_workers
+from robust_train.config.request import AttemptRequest
+from robust_train.config.trainer_ref import TrainerRef
+from robust_train.failures.shortage import do_without_onednn
+from robust_train.folder import trackers
+from robust_train.host.signals import SignalWatch
+from robust_train.memory.allocator import VARIABLE
+from robust_train.memory.cleanup import StartingMemory, release_and_check
+from robust_train.model.attempt import Exit
+from robust_train.model.events import Event, Failed, MemoryHeld
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.readable import first_line
+
+log = logging.getLogger("robust_train")
+
+
+def function_of(trainer: str | Trainer, ref: TrainerRef) -> Trainer:
+    """Return the trainer as a function; raises ConfigError if its path cannot be imported."""
+    return load(ref) if isinstance(trainer, str) else trainer
+
+
+class InlineExecutor:
+    """Calls the trainer directly."""
+
+    def __init__(
+        self,
+        trainer: Callable[[], Trainer],
+        signals: SignalWatch,
+        *,
+        can_restart: bool = True,
+        # as one rank of several, and how they agree on when to stop
+        rank: int = 0,
+        flags: Flags | None = None,
+        process_ends: bool = False,  # with the attempt, so memory need not be returned
+    ) -> None:
+        self._trainer = trainer
+        self._signals = signals
+        self._can_restart = can_restart
+        self._rank = rank
+        self._flags = flags
+        self._process_ends = process_ends
+        self._memory_at_first: StartingMemory | None = None
+
+    def poll(self) -> None:
+        """Do nothing: nothing goes on beside this process."""
+
+    def close(self) -> None:
+        """Do nothing: nothing was started."""
+
+    def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Import the trainer; raises ConfigError if it cannot be imported."""
+        self._trainer()
+
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[Event], None],
+        *,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
+    ) -> Exit:
+        """Run one attempt; ``hold`` is open in this process anyway."""
+        failures: list[Failure] = []
+
+        def take(event: Event) -> None:
+            if isinstance(event, Failed):
+                failures.append(event.failure)
+            on_event(event)
+
+        def stop(ask_trainer: Callable[[], None]) -> None:
+            log.info("stopping: waiting for the trainer's last checkpoint")
+            ask_trainer()
+
+        if self._memory_at_first is None:
+            self._memory_at_first = StartingMemory()
+        with _variables_set(request.environ):
+            error = run_attempt(
+                request,
+                new_run(
+                    request,
+                    take,
+                    can_restart=self._can_restart,
+                    rank=self._rank,
+                    flags=self._flags,
+                ),
+                self._trainer,
+                take,
+                stopping=lambda ask: self._signals.handed_to(lambda signum: stop(ask)),
+                tick=tick,
+                process_ends=self._process_ends,
+            )
+        was_bug = any(failure.kind is FailureKind.BUG for failure in failures)
+        for failure in failures:
+            do_without_onednn(failure)
+        # a debugger may need what the frames hold
+        clears = request.config.memory.clear_on_failure and not self._process_ends
+        if error is not None and clears:
+            left = None
+            try:
+                left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
+            except RuntimeError as refusal:  # after a fault the device answers nothing
+                log.warning("the attempt's memory is not released: %s", first_line(refusal))
+            if left is not None:
+                log.warning("%s", left)
+                on_event(MemoryHeld(left))
+        # only what ends the job may keep its frames, and the tensors in them, alive
+        return Exit(error=error if was_bug else None)
+
+
+_VARIABLES = (VARIABLE, *trackers.VARIABLES)
+
+
+@contextlib.contextmanager
+def _variables_set(environ: Mapping[str, str]) -> Iterator[None]:
+    """Set the allocator's variable, which is read when CUDA starts, and those of trackers, for this
+    attempt only."""
+    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    os.environ.update({name: environ[name] for name in _VARIABLES if name in environ})
+    try:
+        yield
+    finally:
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)

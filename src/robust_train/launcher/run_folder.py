@@ -1,0 +1,317 @@
+"""A job's run folder as its launcher keeps it: lock, ``state.json`` and ``requests/``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from robust_train.config.schema import NotifyConfig
+from robust_train.folder import run_list
+from robust_train.folder.identity import count_launch
+from robust_train.folder.lock import RunLock
+from robust_train.folder.provenance import Provenance
+from robust_train.folder.requests import (
+    LAUNCHERS_VERB,
+    REQUESTS,
+    TAKEN,
+    Reply,
+    Request,
+    find_requests,
+    open_requests,
+    sweep_stop_requested,
+)
+from robust_train.folder.state import RunState, StateFile, read_state
+from robust_train.gpu.processes import user_name
+from robust_train.launcher import detach
+from robust_train.launcher.notifier import Notifier
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import Decision, Retry
+from robust_train.model.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    EXIT_NO_DEVICE,
+    ConfigError,
+    JobInterrupted,
+)
+from robust_train.model.events import Event, Json
+from robust_train.model.gpu import Group
+from robust_train.model.spec import AttemptSpec
+from robust_train.queue.waiting import WaitStatus
+
+log = logging.getLogger("robust_train")
+
+_POLL_SECONDS = 0.4
+_EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
+_TAKING_REQUESTS = ("running", "between attempts", "stopping")
+
+
+class Signals(Protocol):
+    """What stopping a job needs of :class:`robust_train.host.signals.SignalWatch`."""
+
+    received: int | None
+
+    def watches(self, signum: int) -> bool:
+        """Return whether that signal stops the job."""
+
+    def deliver(self, signum: int) -> None:
+        """Act as if the signal had come."""
+
+    def handed_to(self, handler: Callable[[int], None]) -> AbstractContextManager[object]:
+        """Have signals call ``handler(signum)`` within a block."""
+
+
+class RunFolder:
+    """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
+
+    Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
+    the job's id that it has from the start; ``show`` is given the state twice a second. Raises
+    ConfigError: a live job holds the folder. Nothing in it was written.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        signals: Signals,
+        sweep_folder: Path | None = None,
+        resume_command: str | None = None,
+        show: Callable[[RunState], None] = lambda state: None,
+        notifier: Notifier | None = None,
+    ) -> None:
+        self.token = os.urandom(3).hex()
+        self._run_dir = run_dir
+        self._signals = signals
+        self._sweep_folder = sweep_folder
+        self._show = show
+        self._notifier = notifier or Notifier(NotifyConfig())
+        self._provenance: Provenance | None = None
+        job_id, now = f"0-{self.token}", time.time()
+        self._lock = RunLock(run_dir, job_id)
+        state = RunState(
+            id=job_id,
+            name=name,
+            run_dir=str(run_dir),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            user=user_name(os.geteuid()),
+            started=now,
+            since=now,
+            resume_command=resume_command,
+        )
+        if (before := read_state(run_dir)) is not None:
+            state = replace(
+                state,
+                job=before.job,
+                longest_pause=before.longest_pause,
+                requested_micro_batch=before.requested_micro_batch,
+                earlier_seconds=round(before.seconds(before.updated), 3),
+            )
+        self._file = StateFile(run_dir, state)
+        self._is_counted = self._was_asked_to_stop = False
+        self._next_poll = 0.0
+
+    @property
+    def hold(self) -> tuple[int, ...]:
+        """The descriptors that an attempt and all it starts keep open."""
+        return self._lock.hold
+
+    @property
+    def state(self) -> RunState:
+        """State of the job."""
+        return self._file.state
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt with all its events so far."""
+        attempt = self._file.state.attempt
+        assert attempt is not None, "an attempt has started"
+        return attempt
+
+    @property
+    def environment(self) -> dict[str, Json] | None:
+        """What the job runs with, in short."""
+        return None if self._provenance is None else self._provenance.short()
+
+    def __enter__(self) -> RunFolder:
+        try:
+            open_requests(self._run_dir)
+        except OSError as error:
+            log.warning(
+                "%s cannot be used (%s); this run goes on, but takes no requests",
+                self._run_dir / REQUESTS,
+                error.strerror,
+            )
+        self._file.write_if_due()
+        run_list.register(self._run_dir, self.token)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if not self.state.is_final:
+            if isinstance(error, KeyboardInterrupt):
+                interruption = JobInterrupted(self._signals.received or signal.SIGINT)
+                self.ended("interrupted", str(interruption), interruption.exit_code)
+            elif isinstance(error, ConfigError):
+                self.ended("failed", str(error), error.exit_code)
+            else:
+                self.ended("failed", f"{type(error).__name__}: {error}")
+        for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
+            request.answer({"error": "the run ended before it came to that"})
+        # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
+        with self._signals.handed_to(lambda signum: self._notifier.hurry()):
+            self._lock.release()
+            self._notifier.finish()
+
+    def tick(self) -> None:
+        """Take requests and write what is due. To be called twice a second, by any thread."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return
+        self._next_poll = now + _POLL_SECONDS
+        self._change()
+        self._file.write_if_due()
+        self._show(self.state)
+        for request in find_requests(self._run_dir):
+            state = self.state.state
+            if request.verb == LAUNCHERS_VERB:
+                self._stop(request)
+            elif state not in _TAKING_REQUESTS and request.take():
+                problem = f"no attempt runs that could do that: the run is {state}; try later"
+                request.answer({"error": problem})
+        sweep = self._sweep_folder
+        if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
+            log.info("the sweep is stopped")
+            self._signals.deliver(signal.SIGTERM)
+
+    def queued(self, job_id: str | None) -> None:
+        """Take over the job's id in the host's queue."""
+        state = self.state
+        if job_id is not None and job_id != state.id:
+            self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
+
+    def waits(self, status: WaitStatus, job_id: str | None) -> None:
+        """Record that the job waits for a GPU; ``job_id``: its id in the queue, if it has one."""
+        self.queued(job_id)
+        waiting = {
+            "position": status.position,
+            "reason": status.sentence(),
+            "seconds_left": round(status.seconds_left, 1),
+        }
+        self._change(state="waiting", waiting=waiting)
+        self._detach()
+
+    def acquired(self, job_id: str | None, gpus: Group = ()) -> None:
+        """Record that the job has a device, and the trainer is being imported."""
+        self.queued(job_id)
+        self._provenance = Provenance(self._run_dir, gpus, self._notifier.urls)
+        self._change(state="starting", waiting=None)
+
+    def attempt_starts(self, attempt: Attempt) -> None:
+        """Record the start of an attempt; with the first one the launch counts."""
+        if not self._is_counted:
+            self._is_counted = True
+            count_launch(self._run_dir, 1)
+        self._change(state="running", waiting=None, reason=None, attempt=attempt)
+        self._detach()
+
+    def on_event(self, event: Event) -> None:
+        """Record an event of the job or its attempt."""
+        self._update(lambda state: state.after(event))
+        self._notifier.on_event(event, self.state)
+
+    def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
+        """Record an attempt's end and what comes next; answer what it has not answered."""
+        size = self.state.requested_micro_batch
+        if isinstance(decision, Retry) and attempt.stopped_for is not None:
+            size = decision.spec.batch_size
+        self._change(
+            state="between attempts",
+            reason=self.state.reason if decision is None else decision.reason,
+            attempt=attempt,
+            requested_micro_batch=size,
+        )
+        for request in find_requests(self._run_dir, TAKEN):
+            request.answer(_reply_after(request, attempt, decision, checkpoint))
+
+    def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
+        """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
+        code = _EXIT_CODES.get(status) if exit_code is None else exit_code
+        if self._is_counted and (code == EXIT_BAD_CONFIG or self._is_users_stop(status)):
+            self._is_counted = False
+            count_launch(self._run_dir, -1)
+        self._change(state=status, reason=reason, exit_code=code, waiting=None)
+
+    def _is_users_stop(self, status: str) -> bool:
+        """Return whether a person has ended the job, by all that is known, not a scheduler."""
+        sweep, signum = self._sweep_folder, self._signals.received
+        if status != "interrupted":
+            return False
+        is_asked = self._was_asked_to_stop or (sweep is not None and sweep_stop_requested(sweep))
+        return is_asked or signum in (None, signal.SIGINT, signal.SIGHUP)
+
+    def _detach(self) -> None:
+        state = self.state
+        detach.has_begun(self._run_dir, detach.job_text(state.id, state.name, self._run_dir))
+
+    def _change(self, **changes: Any) -> None:
+        self._update(lambda state: replace(state, **changes))
+
+    def _update(self, change: Callable[[RunState], RunState]) -> None:
+        def stopping(state: RunState) -> RunState:
+            state = change(state)
+            if self._signals.received is None or state.is_final:
+                return state
+            return replace(state, state="stopping")
+
+        self._file.update(stopping)
+        self._notifier.poll(self.state)
+
+    def _stop(self, request: Request) -> None:
+        """Stop the job as SIGTERM does."""
+        if not request.take():
+            return
+        problem = None
+        if not self._signals.watches(signal.SIGTERM):
+            problem = "this job takes no signals (it is under a scheduler, or not in its process's "
+            problem += "main thread); stop it where it was started"
+        elif self._signals.received is not None and not request.options.get("now"):
+            problem = "it is stopping already; --now ends it without waiting for a checkpoint"
+        if problem is not None:
+            request.answer({"error": problem})
+            return
+        before, self._was_asked_to_stop = self.state.state, True
+        self._change(state="stopping")
+        answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
+        request.answer({"answer": answer})
+        # to the main thread: sent to another one, it would not wake a sleeping job
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _reply_after(
+    request: Request, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
+) -> Reply:
+    """Return the answer to a request that the attempt had taken when it ended."""
+    is_restart = request.verb == "halve_batch" and attempt.stopped_for is not None
+    if not is_restart or not isinstance(decision, Retry):
+        return {"error": f"the attempt ended first ({attempt.outcome})"}
+    spec = decision.spec
+    where = "from the beginning, for the trainer reported no checkpoint"
+    if checkpoint is not None:
+        where = f"from {checkpoint}"
+    how = f"in a new attempt {where}; effective batch size {spec.effective_batch_size}"
+    return {"answer": {"before": _sizes(attempt.spec), "after": _sizes(spec), "how": how}}
+
+
+def _sizes(spec: AttemptSpec) -> dict[str, int]:
+    return {
+        "micro_batch": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+    }

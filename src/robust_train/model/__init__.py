@@ -1,0 +1,1 @@
+"""Frozen values that the launcher and an attempt both speak of. No effects."""

@@ -1,0 +1,235 @@
+"""One attempt, from its start to what was decided after it: the only record of it there is.
+
+The launcher folds the attempt's events into it. Journal, ``state.json``, ``summary.json``, a
+sweep's row, the table and the report show some of its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from robust_train.files import as_json, finite, from_json
+from robust_train.model.events import (
+    AttemptProcess,
+    BatchKept,
+    BatchSizeFound,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    Json,
+    MemoryCleared,
+    MemoryReported,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+    Progress,
+    RankDied,
+    ScriptEnded,
+    ScriptStarted,
+    SpeedMeasured,
+    TrainingStarted,
+)
+from robust_train.model.failure import Failure
+from robust_train.model.spec import AttemptSpec, Speed
+
+UNFINISHED = "unfinished"
+COMPLETED = "completed"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How an attempt's process ended, as the launcher saw it."""
+
+    returncode: int | None = None  # negative for a signal; None if the launcher itself ran it
+    pid: int | None = None
+    max_resident_bytes: int = 0  # its peak of host memory
+    output: str = field(default="", repr=False)  # the end of what it printed
+    stacks: str = field(default="", repr=False)  # what its threads were doing at a stall or crash
+    stalled: str | None = None  # what stood still, for an attempt that was ended for it
+    was_stopped: bool = False  # the launcher had asked it to stop
+    oom_killed: bool | None = None  # by the kernel; None if unknown
+    # the trainer's exception, of an attempt in the launcher's own process
+    error: BaseException | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What an attempt used, how far it came, how it ended, and what was decided then.
+
+    None if unknown, or not yet. Bytes and seconds.
+    """
+
+    number: int  # from 1, in all launches of the run folder
+    spec: AttemptSpec  # with the micro-batch that it found, if it had to search
+    started: float = 0.0  # seconds since the epoch
+    resumed_from: str | None = None  # its first checkpoint
+    # --- how far it came ---
+    pid: int | None = None  # of rank 0
+    began_training: bool = False  # it reported that training begins, which some trainers never do
+    start_step: int = 0  # optimizer step it started from (0 for a fresh start)
+    end_step: int | None = None  # last optimizer step it reported
+    total_steps: int | None = None
+    loss: float | None = None
+    checkpoint: str | None = None  # path of the last one it reported
+    saved_step: int | None = None  # step of that
+    saves: int = 0  # number of checkpoints it reported
+    micro_batch: int | None = None  # the one in use, if the trainer itself has changed it
+    keeps_batch: str | None = None  # why no attempt may split the batch in another way
+    batch_size_found: Mapping[str, Json] | None = None  # what probes before training have found
+    # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
+    memory: Mapping[str, int] = field(default_factory=dict)
+    memory_returned: Mapping[str, Json] | None = None  # by the final clean-up
+    speed: tuple[Speed, ...] = ()  # of each rank that measured it
+    # --- the evidence of its end ---
+    ending: Finished | Failed | None = None  # its own report
+    rank_died: RankDied | None = None  # what ended the group of its ranks
+    script: ScriptStarted | ScriptEnded | None = None  # its program, if it runs one
+    exit: Exit = Exit()
+    gpu_free_before_bytes: int | None = None  # of the GPU on which it failed, before the attempt
+    gpu_free_after_bytes: int | None = None  # the same when the attempt's process was gone
+    # --- how it ended ---
+    seconds: float | None = None  # wall time
+    failure: Failure | None = None  # None if it completed
+    traceback: str | None = None  # the trainer's own, or what a script printed last
+    peak_memory_bytes: int | None = None  # of the device, or of the process if it ran on the CPU
+    memory_stability: Mapping[str, Json] | None = None  # how its memory developed
+    # --- what was decided after it ---
+    rule: int | None = None  # number of the user's rule that applies, in `retry.rules`
+    action: str = "none"  # the remedy's name
+    reason: str | None = None  # one sentence
+
+    def after(self, event: Event) -> Attempt:
+        """Return the attempt after one more of its events."""
+        match event:
+            case AttemptProcess():
+                return replace(self, pid=event.pid)
+            case TrainingStarted():
+                return replace(self, start_step=event.step, began_training=True)
+            case Progress():
+                total = self.total_steps if event.total_steps is None else event.total_steps
+                loss = finite(event.metrics.get("loss", self.loss))  # a metric may be anything
+                return replace(self, end_step=event.step, total_steps=total, loss=loss)
+            case CheckpointSaved():
+                step = self.end_step if event.step is None else event.step
+                saves = self.saves + 1
+                return replace(self, checkpoint=event.path, saved_step=step, saves=saves)
+            case SpeedMeasured():
+                speed = event.speed if self.spec.has_batch else event.speed.without_samples()
+                by_rank = {one.rank: one for one in (*self.speed, replace(speed, rank=event.rank))}
+                return replace(self, speed=tuple(by_rank[rank] for rank in sorted(by_rank)))
+            case MemoryReported(rank=None):
+                return replace(self, memory={**self.memory, **event.figures})
+            case MemoryCleared(reason="end" | "failure"):
+                return replace(self, memory_returned=event.figures)
+            case MicroBatchChanged(training=True):
+                return replace(self, micro_batch=event.after or self.micro_batch)
+            case MicroBatchExhausted(training=True):
+                return replace(self, micro_batch=event.before)
+            case BatchKept():
+                return replace(self, keeps_batch=event.reason)
+            case BatchSizeFound():
+                spec = self.spec.with_batch(event.batch_size, event.gradient_accumulation_steps)
+                return replace(self, spec=spec, batch_size_found=event.figures)
+            case RankDied():
+                return replace(self, rank_died=event, memory={**self.memory, **event.memory})
+            case ScriptStarted() | ScriptEnded():
+                return replace(self, script=event)
+            case Finished() | Failed():
+                step = self.end_step if event.step is None else event.step
+                memory = {**self.memory, **event.memory}
+                return replace(self, ending=event, end_step=step, memory=memory)
+        return self
+
+    @property
+    def outcome(self) -> str:
+        """``unfinished``, ``completed`` or the failure's kind."""
+        if self.failure is not None:
+            return self.failure.kind.value
+        return UNFINISHED if self.seconds is None else COMPLETED
+
+    @property
+    def result(self) -> Json:
+        """What the trainer returned."""
+        return self.ending.result if isinstance(self.ending, Finished) else None
+
+    @property
+    def stopped_for(self) -> str | None:
+        """What it was asked to stop for, so that another attempt can go on."""
+        return self.ending.stopped_for if isinstance(self.ending, Failed) else None
+
+    @property
+    def exceptions(self) -> tuple[str, ...]:
+        """The dotted names of the trainer's exception and its bases."""
+        return self.ending.exceptions if isinstance(self.ending, Failed) else ()
+
+    @property
+    def exit_code(self) -> int | None:
+        """A script's, as shells have it (128 + signal)."""
+        code = self.script.returncode if isinstance(self.script, ScriptEnded) else None
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step that is done."""
+        began = self.start_step if self.began_training else None
+        return began if self.end_step is None else self.end_step
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it certainly reached its first step."""
+        reached = self.end_step is not None or self.micro_batch is not None
+        return self.began_training or reached
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether another attempt was decided on."""
+        return self.action not in ("none", "give_up", "stopped")
+
+    @property
+    def taken_by_others_bytes(self) -> int:
+        """By how much the GPU's free memory fell without us, 0 if that is unknown."""
+        if self.gpu_free_before_bytes is None or self.gpu_free_after_bytes is None:
+            return 0
+        return max(self.gpu_free_before_bytes - self.gpu_free_after_bytes, 0)
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
+        failure = self.failure
+        return {
+            "attempt": self.number,
+            **self.spec.as_json(),
+            "started": round(self.started, 6),
+            "seconds": None if self.seconds is None else round(self.seconds, 3),
+            "resumed_from": self.resumed_from,
+            "pid": self.pid,
+            "outcome": self.outcome,
+            "message": None if failure is None else failure.message,
+            "action": self.action,
+            "reason": self.reason,
+            "start_step": self.start_step,
+            "end_step": self.end_step,
+            "total_steps": self.total_steps,
+            "loss": self.loss,
+            "checkpoint": self.checkpoint,
+            "micro_batch": self.micro_batch,
+            "batch_size_found": as_json(self.batch_size_found),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory": as_json(self.memory),
+            "memory_returned": as_json(self.memory_returned),
+            "memory_stability": as_json(self.memory_stability),
+            "gpu_free_before_bytes": self.gpu_free_before_bytes,
+            "gpu_free_after_bytes": self.gpu_free_after_bytes,
+            "speed": as_json(self.speed),
+            "failure": as_json(failure),
+            "traceback": self.traceback,
+        }
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Json]) -> Attempt:
+        """Return the attempt in :meth:`as_json`, whose keys are its spec's too.
+
+        Raises:
+            MalformedEvent: a field is missing or of another type.
+        """
+        return from_json(cls, {**data, "number": data.get("attempt"), "spec": data})

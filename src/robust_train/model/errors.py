@@ -1,0 +1,89 @@
+"""Every exception that a user of the package may catch or raise."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from robust_train.model.failure import Failure
+
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""With these Slurm and submitit announce that a job will be taken off its node."""
+
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_NO_DEVICE = 75
+EXIT_NO_PROGRESS = 76
+"""Exit codes of a job; 75 is EX_TEMPFAIL of sysexits.h."""
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot be used. The message names key, value and remedy."""
+
+    exit_code = EXIT_BAD_CONFIG
+
+
+class NoProgress(ConfigError):
+    """Launches in a row of the run folder have saved no new checkpoint; nothing was started."""
+
+    exit_code = EXIT_NO_PROGRESS
+
+
+class UserError(RuntimeError):
+    """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
+
+    Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
+    """
+
+
+class NoDevice(RuntimeError):
+    """No device in time, and the CPU is not allowed."""
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer failed in a way that is not retried. The message is its own traceback."""
+
+
+class AttemptsExhausted(RuntimeError):
+    """Memory ran out with everything that may be tried; the message lists what was."""
+
+
+class JobInterrupted(KeyboardInterrupt):
+    """The job was stopped by the signal ``signum``."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
+        """Let a worker hand it to the process which gave it the job."""
+        return JobInterrupted, (self.signum,)
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
+        return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
+
+
+class RankFailure(RuntimeError):
+    """Raised on every rank when one of several cannot go on, after all have agreed about it.
+
+    Attributes:
+        rank: where it began.
+        failure: why.
+        is_elsewhere: ``rank`` is another process than the one that raises this.
+    """
+
+    def __init__(self, rank: int, failure: Failure, is_elsewhere: bool) -> None:
+        super().__init__(rank, failure, is_elsewhere)
+        self.rank = rank
+        self.failure = failure
+        self.is_elsewhere = is_elsewhere
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.failure.message}"

@@ -1,0 +1,395 @@
+"""What happens in a job, as frozen values: parsed once where they enter, folded in one place.
+
+An event travels as one JSON object: ``{"event": <name>, …}``, between an attempt and its launcher,
+and with ``time`` and ``attempt`` in front as a line of ``journal.jsonl``. A trainer's own events
+(:class:`UserEvent`) and metrics have namespaces of their own. Bytes and seconds throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from robust_train.files import Json as Json
+from robust_train.files import MalformedEvent as MalformedEvent
+from robust_train.files import fields_as_json
+from robust_train.files import from_json as from_json
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.spec import Speed
+
+Metrics = Mapping[str, float]
+
+SCHEMA = 2
+"""Of ``state.json``, ``summary.json``, ``sweep.json`` and the journal. It stays as long as fields,
+events and values are only added: readers ignore those that they do not know."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. ``name`` is the event's name in JSON.
+
+    ``may_be_dropped``: losing one of these costs a point in a curve and nothing else, so it is
+    dropped rather than hold training up.
+    """
+
+    name: ClassVar[str] = ""
+    may_be_dropped: ClassVar[bool] = False
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the event as one JSON object, ``event`` first."""
+        return {"event": self.name, **fields_as_json(self)}
+
+
+# --- from an attempt -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingStarted(Event):
+    """The trainer begins to train after optimizer step ``step``, 0 for a fresh start."""
+
+    name = "training_started"
+    step: int
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """Optimizer step ``step`` is done; ``metrics`` are the trainer's own (loss, lr …)."""
+
+    name = "progress"
+    may_be_dropped = True
+    step: int
+    total_steps: int | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpeedMeasured(Event):
+    """How fast a rank has trained in this attempt so far."""
+
+    name = "speed"
+    speed: Speed
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class EpochEnded(Event):
+    """Epoch ``epoch`` (from 1) is done, at optimizer step ``step``."""
+
+    name = "epoch"
+    epoch: int
+    step: int | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """A complete checkpoint lies at ``path``."""
+
+    name = "checkpoint"
+    path: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryReported(Event):
+    """Memory in use at a moment called ``milestone``: of CUDA, or of the process without it."""
+
+    name = "memory"
+    may_be_dropped = True
+    milestone: str
+    allocated: int | None = None
+    reserved: int | None = None
+    max_allocated: int | None = None
+    resident: int | None = None
+    max_resident: int | None = None
+    rank: int | None = None
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """Return the figures that are known, by name."""
+        names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
+        known = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in known.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class MemoryCleared(Event):
+    """A clearing returned memory. ``of`` is ``reserved`` (CUDA) or ``resident`` (host) memory."""
+
+    name = "memory_cleared"
+    reason: str
+    of: str
+    before_bytes: int
+    after_bytes: int
+    returned_bytes: int
+    seconds: float
+    step: int | None = None
+
+    @property
+    def figures(self) -> dict[str, Json]:
+        """Return the figures by name."""
+        names = ("of", "before_bytes", "after_bytes", "returned_bytes", "seconds")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class MemoryHeld(Event):
+    """A failed attempt in this process still holds memory; ``description`` names the holders."""
+
+    name = "memory_held"
+    description: str
+
+
+@dataclass(frozen=True)
+class MicroBatchChanged(Event):
+    """The micro-batch size changed inside an attempt, in training or in evaluation.
+
+    ``kind`` is the failure's where memory ran out, None if a larger size is tried again or
+    someone asked for it.
+    """
+
+    name = "micro_batch_changed"
+    step: int
+    training: bool
+    before: int
+    after: int | None
+    reason: str
+    kind: FailureKind | None = None
+    requested_bytes: int | None = None
+    allocated_bytes: int | None = None
+    free_bytes: int | None = None
+    last_micro_batch: int | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchExhausted(Event):
+    """Memory ran out at the smallest micro-batch size as well; ``tried`` lists all sizes."""
+
+    name = "micro_batch_exhausted"
+    step: int
+    training: bool
+    before: int
+    reason: str
+    tried: tuple[int, ...] = ()
+    kind: FailureKind | None = None
+    requested_bytes: int | None = None
+    allocated_bytes: int | None = None
+    free_bytes: int | None = None
+    last_micro_batch: int | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchKept(Event):
+    """No attempt may split the batch in another way; ``reason`` is why that changes training."""
+
+    name = "batch_kept"
+    reason: str
+
+
+@dataclass(frozen=True)
+class BatchSizeFound(Event):
+    """Probes before training found the largest micro-batch; None if not even the smallest fits.
+
+    ``search`` describes the probes (see :class:`robust_train.step.probing.FoundBatchSize`).
+    """
+
+    name = "batch_size_found"
+    batch_size: int | None
+    gradient_accumulation_steps: int | None
+    effective_batch_size: int
+    key: str = ""
+    search: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, Json]:
+        """Return what was found and how, by name."""
+        names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
+        return {**self.search, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class MemoryTight(Event):
+    """In two steps in a row torch's allocator emptied its cache to find room (once an attempt)."""
+
+    name = "memory_tight"
+    step: int
+    alloc_retries: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class OutOfMemory(Event):
+    """What filled the memory when it ran out was written to files of the run folder."""
+
+    name = "out_of_memory"
+    kind: FailureKind
+    message: str
+    step: int | None = None
+    requested_bytes: int | None = None
+    tensors: str | None = None
+    snapshot: str | None = None
+    seconds: float = 0.0
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class RequestDone(Event):
+    """The attempt carried out a request that changes it."""
+
+    name = "request"
+    verb: str
+    step: int | None = None
+    sentence: str | None = None
+
+
+@dataclass(frozen=True)
+class AttemptProcess(Event):
+    """The attempt runs in process ``pid``; of several ranks, rank 0."""
+
+    name = "attempt_process"
+    pid: int
+
+
+@dataclass(frozen=True)
+class ScriptStarted(Event):
+    """``trainer=command`` starts its program."""
+
+    name = "script_started"
+    argv: tuple[str, ...]
+    cwd: str
+
+
+@dataclass(frozen=True)
+class ScriptEnded(Event):
+    """The program ended; ``failure_kind`` and ``message`` are its own report, if it made one."""
+
+    name = "script_ended"
+    returncode: int
+    pid: int
+    failure_kind: FailureKind | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class UserEvent(Event):
+    """An event of the trainer's own: any name, any fields of JSON's types."""
+
+    name = "user"
+    event_name: str
+    fields: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """The trainer returned ``result``. ``memory`` holds figures of :class:`MemoryReported`."""
+
+    name = "finished"
+    result: Json = None
+    step: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    at: float = 0.0  # as in :class:`Failed`
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """The trainer ended with an exception."""
+
+    name = "failed"
+    failure: Failure  # why, classified
+    step: int | None = None  # last optimizer step that was reported
+    memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
+    traceback: str | None = None  # the trainer's own, as text; None for a mistake of the user's
+    config_error: str | None = None  # the message where the configuration cannot be used
+    error: str | None = None  # the exception, pickled, in base64, where it can be carried over
+    stopped_for: str | None = None  # what it was asked to stop for, so that another attempt goes on
+    others_know: bool = False  # the other ranks end by themselves
+    caused_by_rank: int | None = None  # the failure is that of another rank, which is known
+    exceptions: tuple[str, ...] = ()  # dotted names of the exception's class and its bases
+    at: float = 0.0  # when a rank sent it, by the monotonic clock of this machine
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether it was stopped, and not for another attempt."""
+        return self.failure.kind is FailureKind.INTERRUPTED and self.stopped_for is None
+
+
+@dataclass(frozen=True)
+class RankDied(Event):
+    """A rank's process ended without an event of its own; the cause of the group's failure."""
+
+    name = "rank_died"
+    rank: int
+    pid: int
+    returncode: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared(Event):
+    """The interpreter has imported what was wanted early."""
+
+    name = "prepared"
+    refusal: str | None = None  # why the trainer does not accept the config
+    is_unfit: bool = False  # an import has started CUDA, so the GPU can no longer be chosen
+
+
+@dataclass(frozen=True)
+class TrainerSupports(Event):
+    """The trainer reads ``training.gradient_checkpointing``, so an attempt may turn it on."""
+
+    name = "trainer_supports"
+
+
+@dataclass(frozen=True)
+class LibrariesImported(Event):
+    """Which installed modules the trainer has imported, in this order."""
+
+    name = "libraries_imported"
+    modules: tuple[str, ...]
+    resident_bytes: int  # what the interpreter holds in memory with them
+
+
+# --- of the launcher; those of the job as a whole are in folder/journal.py ----------------
+
+
+@dataclass(frozen=True)
+class PauseLearned(Event):
+    """The longest pause between two reports of progress so far, from which the limit follows."""
+
+    name = "pause_learned"
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StallWarning(Event):
+    """The attempt shows no progress for ``seconds``, half of ``limit_seconds``."""
+
+    name = "no_progress"
+    seconds: float
+    limit_seconds: float
+
+
+@dataclass(frozen=True)
+class Stalled(Event):
+    """The attempt made no progress for ``seconds``; ``stacks`` is what its threads were doing."""
+
+    name = "stalled"
+    seconds: float
+    stacks: str = ""
+
+
+def parse(data: object) -> Event:
+    """Return the event in one JSON object; keys that it does not know are ignored.
+
+    Raises:
+        MalformedEvent: it is no event of ours, or a field is missing or of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise MalformedEvent("not an object")
+    for found in Event.__subclasses__():
+        if found.name == data.get("event"):
+            return from_json(found, data)
+    raise MalformedEvent(f"no event is called {data.get('event')!r}")

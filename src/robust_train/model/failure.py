@@ -1,0 +1,81 @@
+"""What ended an attempt, and the evidence for it. Memory is in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FailureKind(str, Enum):
+    """What ended an attempt that did not complete."""
+
+    DEVICE_OOM = "device_oom"
+    HOST_OOM = "host_oom"
+    WORKER_DEATH = "worker_death"
+    DEVICE_FAULT = "device_fault"
+    DEVICE_UNAVAILABLE = "device_unavailable"
+    COMM = "comm"
+    INTERRUPTED = "interrupted"
+    BUG = "bug"
+    UNKNOWN = "unknown"  # written by a newer version
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureKind | None:
+        return cls.UNKNOWN if isinstance(value, str) else None
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether memory ran out."""
+        return self in MEMORY_FAILURES
+
+
+MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a failure, in bytes; None if unavailable."""
+
+    requested_bytes: int | None = None  # the allocation that failed
+    allocated_bytes: int | None = None  # held by live tensors
+    reserved_unallocated_bytes: int | None = None  # held by the caching allocator but unused
+    free_bytes: int | None = None  # free on the device at that moment
+    total_bytes: int | None = None  # size of the device
+    allowed_bytes: int | None = None  # what `memory.fraction` lets this process have of it
+    fragmented: bool = False  # the allocator held at least as much unused memory as was asked for
+    # the process reached its own limit while the device had enough free memory
+    own_limit: bool = False
+    clue: str | None = None  # what message or stack show beyond the kind, one of Clue
+    library: str | None = None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
+    no_workers: bool = False  # the trainer has read no number of data-loader workers
+
+
+class Clue:
+    """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""
+
+    HARDWARE = "hardware"  # The GPU itself is at fault: ECC, NVLink, a lost device
+    BUSY = "busy"  # The device refused a context for now
+    DRIVER = "driver"
+    """The driver refused a call, as it does where it lacks virtual memory management."""
+    IMPORT = "import"  # Memory ran out while a module was imported
+    MODEL = "model"  # Memory ran out while a model was made, loaded or moved to the device
+    SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
+    DOWNLOAD = "download"  # Data or weights could not be fetched
+    KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
+    STALLED = "stalled"  # No sign of life, or no progress, for too long
+    USER_ERROR = "user_error"  # A mistake of the user's that the trainer names in a line
+    UNCLEAR = "unclear"  # The message has other causes too, but memory had nearly run out
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed: its kind, one line of message, the evidence and ordered advice.
+
+    ``rank`` is that of the process in which it began, None if there was one or it is not known.
+    """
+
+    kind: FailureKind
+    message: str
+    evidence: Evidence = field(default_factory=Evidence)
+    advice: tuple[str, ...] = ()
+    rank: int | None = None

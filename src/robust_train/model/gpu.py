@@ -1,0 +1,79 @@
+"""GPUs and their processes at one moment. Memory is in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that NVML lists on a GPU."""
+
+    pid: int  # process id as the driver sees it, which a container may number differently
+    used_bytes: int | None = None  # memory it holds, None if unavailable
+    computes: bool = True  # NVML lists it as a CUDA process; False for one that only draws
+
+
+@dataclass(frozen=True)
+class GpuInfo:
+    """One GPU (or one MIG slice) at one moment."""
+
+    uuid: str  # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
+    name: str  # product name
+    index: int  # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
+    pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
+    total_bytes: int  # memory of the device
+    free_bytes: int  # free_bytes, used_bytes: as NVML has them; never computed as a difference
+    used_bytes: int
+    utilization_percent: int | None = None  # how busy the GPU was lately, None if not supported
+    # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
+    compute_mode: str = "default"
+    # who is on it; None if unavailable or not asked for
+    processes: tuple[GpuProcess, ...] | None = None
+    parent_uuid: str | None = None  # for a MIG slice the UUID of the GPU it is a part of
+    # the GPU shares the host's memory (integrated); the figures are the host's
+    unified_memory: bool = False
+    unusable: str | None = None  # why no job may start on it now, or None
+    # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
+    mps: bool = False
+    # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None if NVML's and
+    # CUDA's lists may differ
+    cuda_index: int | None = None
+
+
+Group = tuple[GpuInfo, ...]
+"""The GPUs that an attempt has together, one for each rank; empty for the CPU."""
+
+
+@dataclass(frozen=True)
+class SkippedGpu:
+    """A GPU that could not be read: its NVML index, its UUID where known, and why."""
+
+    index: int
+    reason: str
+    uuid: str | None = None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All GPUs of the machine at one moment."""
+
+    # those that answered, MIG slices in place of their parent, ordered by PCI address
+    gpus: tuple[GpuInfo, ...] = ()
+    skipped: tuple[SkippedGpu, ...] = ()  # those that did not, with reasons
+    # a sentence where there is nothing to list (library missing, driver and library differ, no
+    # GPUs), else None
+    problem: str | None = None
+    driver_version: str | None = None  # of the NVIDIA driver, None if unknown
+    answered: bool = True  # False where the driver hangs, so that nothing is known of the GPUs
+    may_have_gpus: bool = True  # False without any driver, and where it lists no GPU
+
+
+def gpus_of(group: Group, rank: int | None) -> Group:
+    """Return the GPU of ``rank``; all of them where it is not known which is meant."""
+    return group if rank is None else group[rank : rank + 1]
+
+
+def device_name(gpus: Group) -> str:
+    """Return ``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` where there are none."""
+    return ",".join(f"cuda:{gpu.index}" for gpu in gpus) or "cpu"

@@ -1,0 +1,101 @@
+"""What an attempt is to use, and how fast it was. Memory is in bytes and time in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from robust_train.files import Json, fields_as_json, from_json
+from robust_train.model.gpu import GpuInfo, Group, device_name
+
+
+@dataclass(frozen=True)
+class AttemptSpec:
+    """What one attempt is to use."""
+
+    gpus: Group  # that of rank 0 first; empty for the CPU
+    batch_size: int  # micro-batch, samples in one forward and backward pass of one rank
+    gradient_accumulation_steps: int  # micro-batches of each rank per optimizer step
+    ranks: int = 1  # processes that share an optimizer step; one for each GPU
+    num_workers: int = 0  # data-loader workers of each rank
+    prefetch_factor: int = 2  # batches that each worker prepares ahead
+    expandable_segments: bool = True  # the CUDA allocator's setting against fragmentation
+    has_batch: bool = True  # False for a script that is given no batch size; it is 1 then
+    gradient_checkpointing: bool = False  # activations are recomputed in the backward pass
+    searches: bool = False  # the attempt finds its micro-batch before it trains
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def gpu(self) -> GpuInfo | None:
+        """The GPU of rank 0, None for the CPU."""
+        return self.gpus[0] if self.gpus else None
+
+    @property
+    def device(self) -> str:
+        """The device's name for people: ``cuda:<NVML index>``, with commas, or ``cpu``."""
+        return device_name(self.gpus)
+
+    @property
+    def device_key(self) -> str:
+        """The device's identity, whatever the order of the GPUs: their UUIDs, or ``cpu``."""
+        return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"
+
+    @property
+    def device_kind(self) -> str:
+        """What the memory for a step depends on of the device: its model and size, or ``cpu``."""
+        return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
+
+    def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
+        """Return the same with another split of the batch; None leaves a figure as it is."""
+        return replace(
+            self,
+            searches=False,
+            batch_size=batch_size or self.batch_size,
+            gradient_accumulation_steps=accumulation or self.gradient_accumulation_steps,
+        )
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the spec in JSON's types; the batch is null for a script without one."""
+        batch = {
+            "batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "effective_batch_size": self.effective_batch_size,
+        }
+        return {
+            "device": self.device,
+            "gpu_uuid": None if self.gpu is None else self.gpu.uuid,
+            "gpu_uuids": [gpu.uuid for gpu in self.gpus],
+            **fields_as_json(self),
+            **(batch if self.has_batch else dict.fromkeys(batch)),
+        }
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Json]) -> AttemptSpec:
+        """Return the spec in :meth:`as_json`. Raises MalformedEvent if it is another thing."""
+        batch = {
+            name: data.get(name) or 1 for name in ("batch_size", "gradient_accumulation_steps")
+        }
+        has_batch = data.get("batch_size") is not None and data.get("has_batch", True)
+        return from_json(cls, {**data, **batch, "has_batch": has_batch})
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one rank trained in an attempt; its first step, validation and checkpoints are left
+    out. None if unknown."""
+
+    steps: int  # that were measured
+    seconds_per_step: float  # median
+    seconds_per_step_p95: float  # 95th percentile
+    samples_per_second: float | None = None  # of this rank
+    data_share: float | None = None  # of the time, waiting for data, from 0 to 1
+    seconds_alone_per_step: float | None = None  # mean, until the ranks wait for each other
+    rank: int = 0
+
+    def without_samples(self) -> Speed:
+        """Return the same speed without samples, for a trainer whose batch is not known."""
+        return replace(self, samples_per_second=None)

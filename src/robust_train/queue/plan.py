@@ -1,0 +1,438 @@
+"""Which job gets which GPUs now, and why another one waits: pure functions over jobs and GPUs.
+
+GPUs are kept for the first job that none suits; others may overtake it elsewhere.
+``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from robust_train.gpu.processes import Holder, user_name
+from robust_train.gpu.select import (
+    choose_group,
+    could_ever_fit,
+    describe_process,
+    label,
+    tie_breaker,
+)
+from robust_train.model.gpu import GpuInfo, Group
+from robust_train.queue.registry import QueuedJob
+from robust_train.readable import MIB, mib, shortened
+
+LONGEST = 120
+"""Most characters of a reason."""
+_DOUBLES_EVERY_SECONDS = 300.0
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the scheduler decided."""
+
+    # by job id all the GPUs that a job gets, best first; `free_bytes` as usable
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    first: str | None = None  # the first job in the queue that gets nothing now
+    # UUIDs of the GPUs kept for it, the one that suits it soonest in front
+    kept: tuple[str, ...] = ()
+    order: tuple[QueuedJob, ...] = ()  # all waiting jobs, as they are served
+    # why jobs get nothing because of `max_gpus_per_user`
+    capped: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(
+    jobs: Iterable[QueuedJob],
+    gpus: Sequence[GpuInfo],
+    now: float,
+    gpu_limit: int | None = None,
+) -> Plan:
+    """Decide which waiting job gets which GPUs.
+
+    Args:
+        jobs: all living jobs.
+        gpus: all GPUs of the host; unusable ones are not granted.
+        now: seconds of the host's monotonic clock.
+        gpu_limit: most GPUs that one user may hold.
+    """
+    planner = _Planner(jobs, gpus, now, gpu_limit)
+    for job in planner.order:
+        planner.serve(job)
+    return planner.result()
+
+
+def open_to(
+    me: QueuedJob,
+    others: Iterable[QueuedJob],
+    gpus: Sequence[GpuInfo],
+    now: float,
+    gpu_limit: int | None = None,
+) -> tuple[GpuInfo, ...]:
+    """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
+
+    A job of several GPUs may take any of them. What it holds itself counts as free.
+    """
+    me = replace(me.on(()), polled_at=now)
+    planner = _Planner([*others, me], gpus, now, gpu_limit)
+    for job in planner.order:
+        if job.id == me.id:
+            break
+        planner.serve(job)
+    return tuple(state.as_gpu() for state in planner.suitable(me))
+
+
+def has_room(
+    me: QueuedJob,
+    others: Iterable[QueuedJob],
+    gpus: Sequence[GpuInfo],
+    gpu_limit: int | None = None,
+) -> bool:
+    """Return whether the GPUs that a job has announced have room for it beside all other jobs."""
+    running = [job for job in others if job.gpus]
+    states = gpu_states(running, gpus)
+    held, wanted = _held(running).get(me.owner, set()), set(me.gpus)
+    if gpu_limit is not None and not wanted <= held and len(held | wanted) > gpu_limit:
+        return False
+    return all(uuid in states and states[uuid].suits(me) for uuid in me.gpus)
+
+
+def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
+    """Return the waiting jobs in the order in which they are served.
+
+    The user who holds fewer GPUs goes first, jobs that are already in the order included; then who
+    came first. Within one user it is first come, first served.
+    """
+    jobs = list(jobs)
+    held = {user: len(gpus) for user, gpus in _held(jobs).items()}
+    queues: dict[int, deque[QueuedJob]] = {}
+    for job in sorted((job for job in jobs if not job.gpus), key=lambda job: job.order):
+        queues.setdefault(job.owner, deque()).append(job)
+    ordered = []
+    while queues:
+        user = min(queues, key=lambda user: (held.get(user, 0), queues[user][0].order))
+        job = queues[user].popleft()
+        if not queues[user]:
+            del queues[user]
+        held[user] = held.get(user, 0) + job.count
+        ordered.append(job)
+    return ordered
+
+
+def _held(jobs: Iterable[QueuedJob]) -> dict[int, set[str]]:
+    """Return the UUIDs of the GPUs that each user holds."""
+    held: dict[int, set[str]] = {}
+    for job in jobs:
+        held.setdefault(job.owner, set()).update(job.gpus)
+    return held
+
+
+class GpuState:
+    """One GPU, its jobs, and the room that is left on it."""
+
+    def __init__(self, gpu: GpuInfo, jobs: Sequence[QueuedJob]) -> None:
+        self.gpu = gpu
+        self.jobs = jobs
+        self.count = len(jobs)
+        most = 1 if self.is_exclusive() else _NO_LIMIT
+        self.limit = min([most, *(job.jobs_per_device for job in jobs)])
+        if gpu.unusable is not None:
+            self.limit = 0
+        taken = [self.taken(job) or 0 for job in jobs]
+        # what NVML reports as free less what is reserved and not taken yet; and all reservations
+        # together never exceed the GPU
+        outstanding = committed = 0
+        for job, taken_bytes in zip(jobs, taken, strict=True):
+            outstanding += max(job.reserved_bytes - taken_bytes, 0)
+            committed += max(job.reserved_bytes, taken_bytes)
+        self.usable = min(gpu.free_bytes - outstanding, gpu.total_bytes - committed)
+
+    def taken(self, job: QueuedJob) -> int | None:
+        """Return the least that a job has allocated here; None if unknown."""
+        return job.taken_bytes[job.gpus.index(self.gpu.uuid)]
+
+    def suits(self, job: QueuedJob) -> bool:
+        """Return whether the job could start here now."""
+        return (
+            self.usable >= job.reserved_bytes
+            and self.count < min(self.limit, job.jobs_per_device)
+            and self.gpu.uuid in job.only
+        )
+
+    def take(self, job: QueuedJob) -> None:
+        """Let the job start here."""
+        self.usable -= job.reserved_bytes
+        self.count += 1
+        self.limit = min(self.limit, job.jobs_per_device)
+
+    def is_exclusive(self) -> bool:
+        """Return whether the GPU's compute mode allows one process only."""
+        return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
+
+    def is_unhealthy(self) -> bool:
+        """Return whether it stays unusable when its jobs end; an exclusive one's owner may end."""
+        return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
+
+    def as_gpu(self) -> GpuInfo:
+        """Return the GPU with the memory that a new job can count on as free."""
+        return replace(self.gpu, free_bytes=max(self.usable, 0))
+
+    def in_use(self) -> int:
+        """Return what will be free when its jobs end: without a report a guess, for no grant."""
+        used = 0
+        for job in self.jobs:
+            taken = self.taken(job)
+            used += min(job.reserved_bytes, self.gpu.used_bytes) if taken is None else taken
+        return used
+
+    def distance(self, job: QueuedJob) -> tuple[bool, bool, float, int, int, float, str]:
+        """Return a sort key; the GPU that suits the job soonest comes first.
+
+        Programs outside of the queue end at an unknown time, so they count most. Then who overtook
+        the job there, what is missing, and who began first.
+        """
+        after = min(self.gpu.free_bytes + self.in_use(), self.gpu.total_bytes)
+        slots = self.count - min(self.limit or job.jobs_per_device, job.jobs_per_device) + 1
+        began = min((0.0 if one.draining else one.since for one in self.jobs), default=0.0)
+        return (
+            after < job.reserved_bytes,
+            self.gpu.unusable is not None,
+            self._overtaken_at(job),
+            max(job.reserved_bytes - self.usable, 0),
+            max(slots, 0),
+            began,
+            self.gpu.pci_bus_id + self.gpu.uuid,
+        )
+
+    def _overtaken_at(self, job: QueuedJob) -> float:
+        """Return when a later job that is in the way last came here, 0 if there is none.
+
+        It keeps the set of kept GPUs stable: a kept one gets no such job.
+        """
+        later = [one for one in self.jobs if one.ticket > job.ticket]
+        if not later:
+            return 0.0
+        fits = sum(one.reserved_bytes for one in later) + job.reserved_bytes <= self.gpu.total_bytes
+        most = min(job.jobs_per_device, *(one.jobs_per_device for one in later))
+        return 0.0 if fits and len(later) < most else max(one.since for one in later)
+
+
+def gpu_states(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> dict[str, GpuState]:
+    """Return each GPU's state by its UUID."""
+    by_gpu: dict[str, list[QueuedJob]] = {}
+    for job in jobs:
+        for uuid in job.gpus:
+            by_gpu.setdefault(uuid, []).append(job)
+    return {gpu.uuid: GpuState(gpu, by_gpu.get(gpu.uuid, ())) for gpu in gpus}
+
+
+class _Planner:
+    """Serves one job after the other; the GPUs of one are not there for the next."""
+
+    def __init__(
+        self,
+        jobs: Iterable[QueuedJob],
+        gpus: Sequence[GpuInfo],
+        now: float,
+        gpu_limit: int | None,
+    ) -> None:
+        jobs = list(jobs)
+        running = [job for job in jobs if job.gpus]
+        self.order = queue_order(jobs)
+        self._now = now
+        self._limit = gpu_limit
+        self._held = _held(running)
+        self._states = gpu_states(running, gpus)
+        self._groups: dict[str, Group] = {}
+        self._capped: dict[str, str] = {}
+        self._first: QueuedJob | None = None
+        self._kept: tuple[str, ...] = ()
+
+    def result(self) -> Plan:
+        return Plan(
+            groups=self._groups,
+            first=None if self._first is None else self._first.id,
+            kept=self._kept,
+            order=tuple(self.order),
+            capped=self._capped,
+        )
+
+    def serve(self, job: QueuedJob) -> None:
+        """Grant the job its GPUs, or keep some for it if it is the first that gets none."""
+        if not job.is_polling(self._now):
+            return
+        group = self._choose(job)
+        if group:
+            self._groups[job.id] = tuple(state.as_gpu() for state in group)
+            for state in group:
+                state.take(job)
+            self._held.setdefault(job.owner, set()).update(state.gpu.uuid for state in group)
+        elif self._is_capped(job):
+            held = len(self._held.get(job.owner, ()))
+            self._capped[job.id] = (
+                f"{user_name(job.owner)} holds {held} of at most {self._limit} GPUs "
+                "(max_gpus_per_user)"
+            )
+        elif self._first is None:
+            self._first = job
+            self._kept = self._keep(job)
+
+    def suitable(self, job: QueuedJob) -> list[GpuState]:
+        """Return the GPUs that it may have now, best first."""
+        states = [state for state in self._states.values() if state.gpu.uuid not in self._kept]
+        if self._is_capped(job):  # it may share those that its user holds
+            held = self._held.get(job.owner, ())
+            states = [state for state in states if state.gpu.uuid in held]
+        fullest = 1 if job.jobs_per_device > 1 else -1  # a tight fit leaves room for large jobs
+        return sorted(
+            (state for state in states if state.suits(job)),
+            key=lambda s: (self._first_could(s), fullest * s.usable, tie_breaker(s.gpu)),
+        )
+
+    def _is_capped(self, job: QueuedJob) -> bool:
+        """Return whether it would have more GPUs than its user may hold."""
+        held = len(self._held.get(job.owner, ()))
+        return self._limit is not None and held + job.count > self._limit
+
+    def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
+        """Return all the GPUs that it needs, or none."""
+        found = self.suitable(job)
+        if job.count == 1:
+            return found[:1]
+        apart = [state for state in found if not self._first_could(state)]
+        for states in (apart, found):
+            group = choose_group([state.gpu for state in states], job.count)
+            if group:
+                return [self._states[gpu.uuid] for gpu in group]
+        return ()
+
+    def _first_could(self, state: GpuState) -> bool:
+        """Return whether the first waiting job could ever use the GPU: better leave it then."""
+        first = self._first
+        return (
+            first is not None
+            and state.gpu.uuid in first.only
+            and could_ever_fit(state.gpu, first.reserved_bytes)
+        )
+
+    def _keep(self, job: QueuedJob) -> tuple[str, ...]:
+        """Return as many as it needs at first, twice as many every five minutes, in the end all.
+
+        None while too few are healthy. GPUs that this process cannot see may be healthy.
+        """
+        possible = [
+            state
+            for state in self._states.values()
+            if state.gpu.uuid in job.only and could_ever_fit(state.gpu, job.reserved_bytes)
+        ]
+        unseen = len(set(job.only) - self._states.keys())
+        if sum(not state.is_unhealthy() for state in possible) + unseen < job.count:
+            return ()
+        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        count = job.count << min(int(doublings), 20)
+        nearest = heapq.nsmallest(count, possible, key=lambda state: state.distance(job))
+        return tuple(state.gpu.uuid for state in nearest)
+
+
+# --- reasons for people ----------------------------------------------------------------------
+
+
+def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str | None:
+    """Return why a later job of another user goes before this one; None if none does."""
+    for other in order[: order.index(job)]:
+        if other.owner != job.owner and other.order > job.order:
+            user = user_name(other.owner)
+            return f"job {other.id} of {user} goes first: {user} holds fewer GPUs"
+    return None
+
+
+def why_waiting(
+    job: QueuedJob,
+    others: Iterable[QueuedJob],
+    gpus: Sequence[GpuInfo],
+    decided: Plan,
+    holders: Mapping[int, Holder] | None = None,
+) -> str:
+    """Return why a job gets no GPU now: at most 120 characters, the nearest obstacle first.
+
+    ``holders`` names processes on the GPUs, if those were listed.
+    """
+    if job.id in decided.capped:
+        return shortened(decided.capped[job.id], LONGEST)
+    promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
+    if decided.first not in (None, job.id):
+        promised |= dict.fromkeys(decided.kept, decided.first)
+    found: dict[tuple[int, str], list[GpuState]] = {}
+    available = 0
+    for state in gpu_states(others, gpus).values():
+        if state.gpu.uuid not in job.only:
+            continue
+        obstacle = _obstacle(state, job, promised.get(state.gpu.uuid))
+        if obstacle is None:
+            available += 1
+        else:
+            found.setdefault(obstacle, []).append(state)
+    awaited = decided.kept[: job.count] if decided.first == job.id else ()
+    groups = sorted(
+        found.items(),
+        key=lambda group: (all(s.gpu.uuid not in awaited for s in group[1]), group[0][0]),
+    )
+    parts = [_sentence(text, states, job, holders or {}) for (_, text), states in groups]
+    if job.count > 1:
+        parts.insert(0, f"{available} of {job.count} GPUs available")
+    return shortened("; ".join(parts) or "its driver shows none of its GPUs", LONGEST)
+
+
+def _obstacle(state: GpuState, job: QueuedJob, promised_to: str | None) -> tuple[int, str] | None:
+    """Return how far away a GPU is, for sorting, and why; None if the job could have it."""
+    if state.gpu.unusable is not None:
+        return 4, state.gpu.unusable
+    most = min(state.limit, job.jobs_per_device)
+    if state.count >= most:
+        jobs = "one job" if most == 1 else f"{most} jobs"
+        if state.is_exclusive():
+            return 1, "taken, and its compute mode allows one process"
+        of_them = " of the job there" if most < job.jobs_per_device else ""
+        return 1, f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_them})"
+    if state.usable < job.reserved_bytes:
+        is_ours = state.gpu.free_bytes + state.in_use() >= job.reserved_bytes
+        return (2, "ours") if is_ours else (3, "others")
+    if promised_to not in (None, job.id):
+        return 0, f"kept for job {promised_to}, which is ahead in the queue"
+    return None
+
+
+def _sentence(
+    text: str, states: Sequence[GpuState], job: QueuedJob, holders: Mapping[int, Holder]
+) -> str:
+    numbers = ", ".join(dict.fromkeys(str(state.gpu.index) for state in states))
+    if text in ("ours", "others"):
+        usable = max(max(state.usable for state in states), 0)
+        most = "at most " if len(states) > 1 else ""
+        text = f"{most}{usable // MIB} of {mib(job.reserved_bytes)} free"
+        jobs = dict.fromkeys(one.id for state in states for one in state.jobs)
+        processes = [one for state in states for one in state.gpu.processes or ()]
+        if jobs:
+            text += f" beside job {', '.join(jobs)}"
+        elif processes:
+            largest = max(processes, key=lambda process: process.used_bytes or 0)
+            text += f", {describe_process(largest, holders)}"
+    return f"GPU{'s' * (len(states) > 1)} {numbers}: {text}"
+
+
+def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
+    """Return a line for each GPU: how much is free, and who has how much."""
+    lines = []
+    for state in gpu_states(jobs, gpus).values():
+        gpu = state.gpu
+        parts = [gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"]
+        for job in state.jobs:
+            who = f"{job.name}, {user_name(job.owner)}"
+            leaving = ", which is leaving" if job.draining else ""
+            parts.append(f"{mib(job.reserved_bytes)} reserved by job {job.id} ({who}){leaving}")
+        others = gpu.used_bytes - state.in_use()
+        if others >= MIB:
+            parts.append(f"{mib(others)} used by others")
+        lines.append(f"{label(gpu)}: {', '.join(parts)}")
+    return lines

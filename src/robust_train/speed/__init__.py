@@ -1,1 +1,0 @@
-"""How fast attempts train, what holds them up, and what to do about it."""

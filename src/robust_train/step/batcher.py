@@ -1,0 +1,343 @@
+"""Steps and validations in parts that fit into memory: :meth:`MicroBatcher.backward`, `forward`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from robust_train.model.errors import ConfigError, UserError
+from robust_train.policy.batch_search import BatchSearch
+from robust_train.step import ranks, splitting
+from robust_train.step.engine import Step
+from robust_train.step.probing import prober_for
+from robust_train.step.ranks import SharedStep
+from robust_train.step.record import NotMeasured, OnEvent, OnOom, Recorder, StepSpeed
+from robust_train.step.rewind import Models, StepStart, Watch
+from robust_train.step.size import MicroBatchSize, SizeState
+from robust_train.step.splitting import Count, Length, Part, Parts, Split
+from robust_train.step.trained import modules_of
+
+log = logging.getLogger("robust_train")
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Step[Any])
+Backward = Callable[[Tensor], object]
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of :meth:`MicroBatcher.backward`, which explains them."""
+
+    count: Count | None
+    split: Split | None
+    length: Length | None
+    backward: Backward | None
+    training: bool
+
+
+LOOP_IS_GONE = (
+    "run.micro_batches is gone, because a step is a function: write "
+    "`def loss_of(batch): x, y = batch; return criterion(model(x), y)` and "
+    "`loss = run.backward(loss_of, batch, model)` in place of the loop, and "
+    "`outputs = run.forward(model, batch)` for validation"
+)
+
+
+class MicroBatcher:
+    """Splits batches so that they fit into memory, and remembers what fits.
+
+    Args:
+        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
+        min_batch_size: parts of this many samples are not split further: the error is raised.
+        gradient_accumulation_steps: the requested one; divisors of the effective batch are
+            preferred.
+        regrow_after_steps: see :class:`robust_train.step.size.MicroBatchSize`; None: never.
+        on_event: called with an event at every change of the size.
+        step: returns the number of the optimizer step, from 1; by default they are counted here.
+        on_oom: called with error and failure when memory ran out, before anything is released.
+        search: find the largest size that fits in the first step, by at most four parts of the
+            batch that are only measured.
+        speed: measures the steps, in the launcher's attempts.
+
+    Raises:
+        ValueError: a size is below 1.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        *,
+        min_batch_size: int = 1,
+        gradient_accumulation_steps: int = 1,
+        regrow_after_steps: int | None = None,
+        on_event: OnEvent | None = None,
+        step: Callable[[], int] | None = None,
+        on_oom: OnOom | None = None,
+        search: BatchSearch | None = None,
+        speed: StepSpeed | None = None,
+    ) -> None:
+        for name, value in (
+            ("batch_size", batch_size),
+            ("min_batch_size", min_batch_size),
+            ("gradient_accumulation_steps", gradient_accumulation_steps),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be 1 or more")
+        self._training, self._other = (
+            MicroBatchSize(
+                batch_size,
+                min_batch_size=min_batch_size,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                regrow_after_steps=regrow_after_steps,
+            )
+            for _ in range(2)
+        )
+        self._recorder = Recorder(
+            on_event or (lambda event: None),
+            on_oom or (lambda error, failure: None),
+            step or (lambda: self._steps_begun),
+        )
+        self._speed = speed or NotMeasured()
+        self._watch = Watch()
+        self._search = search
+        self._steps_begun = 0
+
+    @property
+    def training_size(self) -> MicroBatchSize:
+        """The size in use for training, and what is known about others."""
+        return self._training
+
+    @property
+    def size(self) -> int | None:
+        """Most samples in one pass of training, None as long as that is the whole batch."""
+        return self._training.current
+
+    @overload
+    def backward(
+        self,
+        loss_of: Callable[[Any], Tensor],
+        batch: Any,
+        model: Models = None,
+        **options: Unpack[StepOptions],
+    ) -> Tensor: ...
+    @overload
+    def backward(
+        self,
+        loss_of: Callable[[Any], tuple[Tensor, T]],
+        batch: Any,
+        model: Models = None,
+        **options: Unpack[StepOptions],
+    ) -> tuple[Tensor, list[T]]: ...
+    def backward(
+        self,
+        loss_of: Callable[[Any], Any],
+        batch: Any,
+        model: Models = None,
+        *,
+        count: Count | None = None,
+        split: Split | None = None,
+        length: Length | None = None,
+        backward: Backward | None = None,
+        training: bool = True,
+    ) -> Any:
+        """Add the gradients of a batch's mean loss; return that mean, detached::
+
+            def loss_of(batch):                 # any part of the batch
+                x, y = batch
+                return cross_entropy(model(x.to(device)), y.to(device))
+
+            loss = batcher.backward(loss_of, batch, model)
+
+        If memory runs out in it, the step starts over with smaller parts; gradients, buffers and
+        random generators are as if no error had been.
+
+        Args:
+            loss_of: returns the mean loss of its part, or a tuple of that and anything else. Its
+                variables are all that it may leave behind: what it stores elsewhere stays there
+                after a failed pass.
+            batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
+                with one sample per index of their first dimension.
+            model: what learns: a module or several. None: the modules that ``loss_of`` closes over.
+                Several ranks need it.
+            count: of how many items the loss of some data is a mean, if these are not the samples:
+                tokens, or labels that are not -100. For a sum ``lambda data: 1``.
+            split: ``split(batch, start, stop)``, if the batch cannot be sliced.
+            length: returns the samples of such a batch, if that is not its ``len``.
+            backward: runs the backward pass of a part's share of the loss, as
+                ``lambda loss: scaler.scale(loss).backward()``.
+            training: False for validation, where the loss is wanted without a backward pass. Only a
+                part that fails is repeated.
+
+        Returns:
+            The mean loss, over the samples of all ranks; with it, if ``loss_of`` returned tuples,
+            the list of what each part's had beside its loss.
+
+        Raises:
+            TypeError, ValueError: the number of samples cannot be seen, or is 0.
+            UserError: the model cannot be split here; the message has the reason.
+            RankFailure: one of several ranks cannot go on.
+        """
+        parts = self._parts(batch, split, length, count)
+        if not parts.samples and ranks.here() is None:
+            raise ValueError("The batch is empty, so its mean loss is undefined")
+        step, start = self._begin("backward", loss_of, parts, model, training=training)
+        is_named, returns_more = model is not None, False
+
+        def body(part: Part) -> tuple[Tensor, list[Any]]:
+            nonlocal returns_more
+            loss, *more = _loss_and_more(loss_of(part.data))
+            returns_more = bool(more)
+            # the mean of an empty part is NaN, also when multiplied by 0
+            share = loss if part.weight == 1.0 else loss * part.weight
+            if training and (part.weight or step.is_sharded):
+                if not is_named and start is not None:
+                    start.notice(loss)
+                torch.autograd.backward(share) if backward is None else backward(share)
+            return share.detach() if part.weight else torch.zeros_like(share), more
+
+        if training and start is not None:
+            self._probe(step, parts, body, start)
+        results = step.run_each(parts, body) if start is None else step.run(parts, body)
+        shares = [share for (share, _), _ in results]
+        loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
+        if training:
+            loss, returns_more = step.end(loss, items=parts.items, returns_more=returns_more)
+        else:
+            step.leave()
+        return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss
+
+    def forward(
+        self,
+        function: Callable[[Any], T],
+        batch: Any,
+        model: Models = None,
+        *,
+        split: Split | None = None,
+        length: Length | None = None,
+    ) -> list[T]:
+        """Call ``function`` for the parts of a batch, for validation or prediction.
+
+        If memory runs out, the part that failed is repeated in smaller ones; call it under
+        ``torch.no_grad()``. The arguments are those of :meth:`backward`.
+
+        Returns:
+            What ``function`` returned for each part, in order: each sample's result once.
+        """
+        parts = self._parts(batch, split, length, None)
+        step, start = self._begin("forward", function, parts, model, training=False)
+
+        def body(part: Part) -> T:
+            return function(part.data)
+
+        results = step.run_each(parts, body) if start is None else step.run(parts, body)
+        step.leave()
+        return [result for result, _ in results]
+
+    def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
+        raise ConfigError(LOOP_IS_GONE)
+
+    def open_step(
+        self, kind: type[S], model: nn.Module, shared: SharedStep, *, keeps_gradients: bool
+    ) -> S:
+        """Begin a step whose batches a framework hands over one at a time."""
+        self._steps_begun += 1
+        start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
+        return kind(self._training, start, shared, self._recorder, self._speed)
+
+    def open_evaluation(self, kind: type[S], shared: SharedStep) -> S:
+        """Begin a batch of a framework's validation."""
+        self._speed.pause()
+        return kind(self._other, None, shared, self._recorder, self._speed, training=False)
+
+    def shrink(self, reason: str) -> tuple[int, int] | None:
+        """Split finer from the next batch on, on request; return (from, to), or None."""
+        changed = self._training.shrink()
+        if changed:
+            self._other.shrink()
+            self._recorder.changed(*changed, reason)
+        return changed
+
+    def state(self) -> dict[str, SizeState]:
+        """Return the sizes in use, for a checkpoint."""
+        return {"training": self._training.state(), "other": self._other.state()}
+
+    def restore(self, state: dict[str, SizeState]) -> None:
+        """Take over :meth:`state`'s result, unless another batch size was requested since."""
+        self._training.restore(state["training"])
+        self._other.restore(state["other"])
+
+    def _parts(
+        self, batch: Any, split: Split | None, length: Length | None, count: Count | None
+    ) -> Parts:
+        if length is None:
+            length = splitting.length_of if split is None else len
+        return Parts(batch, length(batch), split=split, count=count)
+
+    def _begin(
+        self, name: str, function: Any, parts: Parts, model: Models, *, training: bool
+    ) -> tuple[Step[Any], StepStart | None]:
+        """Return the step, and where it began: None if each part stands for itself."""
+        is_alone = ranks.here() is None
+        if model is None and not is_alone:
+            raise UserError(
+                f"run.{name}: several ranks share a step: name the model, as in "
+                f"run.{name}({getattr(function, '__name__', 'function')}, batch, model)"
+            )
+        if training:
+            self._steps_begun += 1
+            self._speed.batch_begins(parts.samples)
+        else:
+            self._speed.pause()
+        size = self._training if training else self._other
+        reached: list[nn.Module] = []
+        if model is None or not is_alone:
+            reached = modules_of(function)
+        models = reached
+        if model is not None:
+            models = [model] if isinstance(model, nn.Module) else list(model)
+        shared = SharedStep(models, reached)
+        start = None
+        if training or shared.is_sharded:
+            start = StepStart(self._watch, models)
+        step: Step[Any] = Step(size, start, shared, self._recorder, self._speed, training=training)
+        return step, start
+
+    def _probe(
+        self, step: Step[Any], parts: Parts, body: Callable[[Part], Any], start: StepStart
+    ) -> None:
+        """Search for the size before the first step, if one was asked for."""
+        search, self._search = self._search, None
+        prober = None if search is None else prober_for(search, parts.samples, start.parameters())
+        if search is None or prober is None:
+            return
+        try:
+            found = prober.search(lambda size: body(parts.part(0, size)), start)
+        except BaseException:
+            step.undo()
+            raise
+        for size in (self._training, self._other):
+            size.begin_at(found.batch_size)
+        self._recorder.found(search, found)
+
+
+def _loss_and_more(result: Any) -> tuple[Any, ...]:
+    """Return the loss, and what else a function returned with it."""
+    both = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    if isinstance(both[0], Tensor) and both[0].numel() == 1:
+        return both
+    raise TypeError(
+        "run.backward: the function has to return the mean loss of its part, a tensor with one "
+        f"element, or a tuple of that and anything else; it returned {_described(result)}"
+    )
+
+
+def _described(result: Any) -> str:
+    kind = f"a {type(result).__name__}"
+    return f"{kind} of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind

@@ -1,0 +1,331 @@
+"""Recovery from out-of-memory errors inside one process, without the launcher.
+
+The same classifier and the same policy as the launcher's: other failures are raised at once, the
+effective batch is kept, and memory is really released before the next try.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from robust_train.failures import classify_failure
+from robust_train.failures.shortage import do_without_onednn
+from robust_train.memory import cleanup
+from robust_train.model.attempt import Attempt
+from robust_train.model.decision import GiveUp
+from robust_train.model.errors import AttemptsExhausted
+from robust_train.model.failure import Clue
+from robust_train.policy.decide import Offers, decide, first_attempt
+from robust_train.policy.sizes import PolicySettings
+from robust_train.step.trained import GradientsBefore, leaves_in
+
+log = logging.getLogger("robust_train")
+
+T = TypeVar("T")
+_UNLIMITED = 10**6
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+class OOMHandler:
+    """Finds the batch size at which a function fits into memory, by running it.
+
+    ::
+
+        handler = OOMHandler(initial_batch_size=128, min_batch_size=4)
+        result = handler.run(train)  # train(batch_size=…, gradient_accumulation_steps=…)
+
+    or, around a loop of one's own::
+
+        while True:
+            handler.start_try(model)
+            try:
+                train(handler.batch_size, handler.gradient_accumulation_steps)
+                break
+            except Exception as error:
+                if not handler.handle(error):
+                    raise
+
+    After a failed try its frames are emptied, gradients are as they were before it, and what it
+    still holds beyond one percent of the memory at the start is logged with the holders' names.
+
+    Args:
+        initial_batch_size: micro-batch of the first try.
+        min_batch_size: no try uses a smaller one.
+        gradient_accumulation_steps: accumulation of the first try; it grows as the batch shrinks.
+        max_retries: tries after the first one; None: as many as there are sizes.
+        preserve_effective_batch_size: False leaves the accumulation as it is.
+        batch_argument: which parameter of a function given to :meth:`run` is the batch.
+        check_memory: False skips the comparison with the memory at the start, which takes some ten
+            milliseconds here and after each failure.
+
+    Raises:
+        ValueError: the sizes are below 1 or in the wrong order.
+    """
+
+    def __init__(
+        self,
+        initial_batch_size: int = 128,
+        min_batch_size: int = 4,
+        *,
+        gradient_accumulation_steps: int = 1,
+        max_retries: int | None = None,
+        preserve_effective_batch_size: bool = True,
+        batch_argument: str = "batch_size",
+        check_memory: bool = True,
+    ) -> None:
+        if not 1 <= min_batch_size <= initial_batch_size:
+            raise ValueError(
+                f"min_batch_size={min_batch_size}: must be from 1 to "
+                f"initial_batch_size={initial_batch_size}"
+            )
+        if gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps}: must be 1 or more"
+            )
+        self._settings = PolicySettings(
+            batch_size=initial_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            min_batch_size=min_batch_size,
+            max_retries=_UNLIMITED if max_retries is None else max_retries,
+            may_switch_gpu=False,
+            allow_cpu_fallback=False,
+            preserve_effective_batch_size=preserve_effective_batch_size,
+            may_report=False,
+        )
+        self._batch_argument = batch_argument
+        self._spec = first_attempt(self._settings, ())
+        self._history: tuple[Attempt, ...] = ()
+        self._gradients = GradientsBefore()
+        # without gradients: those of a try are restored
+        self._start = cleanup.StartingMemory(cleanup.KeptGradients(())) if check_memory else None
+
+    def start_try(self, *trained: Any) -> None:
+        """Keep the gradients of ``trained`` (models, or functions that close over them).
+
+        :meth:`handle` goes back to them. Call it before each try of a loop of one's own in which
+        gradients add up over several tries; other gradients that a failed try has made are dropped.
+        """
+        self._gradients = GradientsBefore()
+        self._gradients.begin(trained)
+
+    @property
+    def batch_size(self) -> int:
+        """Micro-batch to use now."""
+        return self._spec.batch_size
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Accumulation to use now."""
+        return self._spec.gradient_accumulation_steps
+
+    def handle(self, error: BaseException) -> bool:
+        """Take a failure: release its memory, restore gradients, and make the batch smaller.
+
+        Returns:
+            Whether to try again; False for what is not a matter of memory, or is not known to be
+            and happened at every size.
+
+        Raises:
+            AttemptsExhausted: memory ran out and there is no smaller batch left to try.
+        """
+        failure = classify_failure(error)
+        if not failure.kind.is_memory:
+            return False
+        trained = leaves_in(error)
+        cleanup.release_memory(error)
+        if not self._gradients.restore(trained):
+            raise AttemptsExhausted(
+                "out of memory in a call that has added to the gradients of an earlier one, where "
+                "calls before it had dropped what they found: drop or keep them in every call, or "
+                "use MicroBatcher.backward"
+            ) from error
+        left = None if self._start is None else self._start.describe_rest()
+        do_without_onednn(failure)
+        number = len(self._history) + 1
+        self._history += (Attempt(number, self._spec, failure=failure),)
+        decision = decide(self._settings, self._history, Offers())
+        if isinstance(decision, GiveUp):
+            if failure.evidence.clue == Clue.UNCLEAR:
+                return False
+            raise AttemptsExhausted(self._account()) from error
+        for line in (decision.reason, decision.warning, left):
+            if line is not None:
+                log.warning("%s", line)
+        self._spec = decision.spec
+        return True
+
+    def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call ``train_fn`` until it fits, and return what it returns.
+
+        It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
+        first argument; and ``gradient_accumulation_steps`` if it has that parameter.
+
+        Raises:
+            TypeError: it is a generator or a coroutine.
+            AttemptsExhausted: it does not fit at ``min_batch_size`` either.
+        """
+        _must_be_plain(train_fn, "OOMHandler.run")
+        parameters = inspect.signature(train_fn).parameters
+        is_named = self._batch_argument in parameters
+
+        def call() -> T:
+            sizes = () if is_named else (self.batch_size,)
+            named = {self._batch_argument: self.batch_size} if is_named else {}
+            if _ACCUMULATION in parameters:
+                named[_ACCUMULATION] = self.gradient_accumulation_steps
+            return train_fn(*sizes, *args, **named, **kwargs)
+
+        return self.run_call(call, GradientsBefore(), (train_fn, args, kwargs))
+
+    def run_call(self, call: Callable[[], T], gradients: GradientsBefore, trained: Any) -> T:
+        """Call ``call``, which reads the sizes here, until it fits; return what it returns.
+
+        ``gradients`` are those of ``trained``, whatever modules it reaches.
+        """
+        self._gradients = gradients
+        while True:
+            gradients.begin(trained)
+            try:
+                result = call()
+            except Exception as error:
+                if not self.handle(error):
+                    raise
+            else:
+                gradients.end()
+                return result
+
+    def _account(self) -> str:
+        """Return every attempt, one a line."""
+        tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
+        lines = [f"out of memory at every batch size tried ({tried}):"]
+        for number, attempt in enumerate(self._history, start=1):
+            failure, spec = attempt.failure, attempt.spec
+            assert failure is not None
+            lines.append(
+                f"  attempt {number}: batch size {spec.batch_size} × accumulation "
+                f"{spec.gradient_accumulation_steps}: {failure.message}"
+            )
+        return "\n".join(lines)
+
+
+def adaptive_batch_training(
+    train_fn: Callable[..., T],
+    initial_batch_size: int = 128,
+    min_batch_size: int = 4,
+    *,
+    gradient_accumulation_steps: int = 1,
+    max_retries: int | None = None,
+    batch_argument: str = "batch_size",
+) -> T:
+    """Call ``train_fn`` with smaller batches until it fits; see :class:`OOMHandler`.
+
+    Raises:
+        TypeError: ``train_fn`` is a generator or a coroutine.
+        AttemptsExhausted: it does not fit at ``min_batch_size`` either.
+    """
+    handler = OOMHandler(
+        initial_batch_size,
+        min_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        max_retries=max_retries,
+        batch_argument=batch_argument,
+    )
+    return handler.run(train_fn)
+
+
+@overload
+def retry_on_oom(function: Callable[..., T], /) -> Callable[..., T]: ...
+@overload
+def retry_on_oom(
+    *, max_retries: int = 3, min_batch_size: int = 1, batch_argument: str = "batch_size"
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+def retry_on_oom(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    max_retries: int = 3,
+    min_batch_size: int = 1,
+    batch_argument: str = "batch_size",
+) -> Callable[..., Any]:
+    """Decorate a function or method: it is called with half the batch when memory runs out.
+
+    The batch is the argument called ``batch_argument``; an argument ``gradient_accumulation_steps``
+    is multiplied to match, so that the effective batch stays the same. Gradients are as before the
+    failed call. A function that adds to those it finds, in place of dropping them, costs a copy of
+    them to the host in each call: :meth:`MicroBatcher.backward` costs none.
+
+    Args:
+        max_retries: calls after the first one.
+        min_batch_size: no call uses a smaller batch.
+        batch_argument: which parameter of the function is the batch.
+
+    Raises:
+        TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.
+        AttemptsExhausted: on a call, memory ran out every time.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        _must_be_plain(function, "retry_on_oom")
+        signature = inspect.signature(function)
+        if batch_argument not in signature.parameters:
+            raise TypeError(
+                f"retry_on_oom: {_name_of(function)} has no parameter {batch_argument!r}; name the "
+                "batch with batch_argument=…"
+            )
+        gradients = GradientsBefore()
+
+        @functools.wraps(function)
+        def with_retries(*args: Any, **kwargs: Any) -> T:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            accumulation = bound.arguments.get(_ACCUMULATION)
+            batch_size = bound.arguments[batch_argument]
+            handler = OOMHandler(
+                batch_size,
+                min(min_batch_size, batch_size),
+                gradient_accumulation_steps=1 if accumulation is None else accumulation,
+                max_retries=max_retries,
+                check_memory=False,
+            )
+
+            def call() -> T:
+                bound.arguments[batch_argument] = handler.batch_size
+                if accumulation is not None:
+                    bound.arguments[_ACCUMULATION] = handler.gradient_accumulation_steps
+                return function(*bound.args, **bound.kwargs)
+
+            return handler.run_call(call, gradients, (function, args, kwargs))
+
+        return with_retries
+
+    return decorate if function is None else decorate(function)
+
+
+def _must_be_plain(function: Callable[..., Any], user: str) -> None:
+    """Refuse a generator or coroutine, whose body runs after the call: nothing to repeat."""
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "a generator": inspect.isgeneratorfunction,
+        "an async function": inspect.iscoroutinefunction,
+        "an async generator": inspect.isasyncgenfunction,
+    }
+    # an object that is called is what its __call__ is
+    called = getattr(type(function), "__call__", None)  # noqa: B004
+    for kind, is_kind in kinds.items():
+        if is_kind(function) or is_kind(called):
+            raise TypeError(
+                f"{user}: {_name_of(function)} is {kind}; it must be a plain function, which runs "
+                "as a whole when it is called"
+            )
+    if not callable(function):
+        raise TypeError(
+            f"{user}: {function!r} cannot be called; under @classmethod or @property the decorator "
+            "belongs below them"
+        )
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))

@@ -1,0 +1,376 @@
+"""The largest micro-batch that fits, found by trying some and measuring what they need.
+
+What to try is decided in :mod:`robust_train.policy.batch_search`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from robust_train.failures import classify_failure
+from robust_train.host import memory as host
+from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.memory.tensors import live_objects
+from robust_train.model.errors import AttemptsExhausted
+from robust_train.policy.batch_search import (
+    BatchSearch,
+    Limits,
+    Probe,
+    fits,
+    largest_that_fits,
+    micro_batch_sizes,
+    next_size,
+)
+from robust_train.readable import memory as shown
+from robust_train.step.rewind import Models, StepStart, Watch
+from robust_train.step.trained import modules_of
+
+log = logging.getLogger("robust_train")
+
+
+@dataclass(frozen=True)
+class FoundBatchSize:
+    """What a search has found. Memory in bytes.
+
+    Attributes:
+        batch_size: the largest micro-batch that fits; None if not even the smallest does.
+        probes: what was tried, in order.
+        rest_bytes: what was in use before a pass.
+        limit_bytes: what there was to use, without what the optimizer is going to take.
+        measured_bytes: what it needed.
+        seconds: all probes together.
+    """
+
+    batch_size: int | None
+    probes: tuple[Probe, ...]
+    rest_bytes: int
+    limit_bytes: int
+    measured_bytes: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        limits = Limits(self.rest_bytes, self.limit_bytes)
+        tried = ", ".join(f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes)
+        probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
+        if self.batch_size is None or self.measured_bytes is None:
+            return f"{probes}: none fits into {shown(self.limit_bytes)}"
+        return (
+            f"{probes} → {self.batch_size}, measured {shown(self.measured_bytes)} of "
+            f"{shown(self.limit_bytes)}, {self.seconds:.1f} s"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as the journal and ``summary.json`` have it."""
+        return {**asdict(self), "seconds": round(self.seconds, 3)}
+
+
+def _outcome(probe: Probe, limits: Limits) -> str:
+    if probe.peak_bytes is None:
+        return "out of memory"
+    return shown(probe.peak_bytes) + ("" if fits(probe, limits) else ", too near the limit")
+
+
+class Prober:
+    """One search for the largest size that fits."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...] | range,  # to choose from, the smallest first
+        meter: Meter,  # of the device
+        reserve_bytes: int = 0,  # that training will need beside what a pass shows
+        # that the optimizer takes for the time of a step, when the pass's activations are gone: a
+        # size fits if both the pass and the step do
+        step_bytes: int = 0,
+    ):
+        self._sizes = sizes
+        self._meter = meter
+        self._reserve = reserve_bytes
+        self._step_bytes = step_bytes
+        self._probes: list[Probe] = []
+        self._limits = Limits()
+        self._size = 0
+        self._started = time.monotonic()
+
+    def search(self, run: Callable[[int], object], start: StepStart) -> FoundBatchSize:
+        """Call ``run(size)``, a pass of that many samples, until the size is found.
+
+        Gradients, buffers and generators go back to their ``start`` after each pass.
+        """
+        start.make_gradients()
+        while (size := self._begin()) is not None:
+            self._end(ran_out=not _goes_through(run, size))
+            start.rewind()
+            start.make_gradients()
+        start.rewind()
+        return self._found()
+
+    def _begin(self) -> int | None:
+        """Return the size to try now, None when the search is over."""
+        size = next_size(self._sizes, self._probes, self._limits)
+        if size is None:
+            return None
+        rest = self._meter.begin()
+        limit = self._meter.limit() - self._reserve
+        # threads and workspaces come with the first pass and stay
+        limit = min(limit, self._limits.limit_bytes) if self._probes else limit
+        self._limits = Limits(rest, limit)
+        if rest + self._step_bytes > limit:
+            log.warning(
+                "no batch fits: the optimizer's step takes %s for a copy of all parameters; "
+                "foreach=False or fused=True spares it",
+                shown(self._step_bytes),
+            )
+            return None
+        self._size = size
+        return size
+
+    def _end(self, *, ran_out: bool) -> None:
+        """Record how the pass went."""
+        self._probes.append(Probe(self._size, None if ran_out else self._meter.peak()))
+        if not ran_out:
+            limit = min(self._limits.limit_bytes, self._meter.limit() - self._reserve)
+            self._limits = replace(self._limits, limit_bytes=limit)
+
+    def _found(self) -> FoundBatchSize:
+        """Return the result; count the peak from here on, as if nothing was tried."""
+        self._meter.begin()
+        best = largest_that_fits(self._probes, self._limits)
+        return FoundBatchSize(
+            batch_size=None if best is None else best.batch_size,
+            probes=tuple(self._probes),
+            rest_bytes=self._limits.rest_bytes,
+            limit_bytes=self._limits.limit_bytes,
+            measured_bytes=None if best is None else best.peak_bytes,
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def find_batch_size(
+    try_batch: Callable[[int], Any],
+    at_most: int,
+    *,
+    min_batch_size: int = 1,
+    model: Models = None,
+    device: torch.device | str | None = None,
+    effective_batch_size: int | None = None,
+    reserve_bytes: int = 0,
+    memory_fraction: float = 1.0,
+) -> FoundBatchSize:
+    """Find the largest batch that fits, in at most four tries::
+
+        def try_batch(size):
+            x, y = next_batch(size)
+            criterion(model(x), y).backward()
+
+        found = find_batch_size(try_batch, at_most=512, model=model)
+        loader = DataLoader(data, found.batch_size)
+
+    After each try gradients, buffers and generators are as before it. It makes no optimizer step:
+    that would change the weights.
+
+    Args:
+        try_batch: a forward and backward pass of that many samples.
+        at_most: the largest size to consider.
+        min_batch_size: the smallest.
+        model: what gets gradients; None: the modules that ``try_batch`` closes over.
+        device: whose memory it is about; None: that of the model, or where there is none yet the
+            current GPU if CUDA has been started, else the CPU.
+        effective_batch_size: samples in an optimizer step: prefer its divisors.
+        reserve_bytes: needed later beside what a pass shows; an optimizer's state that is not made
+            yet counts by itself where ``model`` is given.
+        memory_fraction: of the GPU's memory, the most to count on.
+
+    Raises:
+        AttemptsExhausted: memory runs out at ``min_batch_size`` as well.
+        ValueError: a size is below 1, or ``min_batch_size`` above ``at_most``.
+    """
+    if not 1 <= min_batch_size <= at_most:
+        raise ValueError(f"min_batch_size={min_batch_size}: must be from 1 to at_most={at_most}")
+    if effective_batch_size is not None and effective_batch_size < 1:
+        raise ValueError(f"effective_batch_size={effective_batch_size}: must be 1 or more")
+    sizes: tuple[int, ...] | range = range(min_batch_size, at_most + 1)
+    if effective_batch_size is not None:
+        wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
+        sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
+    models: list[nn.Module] = []
+    if model is None:
+        models = modules_of(try_batch)
+    else:
+        models = [model] if isinstance(model, nn.Module) else list(model)
+    start = StepStart(Watch(), models)
+    parameters = list(start.parameters())
+    step_bytes = 0
+    if model is not None:
+        reserve_bytes += optimizer_state_bytes(parameters)
+        step_bytes = optimizer_step_bytes(parameters)
+    where = torch.device(device) if device is not None else device_of(parameters)
+    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes, step_bytes)
+    try:
+        found = prober.search(try_batch, start)
+    except BaseException:
+        start.rewind()
+        raise
+    finally:
+        start.end()
+    log.info("find_batch_size: %s", found)
+    if found.batch_size is None:
+        raise AttemptsExhausted(f"find_batch_size: {found}")
+    return found
+
+
+def _goes_through(run: Callable[[int], object], size: int) -> bool:
+    try:
+        run(size)
+    except Exception as error:
+        if not classify_failure(error).kind.is_memory:
+            raise
+        clear_frames(error)
+        return False
+    return True
+
+
+def prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) -> Prober | None:
+    """Return what finds the size in a step's first batch; None if it cannot be found there.
+
+    That is with several processes or devices, or too small a batch.
+    """
+    parameters = list(parameters)
+    devices = {tensor.device for tensor in parameters} or {device_of(())}
+    sizes = search.sizes(samples)
+    why = None if sizes else f"the first batch has {samples} samples only"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        why = "several processes train together"
+    elif len(devices) > 1:
+        why = "several devices share"
+    if why is not None:
+        log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
+        return None
+    meter = meter_of(devices.pop(), search.memory_share)
+    state, step = optimizer_state_bytes(parameters), optimizer_step_bytes(parameters)
+    return Prober(sizes, meter, state, step)
+
+
+def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of optimizer state that the first step is going to make."""
+    return sum(
+        (2 if optimizer is None else _states_per_parameter(optimizer)) * parameter.nbytes
+        for parameter, optimizer in _with_optimizers(parameters)
+        if optimizer is None or parameter not in optimizer.state
+    )
+
+
+def optimizer_step_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes that a step takes beside the state, for its own time."""
+    return sum(
+        _copies_in_a_step(optimizer, parameter.device.type) * parameter.nbytes
+        for parameter, optimizer in _with_optimizers(parameters)
+    )
+
+
+def _with_optimizers(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Any]]:
+    """Pair what is trained with its optimizer; None if that is made later."""
+    missing = {id(p): p for p in parameters if p.requires_grad}
+    found: list[tuple[Tensor, Any]] = []
+    for optimizer in live_objects(torch.optim.Optimizer):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        found += [(p, optimizer) for p in held if missing.pop(id(p), None) is not None]
+    return found + [(parameter, None) for parameter in missing.values()]
+
+
+def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many tensors of a parameter's size this kind of optimizer keeps."""
+    settings = optimizer.defaults
+    if "betas" in settings:  # Adam and its variants
+        return 2 + bool(settings.get("amsgrad"))
+    if "momentum" in settings:  # SGD, RMSprop (which has alpha)
+        return bool(settings["momentum"]) + ("alpha" in settings) + bool(settings.get("centered"))
+    return 2
+
+
+def _copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> int:
+    """Return how many copies of all parameters a step holds at once.
+
+    The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
+    Adam's variants and RMSprop make one of the denominators, SGD one of the gradients if weight
+    decay is added to them (``_multi_tensor_*`` in torch/optim).
+    """
+    if optimizer is None:
+        return int(device == "cuda")
+    settings = optimizer.defaults
+    uses_foreach = settings.get("foreach")
+    if uses_foreach is None:
+        uses_foreach = device == "cuda" and not settings.get("fused")
+    copies = "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
+    return int(bool(uses_foreach) and copies)
+
+
+class GpuMeter:
+    """What the caching allocator of this process holds in tensors."""
+
+    def __init__(self, index: int, share: float) -> None:
+        self.index = index
+        self._share = share
+
+    def begin(self) -> int:
+        return_memory(thorough=False)
+        torch.cuda.synchronize(self.index)
+        torch.cuda.reset_peak_memory_stats(self.index)
+        return torch.cuda.memory_allocated(self.index)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self.index)
+        return torch.cuda.max_memory_allocated(self.index)
+
+    def limit(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.index)
+        # the allocator's limit by memory.fraction; torch before 2.8 does not say
+        known = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        share = min(self._share, known(self.index))
+        return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
+
+
+class HostMeter:
+    """This process's anonymous memory: without the files that are mapped into it. Where the kernel
+    does not let the peak be reset it is that of all that went before: too much at worst, since
+    larger sizes are tried after smaller ones."""
+
+    def begin(self) -> int:
+        return_memory(thorough=False)
+        host.reset_peak()
+        return host.own_memory().get("RssAnon", 0)
+
+    def peak(self) -> int:
+        own = host.own_memory()
+        # pages of libraries that were read meanwhile stay, so they are in the peak as well
+        return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
+
+    def limit(self) -> int:
+        return host.own_memory().get("RssAnon", 0) + host.room_left()
+
+
+Meter = GpuMeter | HostMeter
+
+
+def meter_of(device: torch.device, share: float) -> Meter:
+    """Return what measures memory there."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return GpuMeter(index, share)
+    return HostMeter()
+
+
+def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """Return the GPU that the parameters are on, or the first of their devices. Without any: the
+    current GPU where this process has started CUDA, else the CPU."""
+    found = list(dict.fromkeys(parameter.device for parameter in parameters))
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    found.append(torch.device("cuda" if is_on_gpu else "cpu"))
+    return next((device for device in found if device.type == "cuda"), found[0])

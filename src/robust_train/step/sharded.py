@@ -1,0 +1,198 @@
+"""Models sharded by FSDP2 (``fully_shard``): a rank that runs out leaves no other one waiting.
+
+The passes of a sharded model gather weights and scatter gradients, so a rank that leaves a part
+half-way would leave the others waiting. It plays the rest of the part's collectives instead, with
+empty buffers: what comes of that part is thrown away on every rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from robust_train.compat import has_own_collectives, noted_collectives, sharding_has_begun
+from robust_train.model.errors import UserError
+
+WITHOUT = "or do without run.backward: then an attempt is repeated in place of a step"
+
+
+class RanOutElsewhere(Exception):
+    """Memory ran out on another rank in the part that this one is in."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One message of a sharded model's pass: what a rank needs to play its role in it."""
+
+    is_gathered: bool  # else its gradients are reduced and scattered
+    output: int  # numbers that come out
+    input: int  # numbers that go in
+    dtype: torch.dtype
+    device: torch.device
+    group: Any = field(compare=False)
+    op: Any = field(compare=False)
+
+    def play(self) -> None:
+        """Take part in it with nothing to send."""
+        output = torch.empty(self.output, dtype=self.dtype, device=self.device)
+        nothing = torch.zeros(self.input, dtype=self.dtype, device=self.device)
+        if self.is_gathered:
+            dist.all_gather_into_tensor(output, nothing, group=self.group)
+        else:
+            dist.reduce_scatter_tensor(output, nothing, group=self.group, op=self.op)
+
+
+class Ledger:
+    """The collectives of a step's parts, the same on every rank and in every part of one kind.
+
+    The first part that goes through on all ranks is the record by which a rank that runs out
+    plays on. Until then each collective is preceded by a vote.
+
+    Args:
+        vote: send all ranks whether this one ran out; returns whether any did.
+    """
+
+    def __init__(self, vote: Callable[[bool], bool]) -> None:
+        self._vote = vote
+        self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._records: dict[object, list[Collective]] = {}
+        self._part: object = None
+        self._now: list[Collective] | None = None
+        self.sent = 0  # by sharded models over the default group
+
+    def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
+        """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
+        Raises UserError: a way of sharding in which a step cannot be repeated."""
+        roots: dict[int, Any] = {}
+        for model in models:
+            if model not in self._roots:
+                self._roots[model] = self._watch(model)
+            roots |= {id(root): root for root in self._roots[model]}
+        return tuple(roots.values())
+
+    def begin_part(self, roots: Sequence[Any], *, training: bool) -> None:
+        """Begin to note the collectives of a part."""
+        # modules that were left unsharded gather nothing: the next part may have another list
+        parameters = (parameter for root in roots for parameter in root.parameters())
+        is_gathered = tuple(not hasattr(parameter, "device_mesh") for parameter in parameters)
+        self._now, self._part = [], (tuple(map(id, roots)), training, is_gathered)
+
+    def end_part(self, *, ran_out: bool) -> None:
+        """Reach the part's end together with the other ranks.
+
+        Args:
+            ran_out: memory ran out in it on this rank; what its pass held is free again.
+
+        Raises:
+            UserError: the part's collectives are not those of the parts before it.
+        """
+        now, self._now = self._now, None
+        if now is None:
+            return
+        record = self._records.get(self._part)
+        if record is None:
+            if not self._vote(ran_out):  # the end counts as one more collective
+                self._records[self._part] = now
+        elif ran_out:
+            for collective in record[len(now) :]:
+                collective.play()
+        elif now != record:
+            raise UserError(
+                "run.backward: the passes of this model differ in what its ranks send each "
+                f"other, so that no step can be repeated; send the same in each, {WITHOUT}"
+            )
+
+    def _watch(self, model: nn.Module) -> tuple[Any, ...]:
+        modules = _sharded_in(model)
+        if not modules:
+            return ()
+        for module in modules:
+            module.reshard()
+        _refuse(model, modules)
+        for module in modules:
+            gather, scatter = noted_collectives(self._before)
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+        self._records.clear()
+        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        return tuple(module for module in modules if id(module) not in inner)
+
+    def _before(
+        self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
+    ) -> None:
+        if self._now is not None and self._part not in self._records and self._vote(False):
+            self._now = None
+            raise RanOutElsewhere
+        self.sent += group is dist.group.WORLD
+        if self._now is None:  # outside of parts
+            return
+        sizes = output.numel(), given.numel()
+        self._now.append(Collective(is_gathered, *sizes, output.dtype, output.device, group, op))
+
+
+def reset(roots: Iterable[Any]) -> None:
+    """Put sharded models in order after a part that was left; their gradients are dropped."""
+    for root in roots:
+        if sharding_has_begun(root):
+            root.reset_iter_state()
+
+
+def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
+    """Return the mean of the ranks' losses, None counting as 0."""
+    total = torch.zeros((), device=next(roots[0].parameters()).device)
+    if loss is not None:
+        total += loss.to(total.device)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _sharded_in(model: nn.Module) -> list[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return [] if kind is None else [part for part in model.modules() if isinstance(part, kind)]
+
+
+def refuse(name: str, module: nn.Module, reason: str | None) -> None:
+    """Raise UserError if there is a reason why steps with this module cannot be repeated."""
+    if reason is not None:
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        raise UserError(f"run.backward: {where} {reason}")
+
+
+def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
+    for name, part in model.named_modules():
+        if any(part is module for module in modules):
+            refuse(name, part, _why_not(part))
+    meshes = set()
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None and parameter.requires_grad:
+            raise UserError(
+                f"run.backward: {name} is not sharded, beside parameters that are; apply "
+                f"fully_shard to the whole model, {WITHOUT}"
+            )
+        if mesh is not None:
+            meshes.add(mesh)
+    if any(mesh.ndim > 1 or mesh.size() != dist.get_world_size() for mesh in meshes):
+        raise UserError(
+            "run.backward: the model has hybrid sharding or tensor parallelism, whose messages"
+            f" no one can send for a rank that runs out; shard it over all ranks, {WITHOUT}"
+        )
+
+
+def _why_not(module: Any) -> str | None:
+    """Return what makes it impossible to repeat a step of a sharded module, if anything."""
+    if not hasattr(module, "reset_iter_state"):
+        return f"needs a torch that has FSDPModule.reset_iter_state; update torch, {WITHOUT}"
+    if has_own_collectives(module):
+        return f"has collectives of its own (set_custom_all_gather); do without them, {WITHOUT}"
+    return None

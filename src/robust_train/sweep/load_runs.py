@@ -1,0 +1,95 @@
+"""``robust_train.load_runs``: one row a run, for notebooks and tables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from robust_train.files import as_json
+from robust_train.folder.run_list import read_run
+from robust_train.folder.summary import Summary, read_summary
+from robust_train.model.events import Json
+from robust_train.sweep.sweep_table import job_folders
+
+
+class Runs(list[dict[str, Json]]):
+    """Rows, one a run, as dictionaries."""
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame``; nested keys have columns like ``config.training.lr``."""
+        import pandas
+
+        return pandas.json_normalize(list(self))
+
+
+def load_runs(folder: str | Path) -> Runs:
+    """Return a row for each run in ``folder``: a run folder, a sweep's, or any that holds some.
+
+    Each has ``run_dir``, ``name``, ``status``, ``reason``, ``result``, ``wall_seconds``,
+    ``wait_seconds``, ``config`` (as Hydra saved it; empty without Hydra), ``attempts`` (as
+    ``summary.json`` has them), and ``samples_per_second`` over the whole of all attempts, None if
+    unknown.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    rows = (_row(one) for one in sorted(set(_run_folders(folder))))
+    return Runs(row for row in rows if row is not None)
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    if (folder / "summary.json").exists() or (folder / "state.json").exists():
+        yield folder
+        return
+    yield from job_folders(folder)
+    # launch() without Hydra leaves no ``.hydra``
+    yield from (path.parent for path in folder.glob("**/state.json"))
+
+
+def _row(folder: Path) -> dict[str, Json] | None:
+    run, summary = read_run(folder), read_summary(folder)
+    if run is None and summary is None:
+        return None
+    if run is not None and run.alive:
+        summary = None  # that of the launch before
+    known = summary or Summary("unknown" if run is None else run.status)
+    return {
+        "run_dir": str(folder),
+        "name": folder.name if run is None or run.state is None else run.state.name,
+        "status": known.status,
+        "reason": known.reason,
+        "result": known.result,
+        "wall_seconds": known.wall_seconds,
+        "wait_seconds": known.wait_seconds,
+        "samples_per_second": _speed(known),
+        "config": _config(folder),
+        "attempts": as_json(known.attempts),
+    }
+
+
+def _speed(summary: Summary) -> float | None:
+    samples = sum(
+        (one.end_step - one.start_step) * one.spec.effective_batch_size
+        for one in summary.attempts
+        if one.end_step is not None and one.spec.has_batch
+    )
+    seconds = sum(one.seconds or 0.0 for one in summary.attempts)
+    return samples / seconds if samples > 0 and seconds > 0 else None
+
+
+def _config(folder: Path) -> Json:
+    with contextlib.suppress(Exception):  # what is wrong with it costs the config
+        cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        try:
+            return OmegaConf.to_container(cfg, resolve=True)
+        except OmegaConfBaseException:  # an interpolation that only holds in the job
+            return OmegaConf.to_container(cfg)
+    return {}

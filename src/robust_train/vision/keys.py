@@ -1,0 +1,164 @@
+"""The keys of ``model`` and ``dataset`` for the built-in trainer, and their check.
+
+As in :mod:`robust_train.config.schema`, each is declared here once: ``just keys`` writes
+``configs/model/``, ``configs/dataset/image_folder.yaml`` and their tables on the page of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING, DictConfig
+
+from robust_train.config.checks import read
+from robust_train.config.composition import store_group
+from robust_train.config.values import FROM_1, Range, key, words_of_list
+from robust_train.model.errors import ConfigError
+
+_FROM_2 = Range("2 or more", lambda value: value >= 2)
+_BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
+_BETWEEN = Range("more than 0 and less than 1", lambda value: 0 < value < 1)
+
+AUGMENTATIONS = ("crop_flip", "shift", "none")
+
+
+def _layers(name: str, given: Any) -> tuple[str, ...]:
+    layers = words_of_list(name, given)
+    if not layers:
+        raise ConfigError(f"{name}=[]: name at least one module, e.g. [attn.qkv]")
+    return layers
+
+
+@dataclass(frozen=True)
+class CnnConfig:
+    """``model=cnn``: a small network, trained from scratch."""
+
+    name: str = key("cnn", "name of the model")
+    width: int = key(
+        32,
+        "channels of the first stage; they double with each halving of the image",
+        range=FROM_1,
+    )
+    image_size: int | None = key(
+        None, "side of the square images, pixels; `null`: the data's own", range=FROM_1
+    )
+    dropout: float = key(0.1, "dropout before the head", range=_BELOW_1)
+    lr: float = key(3e-3, "learning rate that suits it")
+    weights: str | None = key(None, "local file with weights to start from")
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """What the models on a timm backbone share."""
+
+    name: str = key(MISSING, "name of the model")
+    backbone: str = key(MISSING, "the backbone, a name of timm's")
+    pretrained: bool = key(True, "download pretrained weights")
+    weights: str | None = key(None, "local file with weights instead of a download")
+    image_size: int = key(
+        224, "side of the square that images are resized to, pixels", range=FROM_1
+    )
+    dropout: float = key(0.0, "dropout before the head", range=_BELOW_1)
+    lr: float = key(1e-3, "learning rate that suits it")
+
+
+@dataclass(frozen=True)
+class LinearProbeConfig(BackboneConfig):
+    """``model=linear_probe``: a frozen backbone and one trained linear layer."""
+
+    name: str = key("linear_probe", "name of the model")
+    backbone: str = key(
+        "vit_small_patch14_dinov2.lvd142m", "its features separate the classes linearly"
+    )
+
+
+_VIT = "vit_small_patch16_224.augreg_in21k"
+
+
+@dataclass(frozen=True)
+class LoraModelConfig(BackboneConfig):
+    """``model=lora``: low-rank adapters (peft) in a frozen backbone, and a trained classifier."""
+
+    name: str = key("lora", "name of the model")
+    backbone: str = key(_VIT, "the backbone, a name of timm's")
+    lora_r: int = key(8, "rank of the adapters", range=FROM_1)
+    lora_alpha: int = key(16, "adapters are scaled by lora_alpha / lora_r", range=FROM_1)
+    lora_dropout: float = key(0.1, "dropout of the adapters", range=_BELOW_1)
+    target_modules: tuple[str, ...] = key(
+        ("attn.qkv", "attn.proj"),
+        "layers that get adapters; `proj` alone would also match the patch embedding",
+        accepts="list",
+        read=_layers,
+    )
+
+
+@dataclass(frozen=True)
+class FullFinetuneConfig(BackboneConfig):
+    """``model=full_finetune``: every weight of the backbone is trained."""
+
+    name: str = key("full_finetune", "name of the model")
+    backbone: str = key(_VIT, "the backbone, a name of timm's")
+    lr: float = key(5e-5, "learning rate that suits it")
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """``dataset``: what every data set has."""
+
+    name: str = key(MISSING, "name of the data set")
+    root: str = key("data", "folder of the data, relative to the working directory")
+    download: bool = key(True, "download what is missing")
+    num_classes: int | None = key(None, "number of classes; `null`: the data's", range=_FROM_2)
+    augment: str = key(
+        "crop_flip",
+        "random changes of the training images: `crop_flip`, `shift` or `none`",
+        choices=AUGMENTATIONS,
+    )
+    num_workers: int = key(2, "data-loader workers that suit it")
+    epochs: int = key(10, "epochs that suit it")
+
+
+@dataclass(frozen=True)
+class ImageFolderConfig(DatasetConfig):
+    """``dataset=image_folder``: one folder of images a class."""
+
+    name: str = key("image_folder", "name of the data set")
+    root: str = key(MISSING, "folder of the data: `<root>/train/<class>/<image>`")
+    train: str = key("train", "subfolder with the training images, one folder per class")
+    test: str = key("test", "subfolder with the test images")
+    test_fraction: float = key(
+        0.2, "share of each class held out where there is no test folder", range=_BETWEEN
+    )
+
+
+MODELS: Mapping[str, type] = {
+    "cnn": CnnConfig,
+    "linear_probe": LinearProbeConfig,
+    "lora": LoraModelConfig,
+    "full_finetune": FullFinetuneConfig,
+}
+DATASETS: Mapping[str, type] = {
+    "digits": DatasetConfig,
+    "flowers102": DatasetConfig,
+    "cub200": DatasetConfig,
+    "image_folder": ImageFolderConfig,
+}
+
+
+def check_groups(cfg: DictConfig) -> None:
+    """Check ``model`` and ``dataset``. Raises ConfigError: a value is not accepted."""
+    for group, options in (("model", MODELS), ("dataset", DATASETS)):
+        name = cfg[group].get("name")
+        if name not in options:
+            raise ConfigError(f"{group}.name={name}: must be one of {', '.join(options)}")
+        read(options[name], cfg[group], f"{group}.")
+
+
+def register() -> None:
+    """Put the keys into Hydra's ConfigStore."""
+    for name, schema in MODELS.items():
+        store_group("model", name, schema)
+    store_group("dataset", "dataset", DatasetConfig)
+    store_group("dataset", "image_folder", ImageFolderConfig)

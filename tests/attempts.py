@@ -1,0 +1,62 @@
+"""Attempts as tests describe them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.decision import Decision
+from robust_train.model.events import Failed, ScriptEnded
+from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.gpu import GpuInfo
+from robust_train.model.spec import AttemptSpec
+from robust_train.policy.decide import Offers, decide, with_rule
+from robust_train.policy.sizes import PolicySettings
+from robust_train.readable import GIB
+
+
+def gpu(index: int, free_gib: float) -> GpuInfo:
+    """A GPU of 80 GiB."""
+    free = int(free_gib * GIB)
+    return GpuInfo(f"GPU-{index}", "A100", index, f"0000:0{index}:00.0", 80 * GIB, free, 0)
+
+
+def failed(
+    spec: AttemptSpec,
+    kind: FailureKind,
+    evidence: Evidence | None = None,
+    *,
+    message: str = "",
+    rank: int | None = None,
+    exit_code: int | None = None,
+    output: str = "",
+    stopped_for: str | None = None,
+    exceptions: tuple[str, ...] = (),
+    **record: Any,
+) -> Attempt:
+    """An attempt that failed; ``record`` are fields of it."""
+    text = message or f"a {kind.value} message"
+    failure = Failure(kind, text, evidence or Evidence(), rank=rank)
+    return Attempt(
+        record.pop("number", 1),
+        spec,
+        seconds=1.0,
+        failure=failure,
+        ending=Failed(failure, stopped_for=stopped_for, exceptions=exceptions),
+        script=None if exit_code is None else ScriptEnded(exit_code, 1),
+        exit=Exit(output=output),
+        **record,
+    )
+
+
+def decided(
+    settings: PolicySettings,
+    history: tuple[Attempt, ...],
+    gpus: tuple[GpuInfo, ...] = (),
+    held: tuple[GpuInfo, ...] = (),
+) -> Decision:
+    """What the launcher decides after these attempts."""
+    known: tuple[Attempt, ...] = ()
+    for attempt in history:
+        known += (with_rule(settings, known, attempt),)
+    return decide(settings, known, Offers(gpus, held))

@@ -1,0 +1,273 @@
+"""What every command of ``robust-train`` does with right and wrong arguments, and odd streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import robust_train
+from another_user import ANOTHER_USER, needs_root
+from robust_train.cli.command import load
+from robust_train.cli.commands import COMMANDS
+from robust_train.cli.main import find, main, parser_of
+from robust_train.folder.summary import Summary
+from robust_train.host import screen
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.run_folder import RunFolder
+
+COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory of a user without runs, on a machine with an empty queue."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
+    return folder
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_function_and_help_of_80_columns(name: str):
+    command = COMMANDS[name]
+    assert callable(load(command.function))
+    for line in parser_of(command).format_help().splitlines():
+        assert len(line) <= 80, line
+
+
+def test_help_lists_every_command_within_80_columns(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name, command in COMMANDS.items():
+        assert any(line.startswith(f"  {name} ") and command.help in line for line in lines)
+    assert main([]) == 2
+    capsys.readouterr()
+    assert main(["memory", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "memory kill" in shown
+    assert "run stop" not in shown
+
+
+def test_help_and_the_package_import_no_framework():
+    code = (
+        "import sys, robust_train; from robust_train.cli.main import main; main(['--help']); "
+        "main(['run', '--help']); print({'torch', 'hydra', 'omegaconf', 'psutil'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\nset()\n")
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("stauts", 2, ["stauts: no such command", "did you mean run status?"]),
+    ("xyz", 2, ["xyz: no such command", "there are train, run, runs, "]),
+    (
+        "plan model=lora",
+        2,
+        ["plan is gone: training.batch_size=auto", "accelerate estimate-memory"],
+    ),
+    ("gpus extra", 2, ["gpus: unrecognized arguments: extra"]),
+    ("runs --al", 2, ["runs: unrecognized arguments: --al"]),
+    # the program of `run`
+    ("run", 2, ["no program to run", "--", "halve-batch"]),
+    ("run explode", 2, ["no program to run", "halve-batch"]),
+    ("run stauts", 2, ["stauts: did you mean status?", "-- stauts"]),
+    ("run --batch-size 8", 2, ["no program to run"]),
+    ("run --batch-size 8 --", 2, ["no program to run"]),
+    ("run python3 train.py", 2, ["no program to run"]),
+    ("run python3 -- train.py", 2, ["python3", "key=value"]),
+    ("run stop -- train.py", 2, ["stop", "key=value"]),
+    ("run --batch-size 0 -- ls", 2, ["--batch-size", "0", "1 or more"]),
+    ("run --batch-size many -- ls", 2, ["--batch-size", "many", "integer"]),
+    ("run --max-retries -1 -- ls", 2, ["--max-retries"]),
+    ("run --nosuch -- ls", 2, ["--nosuch"]),
+    ("run -- ls {batch_size}", 2, ["batch size", "--batch-size N"]),
+    ("run --min-batch-size 4 -- ls", 2, ["batch size", "--batch-size N"]),
+    ("run --batch-size 8 --min-batch-size 9 -- ls", 2, ["9", "--batch-size 8"]),
+    ("run --resume-argv 'x -- ls", 2, ["--resume-argv", "quotation"]),
+    ("run max_retrys=3 -- ls", 2, ["did you mean max_retries?"]),
+    ("run training.batch_size=x -- ls", 2, ["training.batch_size=x", "an integer"]),
+    ("run --device gpu7 -- ls", 2, ["device=gpu7", "cuda:<number>"]),
+    ("run -- no_such_program", 2, ["no_such_program", "PATH"]),
+    ("run --batch-size 8 -- ls {batchsize}", 2, ["did you mean {batch_size}?"]),
+    # runs
+    ("run status", 1, ["run status: no run of yours is alive"]),
+    ("run status 3-cccccc", 1, ["3-cccccc: no run of yours has that id"]),
+    ("run stop --now 3-cccccc", 1, ["3-cccccc: no live run of yours"]),
+    ("run checkpoint --wait -1", 2, ["--wait: -1: accepted is a number of seconds"]),
+    ("run halve-batch", 1, ["no run of yours is alive"]),
+    ("logs nothing", 1, ["nothing: no run of yours"]),
+    ("logs --attempt x", 2, ["--attempt"]),
+    ("attach", 1, ["no run of yours is alive"]),
+    ("wait nothing", 1, ["nothing: no run of yours"]),
+    # the machine
+    ("memory", 2, ["an action is needed: info, clear, reset, fraction, enable, snapshot, kill"]),
+    ("memory shrink", 2, ["shrink: no such action: info, clear"]),
+    ("memory fraction", 2, ["the following arguments are required: FRACTION"]),
+    ("memory fraction 80", 2, ["80: accepted is a number over 0, up to 1"]),
+    ("memory fraction much", 2, ["much: accepted is a number over 0, up to 1"]),
+    ("memory fraction 0.8", 1, ["memory.fraction=0.8"]),
+    ("memory clear", 1, ["a process cannot empty another's cache"]),
+    ("memory reset", 1, ["peaks are counted inside a process"]),
+    ("memory snapshot", 1, ["memory.snapshot_on_oom=true"]),
+    ("memory clear --run 1-abcdef", 1, ["1-abcdef: no live run"]),
+    ("memory info --run 1-abcdef", 1, ["1-abcdef: no live run"]),
+    ("memory kill --grace -1", 2, ["--grace: -1: accepted is a number of seconds"]),
+    ("memory kill --grace x", 2, ["--grace: x"]),
+    ("memory kill --pid x", 2, ["--pid"]),
+    ("cleanup --stats-only --force", 2, ["--force: not allowed with argument --stats-only"]),
+    ("doctor --clear GPU-5", 1, ["--clear GPU-5: you have not excluded this GPU"]),
+    ("queue --usage", 2, ["--usage is gone"]),
+    ("queue cancle 5", 2, ["did you mean cancel?"]),
+    ("queue cancel 5", 1, ["queue cancel: 5: there is no such job"]),
+    # the rest
+    ("report absent", 2, ["absent: no such folder"]),
+    ("report .", 2, ["neither a run folder"]),
+    ("init /dev/null/mine", 2, ["/dev/null", "Not a directory"]),
+    ("notify", 2, ["an action is needed: test"]),
+    ("notify test", 2, ["nothing to send to", "notify.urls=…"]),
+    ("notify test notify.url=x", 2, ["did you mean urls?"]),
+    *((f"{name} {'a' * 300}", 1, []) for name in ("run status", "run stop", "logs", "wait")),
+    *((f"{name} ~nobody-of-that-name/x", 1, []) for name in ("run stop", "attach", "wait")),
+    (f"report {'a' * 300}", 2, []),
+    (f"init {'a' * 300}", 2, ["File name too long"]),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "words"), MISTAKES, ids=lambda value: str(value)[:50])
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    line: str, code: int, words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+):
+    ended, shown = main(line.split(" ")), capsys.readouterr()
+    assert ended == code, shown
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1, shown.err
+    (only,) = shown.err.splitlines()
+    for word in words:
+        assert word in only
+    assert list(here.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("command", ["run status", "run stop", "logs", "report", "queue --dir"])
+def test_another_users_private_folder_is_refused_in_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    arguments = [*command.split(), str(private / "x" if "dir" in command else private)]
+    main(arguments)  # imports what the other user may not read here
+    capsys.readouterr()
+    os.seteuid(ANOTHER_USER)
+    try:
+        main(arguments)
+    finally:
+        os.seteuid(0)
+    shown = capsys.readouterr()
+    assert len((shown.out + shown.err).splitlines()) == 1
+
+
+# --- for programs ---------------------------------------------------------------------------------
+
+WITHOUT_A_RUN = {"error"}
+MACHINE = {"problem", "skipped", "gpus", "in_container", "host"}
+KEYS = {
+    "run list": {"runs"},
+    "run status RUN": {"run", "id", "pid", "run_dir", "alive", "state", "host", "exit_code"},
+    "run checkpoint": WITHOUT_A_RUN,
+    "run halve-batch": WITHOUT_A_RUN,
+    "run stop": WITHOUT_A_RUN,
+    "runs": {"runs"},
+    "queue": {"directory", "jobs", "excluded"},
+    "gpus": {"driver_version", "problem", "warning", "gpus", "skipped"},
+    "memory info": {*MACHINE, "live_run"},
+    "memory clear": WITHOUT_A_RUN,
+    "memory reset": WITHOUT_A_RUN,
+    "memory fraction 0.5": WITHOUT_A_RUN,
+    "memory enable": {"variable", "value", "lines"},
+    "memory snapshot": WITHOUT_A_RUN,
+    "memory kill --pid 1": {"error"},  # without a driver, or because it is no CUDA process
+    "cleanup": {"error", *MACHINE},
+    "doctor": {"driver_version", "driver_answers", "packages", "gpus", "queue", "avoided"},
+    "report RUN": {"schema", "name", "status", "attempts", "spans", "memory", "curves"},
+}
+
+
+def test_the_output_of_each_command_that_has_json_is_checked():
+    with_json = {
+        name
+        for name, command in COMMANDS.items()
+        if any("--json" in option.names for option in command.options)
+    }
+    assert with_json == {find(line.split())[0].name for line in KEYS}
+
+
+@pytest.mark.parametrize("line", KEYS)
+def test_json_has_the_documented_keys(line: str, here: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir = here / "run"
+    run_dir.mkdir()
+    with SignalWatch() as signals, RunFolder(run_dir, "a job", signals) as folder:
+        Summary("completed", run_dir, result=0.5).write()
+        folder.ended("completed", None)
+    code = main([*line.replace("RUN", str(run_dir)).split(" "), "--json"])
+    content = json.loads(capsys.readouterr().out)
+    assert KEYS[line] <= content.keys()
+    assert (code == 0) is ("error" not in content) or line == "doctor"
+    if line == "runs":
+        (run,) = content["runs"]
+        assert run["result"] == 0.5
+        assert {"id", "name", "state", "run_dir", "alive"} <= run.keys()
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stdout", "code", "error"),
+    [
+        (">&-", 0, b""),
+        ("> /dev/full", 1, b"robust-train: cannot write the output: No space left on device\n"),
+        ("> /dev/null", 0, b""),
+    ],
+)
+def test_output_that_cannot_be_shown_gets_no_traceback(stdout: str, code: int, error: bytes):
+    # the help has characters that ASCII lacks
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = ["sh", "-c", f'exec "$@" {stdout}', "sh", *COMMAND, "--help"]
+    done = subprocess.run(command, env=environ, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (code, error)
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help", "doctor", "gpus", "completion"])
+def test_a_reader_that_has_seen_enough_gets_no_traceback(words: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        done = subprocess.run([*COMMAND, *words.split()], stdout=stdout, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_stream_that_the_shell_has_closed_takes_output_and_is_no_terminal(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    screen.open_closed_streams()
+    print("goes nowhere", file=sys.stderr)
+    assert not sys.stdout.isatty()
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"robust-train {robust_train.__version__}\n"

@@ -1,0 +1,149 @@
+"""Interpreters of a job: what they import and when, and that none outlives the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from robust_train.launcher.interpreters import (
+    Interpreter,
+    Interpreters,
+    preparation,
+    wait_until_prepared,
+)
+from robust_train.launcher.process import Standby
+from world import World, is_running, parent_of, wait_until
+
+ON_THE_CPU = ("auto_device=false", "device=cpu")
+
+
+@pytest.fixture
+def interpreters() -> Iterator[Interpreters]:
+    own = Interpreters()
+    yield own
+    own.close()
+
+
+def prepared(interpreters: Interpreters, *modules: str) -> Interpreter:
+    one = interpreters.start(os.environ)
+    one.prepare(preparation(modules))
+    wait_until_prepared(interpreters, [one], lambda: None)
+    return one
+
+
+def test_an_interpreter_that_waits_has_not_imported_torch():
+    code = "import sys, robust_train.attempt.interpreter; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_import_that_fails_or_prints_is_left_to_the_attempt(
+    interpreters: Interpreters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "prints_and_fails.py").write_text("print('loud', flush=True)\n1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    one = prepared(interpreters, "prints_and_fails", "no_such_module", "json")
+    assert one.suits(os.environ)
+    interpreters.pump.drain()
+    assert "loud" not in interpreters.pump.tail
+
+
+def test_an_interpreter_does_not_suit_another_environment(interpreters: Interpreters):
+    one = prepared(interpreters)
+    assert one.suits({**os.environ, "CUDA_VISIBLE_DEVICES": "1"})
+    assert not one.suits({**os.environ, "OMP_NUM_THREADS": "7"})
+    assert not one.suits({**os.environ, "LD_PRELOAD": "/lib/other.so"})
+
+
+def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters: Interpreters):
+    one = prepared(interpreters)
+    interpreters.signal(one, signal.SIGKILL)
+    wait_until(lambda: interpreters.poll() or one.ended, "its end is reported")
+    assert one.ended is not None
+    assert one.ended.returncode == -signal.SIGKILL
+    assert one.ended.max_resident_bytes > 1 << 20
+
+
+def test_a_standby_takes_a_small_share_of_the_free_memory():
+    available = psutil.virtual_memory().total
+    assert Standby(1 << 20).has_room()
+    assert not Standby(available).has_room()
+
+
+def _start(world: World, trainer: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """Start a job; return it and the process ids that its trainer writes down."""
+    names = world.folder / "pids"
+    world.environ["PIDS_FILE"] = str(names)
+    process = world.start(f"trainer._target_=interpreter_trainers.{trainer}", "max_retries=1")
+    wait_until(lambda: names.exists() and names.read_text().count("\n") == 2, "it trains")
+    pids = (line.split() for line in names.read_text().splitlines())
+    return process, {name: int(pid) for name, pid in pids}
+
+
+def _kill_launcher(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
+    process.kill()
+
+
+def _kill_attempt(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
+    os.kill(pids["attempt"], signal.SIGKILL)
+
+
+def _kill_both(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
+    process.kill()
+    os.kill(pids["attempt"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [_kill_launcher, _kill_attempt, _kill_both])
+def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_the_job(
+    world: World, kill: Callable[[subprocess.Popen[str], dict[str, int]], None]
+):
+    process, pids = _start(world, "hides_a_helper")
+    kill(process, pids)
+    world.end(process)
+    for name, pid in pids.items():
+        wait_until(lambda pid=pid: not is_running(pid), f"{name} ends")
+
+
+def test_the_reapers_command_line_names_no_package(world: World):
+    """So ``pkill -f`` leaves it to clean up after the others."""
+    world.alone = True
+    process, pids = _start(world, "hides_a_helper")
+    reaper = psutil.Process(parent_of(pids["attempt"]))
+    assert reaper.ppid() == process.pid
+    assert not any("robust" in word for word in reaper.cmdline()[1:])
+    process.terminate()
+    world.end(process)
+
+
+def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world: World):
+    ended = world.run(
+        "trainer._target_=interpreter_trainers.waits_for_the_standby", "max_retries=1"
+    )
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == {"was_there": True}
+
+
+def test_one_foreign_byte_does_not_hang_the_ranks(world: World):
+    port_file = world.folder / "port"
+    world.environ["PORT_FILE"] = str(port_file)
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    process = world.start(
+        "trainer._target_=interpreter_trainers.meets_after_a_foreign_byte",
+        "num_gpus=2",
+        *ON_THE_CPU,
+    )
+    port = int(wait_until(lambda: port_file.exists() and port_file.read_text(), "the store is up"))
+    with socket.create_connection(("127.0.0.1", port)) as foreign:
+        foreign.sendall(b"\x01")
+        (world.folder / "go").touch()
+        ended = world.end(process)
+    assert ended.returncode == 0, ended.output
+    assert ended.summary["result"] == 2

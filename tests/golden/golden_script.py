@@ -1,0 +1,18 @@
+"""A program that knows nothing of the launcher but the file that it writes messages to."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+size = int(sys.argv[sys.argv.index("--batch-size") + 1])
+with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
+    for step in range(1, 7):
+        message = {"event": "progress", "step": step, "total_steps": 6, "loss": 1 / step}
+        print(json.dumps(message), file=events, flush=True)
+        time.sleep(0.15)
+        if step == 4 and size > 16:
+            print("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+            sys.exit(1)

@@ -1,0 +1,57 @@
+"""What a report tells and draws, without the points of its lines: what a golden journal expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from robust_train.report.charts import Chart, curve_charts, memory_charts, timeline_of
+from robust_train.report.story import Story
+
+
+def told(story: Story) -> dict[str, Any]:
+    """Return the words, the marks and the figures of a story."""
+    timeline = timeline_of(story)
+    return {
+        "status": story.status,
+        "sentence": story.sentence,
+        "seconds": {use: round(seconds, 2) for use, seconds in story.seconds.items()},
+        "spans": [f"{s.use.value} {s.seconds:.2f} {s.attempt}" for s in story.spans],
+        "attempts": [
+            {
+                "number": a.number,
+                "device": a.device,
+                "ranks": a.spec.ranks,
+                "batch": a.batch_size,
+                "micro_batch": a.micro_batch,
+                "accumulation": a.spec.gradient_accumulation_steps,
+                "outcome": a.outcome,
+                "message": a.message,
+                "action": a.action,
+                "reason": a.reason,
+                "steps": [a.start_step, a.end_step],
+                "has_traceback": a.traceback is not None,
+                "ranks_with_speed": len(a.speed),
+            }
+            for a in story.attempts
+        ],
+        "marks": [f"{mark.kind} {mark.attempt}: {mark.text}" for mark in story.marks],
+        "curves": [
+            f"{c.name} {c.attempt}: {c.points[0][0]} to {c.points[-1][0]}{' lost' * c.lost}"
+            for c in story.curves
+        ],
+        "memory": [f"{m.device} {m.sampled}" for m in story.memory],
+        "advice": [[one.finding, *one.steps, one.overrides] for one in story.advice],
+        "gaps": list(story.gaps),
+        "timeline": timeline and [f"{row.label} {row.detail}" for row in timeline.rows],
+        "charts": [_chart(chart) for chart in (*memory_charts(story), *curve_charts(story))],
+    }
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    return {
+        "caption": chart.caption,
+        "legend": [key.text for key in chart.legend],
+        "lines": [line.name for line in chart.plot.lines],
+        "bands": [band.label for band in chart.plot.bands],
+        "lanes": {label: [mark.text for mark in marks] for label, marks in chart.lanes},
+    }

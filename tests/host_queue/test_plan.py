@@ -1,0 +1,519 @@
+"""Who gets which GPUs: the pure decision, by example, by property and over time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_train.gpu.processes import Holder
+from robust_train.gpu.select import choose_group
+from robust_train.model.gpu import GpuInfo, GpuProcess
+from robust_train.queue import plan as plans
+from robust_train.queue.plan import (
+    LONGEST,
+    Plan,
+    describe,
+    gpu_states,
+    has_room,
+    open_to,
+    plan,
+    queue_order,
+    who_goes_first,
+    why_waiting,
+)
+from robust_train.queue.registry import UNSEEN_SECONDS, QueuedJob
+from robust_train.readable import MIB
+
+UUIDS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
+A, B, C, D = UUIDS[:4]
+ADA, BOB, EVE = 1000, 1001, 1002
+NOW = 100.0
+
+
+@pytest.fixture(autouse=True)
+def _names() -> object:
+    names = {ADA: "ada", BOB: "bob", EVE: "eve"}
+    with mock.patch.object(plans, "user_name", lambda uid: names.get(uid, "x")):
+        yield
+
+
+def gpu(uuid: str, free: int | None = None, total: int = 40000, **changes: object) -> GpuInfo:
+    free = total if free is None else free
+    index = UUIDS.index(uuid)
+    info = GpuInfo(uuid, "A100", index, uuid, total * MIB, free * MIB, (total - free) * MIB)
+    return replace(info, **changes)
+
+
+def job(ticket: int, need: int = 4000, user: int = ADA, **changes: object) -> QueuedJob:
+    waiting = QueuedJob(
+        id=f"job{ticket}",
+        ticket=ticket,
+        owner=user,
+        reserved_bytes=need * MIB,
+        only=UUIDS,
+        queued_at=NOW,
+        polled_at=1e9,
+    )
+    return replace(waiting, **changes)
+
+
+def held(*uuids: str, claim: int = 4000, taken: int | None = None, **changes: object) -> QueuedJob:
+    known = None if taken is None else taken * MIB
+    running = QueuedJob(
+        id=f"on-{uuids[0]}",
+        owner=ADA,
+        reserved_bytes=claim * MIB,
+        gpus=uuids,
+        count=len(uuids),
+        taken_bytes=(known,) * len(uuids),
+    )
+    return replace(running, **changes)
+
+
+def granted(jobs: list[QueuedJob], gpus: list[GpuInfo], now: float = NOW) -> dict[str, str]:
+    return {
+        name: "".join(one.uuid[-1] for one in group)
+        for name, group in plan(jobs, gpus, now).groups.items()
+    }
+
+
+# --- one GPU ---
+
+
+def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets() -> None:
+    gpus = [gpu(A, 10000), gpu(B, 30000), gpu(C, 20000)]
+    waiting = [job(3), job(1), job(2), job(4)]
+    assert granted(waiting, gpus) == {"job1": "b", "job2": "c", "job3": "a"}
+    assert plan(waiting, gpus, NOW).first == "job4"
+
+
+def test_equal_tickets_go_by_the_time_at_which_they_came() -> None:
+    early, late = (replace(job(9), id=name, queued_at=at) for name, at in (("b", 1.0), ("a", 2.0)))
+    assert list(granted([late, early], [gpu(A)])) == ["b"]
+    assert open_to(late, [early], [gpu(A)], NOW) == ()
+    assert len(open_to(early, [late], [gpu(A)], NOW)) == 1
+
+
+@pytest.mark.parametrize(
+    ("running", "asks", "device", "gets"),
+    [
+        (held(A), job(1), gpu(A), False),
+        (held(A, jobs_per_device=2), job(1), gpu(A), False),
+        (held(A), job(1, jobs_per_device=2), gpu(A), False),
+        (held(A, jobs_per_device=2), job(1, jobs_per_device=2), gpu(A), True),
+        # what a job has reserved and not taken yet is not free
+        (held(A, claim=30000, jobs_per_device=4), job(1, 15000, jobs_per_device=4), gpu(A), False),
+        # what it has taken NVML's figure contains already
+        (
+            held(A, claim=20000, taken=20000, jobs_per_device=4),
+            job(1, 20000, jobs_per_device=4),
+            gpu(A, 20000),
+            True,
+        ),
+        # it reported 30000 before it returned them to the driver, and may take them again
+        (
+            held(A, claim=30000, taken=30000, jobs_per_device=4),
+            job(1, 15000, jobs_per_device=4),
+            gpu(A),
+            False,
+        ),
+        # exclusive mode: one process, which may not have started yet; MPS is one process for all
+        (
+            held(A, jobs_per_device=8),
+            job(1, jobs_per_device=8),
+            gpu(A, compute_mode="exclusive_process"),
+            False,
+        ),
+        (
+            held(A, jobs_per_device=8),
+            job(1, jobs_per_device=8),
+            gpu(A, compute_mode="exclusive_process", mps=True),
+            True,
+        ),
+        (held(B), job(1), gpu(A, unusable="it has to be reset"), False),
+    ],
+)
+def test_a_gpu_is_given_only_if_it_has_room(
+    running: QueuedJob, asks: QueuedJob, device: GpuInfo, gets: bool
+) -> None:
+    assert bool(granted([running, asks], [device])) == gets
+    announced = asks.on((A,))
+    assert has_room(announced, [running], [device]) == gets, "the second look says the same"
+
+
+def test_packed_jobs_go_where_they_fit_most_tightly() -> None:
+    assert granted([job(1, 6000, jobs_per_device=4)], [gpu(A), gpu(B, 9000)]) == {"job1": "b"}
+
+
+def test_the_gpu_that_suits_the_first_job_soonest_is_kept_for_it() -> None:
+    # the first needs a whole GPU; A lacks less than B, whose memory a stranger holds
+    gpus = [gpu(A, 15000), gpu(B, 20000)]
+    running = held(A, claim=25000, taken=25000, jobs_per_device=4)
+    needs = (30000, 12000, 6000)
+    waiting = [job(n, need, jobs_per_device=4) for n, need in enumerate(needs, 1)]
+    assert plan([running, *waiting], gpus, NOW).kept == (A,)
+    assert granted([running, *waiting], gpus) == {"job2": "b", "job3": "b"}
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, [1, 2, 4, 8]), (2, [2, 4, 8, 8])])
+def test_the_longer_the_first_job_waits_the_more_gpus_are_kept(count: int, kept: list[int]) -> None:
+    gpus = [gpu(uuid, 3000) for uuid in UUIDS]
+    waiting = [job(1, 30000, count=count)]
+    seconds = (299, 301, 601, 901)
+    assert [len(plan(waiting, gpus, NOW + after).kept) for after in seconds] == kept
+
+
+def test_a_job_that_overtakes_takes_a_gpu_that_the_first_could_not_use() -> None:
+    small = {"name": "V100", "total": 16000}
+    gpus = [gpu(A, 39000), gpu(B, **small), gpu(C, **small), gpu(D, 38000)]
+    assert granted([job(2, count=2)], gpus) == {"job2": "ad"}
+    assert granted([job(1, 39500), job(2, count=2)], gpus) == {"job2": "bc"}
+
+
+def test_a_job_with_a_mask_of_its_own_does_not_wait_for_one_that_wants_other_gpus() -> None:
+    waiting = [job(1, only=(A,)), job(2, only=(B,))]
+    assert granted(waiting, [gpu(A, 0), gpu(B)]) == {"job2": "b"}
+
+
+def test_a_running_job_may_move_where_no_job_before_it_waits() -> None:
+    gpus, me = [gpu(A), gpu(B)], job(5)
+    assert [one.uuid for one in open_to(me, [job(9, 30000)], gpus, NOW)] == [A, B]
+    assert len(open_to(me, [job(1, 30000)], gpus, NOW)) == 1
+    assert not open_to(me, [job(1, 30000), held(B)], gpus, NOW)
+    assert not open_to(me, [job(9, user=BOB), held(A, id="x")], [gpu(B)], NOW), "bob holds less"
+
+
+def test_a_waiting_job_that_does_not_poll_is_passed_and_keeps_its_ticket() -> None:
+    stopped = job(1, polled_at=NOW)
+    waiting, gpus = [stopped, job(2)], [gpu(A)]
+    assert granted(waiting, gpus, NOW + UNSEEN_SECONDS - 0.1) == {"job1": "a"}
+    assert granted(waiting, gpus, NOW + UNSEEN_SECONDS + 0.1) == {"job2": "a"}
+    assert plan(waiting, gpus, NOW + 60).order == (stopped, waiting[1])
+
+
+# --- several GPUs ---
+
+
+def test_a_job_gets_all_its_gpus_at_once_or_none_and_then_they_are_kept_for_it() -> None:
+    gpus = [gpu(A, 30000), gpu(B), gpu(C)]
+    assert granted([job(1, count=2)], gpus) == {"job1": "bc"}
+    decided = plan([held(C), job(1, count=3), job(2)], gpus, NOW)
+    assert (decided.groups, decided.first, set(decided.kept)) == ({}, "job1", {A, B, C})
+
+
+def test_small_jobs_take_only_gpus_that_are_not_kept_for_a_large_one() -> None:
+    gpus = [gpu(uuid) for uuid in (A, B, C, D)]
+    first, second = held(A, since=1.0), held(B, since=2.0)
+    waiting = [job(1, count=3), job(2), job(3)]
+    decided = plan([first, second, *waiting], gpus, NOW)
+    # two are free, and of the busy ones A was taken first
+    assert (decided.kept, decided.groups) == ((C, D, A), {})
+    assert granted([first, *waiting], gpus) == {"job1": "bcd"}
+
+
+def test_no_gpu_is_kept_for_a_job_that_no_end_of_a_job_could_serve() -> None:
+    waiting = [job(n, count=count, only=(A, B, C)) for n, count in enumerate((3, 1, 1), 1)]
+    lost = [gpu(A), gpu(B), gpu(C, unusable="it has to be reset")]
+    assert granted(waiting, lost).keys() == {"job2", "job3"}
+    owned = gpu(C, compute_mode="exclusive_process", unusable="pid 7 owns it")
+    assert not granted(waiting, [*lost[:2], owned]), "its owner may end"
+    # one that only another container sees may be healthy
+    assert not granted(waiting, lost[:2])
+
+
+def test_gpus_of_one_model_are_taken_if_there_are_enough() -> None:
+    v100 = {"name": "V100", "total": 16000}
+    gpus = [gpu(A, 39000), gpu(B, **v100), gpu(C, **v100), gpu(D, 12000)]
+    assert granted([job(1, count=2)], gpus) == {"job1": "bc"}
+    assert granted([job(1, 14000, count=2)], [*gpus[:2], gpu(C)]) == {"job1": "ca"}
+    assert granted([job(1, 14000, count=2)], gpus[:2]) == {"job1": "ab"}
+
+
+# --- several users ---
+
+
+def tickets(jobs: list[QueuedJob]) -> list[int]:
+    return [one.ticket for one in queue_order(jobs)]
+
+
+def test_a_user_who_holds_fewer_gpus_goes_before_the_rest_of_a_sweep() -> None:
+    waiting = [*(job(n) for n in range(1, 6)), job(8, user=BOB), job(9, user=BOB)]
+    assert tickets([held(A, B, C), *waiting]) == [8, 9, 1, 2, 3, 4, 5]
+    # jobs ahead count: if neither holds any they alternate
+    assert tickets(waiting) == [1, 8, 2, 9, 3, 4, 5]
+    sharing = [held(A, id=name, jobs_per_device=2) for name in "xy"]
+    assert tickets([*sharing, held(B, C, owner=BOB), job(1, user=BOB), job(2)]) == [2, 1]
+    order = queue_order([held(A, B), job(1), job(2, user=BOB)])
+    assert who_goes_first(order[1], order) == "job job2 of bob goes first: bob holds fewer GPUs"
+    assert who_goes_first(order[0], order) is None
+
+
+def test_no_user_gets_more_gpus_than_the_limit_and_who_waits_for_that_is_in_no_ones_way() -> None:
+    jobs = [held(A), job(1), job(2, count=2), job(3, user=BOB)]
+    gpus = [gpu(uuid) for uuid in (A, B, C, D)]
+    decided = plan(jobs, gpus, NOW, 2)
+    assert decided.groups.keys() == {"job1", "job3"}
+    assert (decided.capped.keys(), decided.first) == ({"job2"}, None)
+    why = why_waiting(jobs[2], jobs[:1], gpus, decided)
+    assert why == "ada holds 2 of at most 2 GPUs (max_gpus_per_user)"
+    sharing = [held(A, jobs_per_device=2), held(B, jobs_per_device=2)]
+    shares = plan([*sharing, job(4, jobs_per_device=2)], gpus, NOW, 2).groups["job4"][0].uuid
+    assert shares in (A, B), "it may share those that its user holds"
+    assert has_room(job(4, jobs_per_device=2).on((A,)), sharing, gpus, 2)
+    assert not has_room(job(4).on((C,)), sharing, gpus, 2)
+
+
+# --- reasons ---
+
+
+def test_each_gpu_is_described_with_who_has_how_much_of_it() -> None:
+    running = held(A, claim=10000, taken=10000, id="7-ab", name="lora", draining=True)
+    first, second = describe([running], [gpu(A, 22000), gpu(B, 35000)])
+    assert first == (
+        "GPU 0 (A100, GPU-a…): 22000 MiB of 40000 MiB free, 10000 MiB reserved by job 7-ab "
+        "(lora, ada), which is leaving, 8000 MiB used by others"
+    )
+    assert second.endswith("35000 MiB of 40000 MiB free, 5000 MiB used by others")
+
+
+TAKEN = "taken, one job per GPU (gpu_jobs_per_device=1"
+FULL = gpu(C, 2000, processes=(GpuProcess(812, 30000 * MIB),))
+LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi --gpu-reset)")
+
+
+@pytest.mark.parametrize(
+    ("me", "running", "gpus", "why"),
+    [
+        (job(2), [held(A)], [gpu(A)], f"GPU 0: {TAKEN})"),
+        (job(2), [held(A), held(B)], [gpu(A), gpu(B)], f"GPUs 0, 1: {TAKEN})"),
+        (job(2, jobs_per_device=2), [held(A)], [gpu(A)], f"GPU 0: {TAKEN} of the job there)"),
+        (job(2), [], [FULL], "GPU 2: 2000 of 4000 MiB free, python (pid 812, ada) 30000 MiB"),
+        (
+            job(2, jobs_per_device=2),
+            [held(A, claim=38000, jobs_per_device=2)],
+            [gpu(A)],
+            "GPU 0: 2000 of 4000 MiB free beside job on-GPU-a",
+        ),
+        (job(2), [held(A)], [LOST, FULL, gpu(A)], f"GPU 0: {TAKEN}); GPU 2: 2000 of 4000 MiB"),
+        (job(2), [], [LOST], "GPU 1: the driver reports that it has to be reset"),
+        (
+            job(2, 6000, count=2),
+            [],
+            [gpu(A), gpu(B, 2000)],
+            "1 of 2 GPUs available; GPU 1: 2000 of 6000 MiB free",
+        ),
+    ],
+)
+def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line(
+    me: QueuedJob, running: list[QueuedJob], gpus: list[GpuInfo], why: str
+) -> None:
+    decided = plan([*running, me], gpus, NOW)
+    text = why_waiting(me, running, gpus, decided, {812: Holder(812, "python", "ada")})
+    assert text.startswith(why)
+    assert len(text) <= LONGEST
+    assert "\n" not in text
+
+
+def test_the_reason_names_the_job_for_which_a_gpu_is_kept() -> None:
+    waiting = [job(1, 30000), job(2)]
+    gpus = [gpu(A, 20000)]
+    why = why_waiting(waiting[1], [], gpus, plan(waiting, gpus, NOW))
+    assert why == "GPU 0: kept for job job1, which is ahead in the queue"
+
+
+# --- properties ---
+
+needs = st.sampled_from((1000, 4000, 9000, 16000, 24000, 40000, 48000))
+wanted = st.lists(
+    st.builds(
+        dict,
+        need=needs,
+        count=st.sampled_from((1, 1, 2, 3, 4)),
+        jobs_per_device=st.integers(1, 4),
+        user=st.sampled_from((ADA, BOB, EVE)),
+        only=st.sets(st.sampled_from(UUIDS[:5]), min_size=1).map(tuple),
+    ),
+    max_size=12,
+)
+machines = st.lists(
+    st.tuples(st.sampled_from((8000, 24000, 48000)), st.floats(0, 1)), min_size=1, max_size=5
+)
+reservations = st.lists(
+    st.tuples(st.sampled_from(UUIDS[:5]), needs, st.sampled_from((ADA, BOB)), st.integers(1, 3)),
+    max_size=4,
+)
+limits = st.none() | st.integers(1, 4)
+
+
+def build(machine: list[tuple[int, float]]) -> list[GpuInfo]:
+    pairs = zip(UUIDS, machine, strict=False)
+    return [gpu(uuid, int(total * share), total) for uuid, (total, share) in pairs]
+
+
+def running_jobs(drawn: list[tuple[str, int, int, int]]) -> list[QueuedJob]:
+    return [
+        held(uuid, claim=claim, taken=claim, owner=user, jobs_per_device=per, id=f"r{number}")
+        for number, (uuid, claim, user, per) in enumerate(drawn)
+    ]
+
+
+@given(wanted, reservations, machines, limits)
+def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
+    drawn: list[dict[str, object]],
+    before: list[tuple[str, int, int, int]],
+    machine: list[tuple[int, float]],
+    limit: int | None,
+) -> None:
+    gpus, running = build(machine), running_jobs(before)
+    waiting = [job(n, **about) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
+    decided = plan([*running, *waiting], gpus, NOW, limit)
+    assert sorted(one.ticket for one in decided.order) == [one.ticket for one in waiting]
+    states, now_running = gpu_states(running, gpus), list(running)
+    for one in decided.order:
+        group = [found.uuid for found in decided.groups.get(one.id, ())]
+        assert len(set(group)) in (0, one.count), "all its GPUs or none"
+        assert all(states[uuid].suits(one) for uuid in group), "each has room when it comes"
+        for uuid in group:
+            states[uuid].take(one)
+        if group:
+            assert has_room(one.on(group), now_running, gpus, limit)
+            now_running.append(one.on(group))
+    places = [one.id for one in decided.order]
+    for one in waiting:
+        if one.id in decided.groups or one.id in decided.capped:
+            continue
+        free = [u for u, state in states.items() if u not in decided.kept and state.suits(one)]
+        assert len(free) < one.count, "work conservation, but for GPUs kept for the first"
+        assert decided.first is not None
+        assert places.index(decided.first) <= places.index(one.id)
+    for one in waiting:
+        if decided.first is not None and places.index(one.id) > places.index(decided.first):
+            assert not {g.uuid for g in decided.groups.get(one.id, ())} & set(decided.kept)
+
+
+@given(wanted, reservations, st.integers(0, 12))
+def test_the_order_keeps_each_users_own_and_the_next_is_a_user_who_holds_least(
+    drawn: list[dict[str, object]], before: list[tuple[str, int, int, int]], rotation: int
+) -> None:
+    running = running_jobs(before)
+    waiting = [job(n, **about) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
+    shuffled = [*waiting[rotation:], *waiting[:rotation]]
+    order = queue_order([*running, *shuffled])
+    assert order == queue_order([*running, *waiting]), "whatever the order of the listing"
+    has = {user: len({j.gpus[0] for j in running if j.owner == user}) for user in (ADA, BOB, EVE)}
+    for position, one in enumerate(order):
+        for other in order[position:]:
+            assert other.owner != one.owner or other.order >= one.order
+            assert has[other.owner] >= has[one.owner]
+        has[one.owner] += one.count
+
+
+@given(wanted, machines)
+def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(
+    drawn: list[dict[str, object]], machine: list[tuple[int, float]]
+) -> None:
+    waiting = [job(n, **(about | {"user": ADA})) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
+    gpus = build(machine)
+    all_of_them = plan(waiting, gpus, NOW).groups
+    for n, one in enumerate(waiting):
+        assert plan(waiting[: n + 1], gpus, NOW).groups.get(one.id) == all_of_them.get(one.id)
+
+
+@given(machines, st.integers(1, 4))
+def test_a_group_is_of_one_model_if_there_are_enough_and_else_the_best(
+    machine: list[tuple[int, float]], count: int
+) -> None:
+    gpus = [gpu(uuid, total=total) for uuid, (total, _) in zip(UUIDS, machine, strict=False)]
+    group = choose_group(gpus, count)
+    models = [info.total_bytes for info in gpus]
+    if len(gpus) < count:
+        assert group == ()
+    elif max(models.count(model) for model in models) >= count:
+        assert (len(group), len({info.total_bytes for info in group})) == (count, 1)
+    else:
+        assert group == tuple(gpus[:count])
+
+
+class Host:
+    """Four GPUs of 40000 MiB on which jobs run for random times."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.waiting: list[QueuedJob] = []
+        self.running: list[QueuedJob] = []
+        self.now = NOW
+
+    def step(self) -> tuple[Plan, list[QueuedJob]]:
+        """Grant what the plan grants; return it, and the jobs that started."""
+        self.now += 1
+        gpus = []
+        for uuid in UUIDS[:4]:
+            used = sum(one.reserved_bytes for one in self.running if uuid in one.gpus) // MIB
+            gpus.append(gpu(uuid, 40000 - used))
+            assert used <= 40000, "over-committed"
+        decided = plan([*self.running, *self.waiting], gpus, self.now)
+        started = [one for one in self.waiting if one.id in decided.groups]
+        self.waiting = [one for one in self.waiting if one.id not in decided.groups]
+        for one in started:
+            on = one.on([found.uuid for found in decided.groups[one.id]])
+            taken = (on.reserved_bytes,) * one.count
+            self.running.append(replace(on, taken_bytes=taken, since=self.now))
+        return decided, started
+
+    def end_one(self) -> None:
+        if self.running:
+            self.running.pop(self.random.randrange(len(self.running)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_job_waits_for_ever_as_long_as_running_jobs_end(seed: int) -> None:
+    """Small later jobs of the same user keep coming, for as long as an old one waits."""
+    host = Host(seed)
+    for ticket in range(1, 9):
+        need, count = host.random.choice((4000, 24000, 38000)), host.random.choice((1, 2, 4))
+        per_device = host.random.randint(1, 3)
+        host.waiting.append(job(ticket, need, count=count, jobs_per_device=per_device))
+    old, ticket = {one.id for one in host.waiting}, 8
+    for _ in range(400):
+        _, started = host.step()
+        old -= {one.id for one in started}
+        if not old:
+            break
+        while len(host.waiting) < len(old) + 3:
+            ticket += 1
+            host.waiting.append(job(ticket, host.random.choice((1000, 4000)), jobs_per_device=4))
+        host.end_one()
+    assert not old
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4))
+def test_the_first_waits_only_for_jobs_that_ran_already_on_one_gpu(seed: int, per: int) -> None:
+    """There is always a GPU where no job that overtook the first is in its way."""
+    host = Host(seed)
+    first, since = "", host.now
+    for ticket in range(1, 60):
+        need = host.random.choice((4000, 4000, 8000, 12000, 38000))
+        host.waiting.append(job(ticket, need, jobs_per_device=per))
+        host.step()
+        if host.waiting:
+            if host.waiting[0].id != first:
+                first, since = host.waiting[0].id, host.now
+            need_bytes = host.waiting[0].reserved_bytes
+            ways = [
+                [one for one in host.running if uuid in one.gpus and one.since > since]
+                for uuid in UUIDS[:4]
+            ]
+            assert any(
+                len(passed) < per
+                and sum(one.reserved_bytes for one in passed) + need_bytes <= 40000 * MIB
+                for passed in ways
+            )
+        for _ in range(host.random.randrange(3)):
+            host.end_one()

@@ -1,0 +1,284 @@
+"""Registry, plan and the announcing of GPUs, as a state machine: any order of steps and kills.
+
+Records and locks are real, in a directory of their own; the clock, the GPUs and the processes are
+simulated: an attempt is a duplicate of the launcher's descriptor, which is what it inherits, and a
+SIGKILL closes descriptors and cleans up nothing. One job's poll may run in the middle of another's,
+between its announcement and its second look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import struct
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from robust_train.gpu.visible import Visible
+from robust_train.model.gpu import GpuInfo
+from robust_train.queue import host_queue, queue_dir, registry
+from robust_train.queue.host_queue import HostQueue, QueuePoll
+from robust_train.queue.registry import Registry
+from robust_train.queue.waiting import GpuRequest
+from robust_train.readable import MIB
+
+TOTAL = 40000 * MIB
+UUIDS = ("GPU-a", "GPU-b", "GPU-c")
+# need in MiB, GPUs, jobs per GPU
+wanted = st.tuples(
+    st.sampled_from((4000, 14000, 26000, 40000)), st.sampled_from((1, 1, 2, 3)), st.integers(1, 3)
+)
+_READ_LOCK = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+
+
+@dataclass
+class Member:
+    """One launcher and its attempt."""
+
+    number: int
+    queue: HostQueue
+    request: GpuRequest
+    per_device: int
+    polls: QueuePoll | None  # None once it has GPUs
+    gpus: tuple[str, ...] = ()
+    attempt: int | None = None  # its descriptor of the reservation
+    has_launcher: bool = True
+    memory: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def lives(self) -> bool:
+        return self.has_launcher or self.attempt is not None
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """What launchers, attempts and strangers may do, and what must hold after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.now = 1000.0
+        self.members: list[Member] = []
+        self.numbers = itertools.count()
+        self.lost: dict[str, int] = dict.fromkeys(UUIDS, 0)  # memory of the dead
+        self.interrupted_by: list[Member] = []
+        self.strangers: list[int] = []
+        self.patches = contextlib.ExitStack()
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        for module in (registry, host_queue, queue_dir):
+            self.patches.enter_context(mock.patch.object(module, "time", clock))
+        self.observer = Registry(self.folder / "queue")
+
+    def read(self, processes: bool) -> Visible:
+        """Read the GPUs; before that, whatever another process does in the meantime happens."""
+        if self.interrupted_by:
+            self.poll_once(self.interrupted_by.pop())
+        gpus = []
+        for index, uuid in enumerate(UUIDS):
+            used = self.used(uuid)
+            gpus.append(GpuInfo(uuid, "A100", index, uuid, TOTAL, TOTAL - used, used))
+        return Visible(tuple(gpus), machine=tuple(gpus))
+
+    def used(self, uuid: str) -> int:
+        return self.lost[uuid] + sum(one.memory.get(uuid, 0) for one in self.members)
+
+    def poll_once(self, member: Member) -> None:
+        if member.polls is None:
+            return
+        found = member.polls.poll().gpus
+        if found:
+            member.polls = None
+            member.gpus = tuple(gpu.uuid for gpu in found)
+            assert member.queue.hold is not None
+            member.attempt = os.dup(member.queue.hold)
+
+    def some(self, data: st.DataObject, **wanted: bool) -> Member | None:
+        """Return a member whose attributes are true or false as wanted; None if there is none."""
+        found = [
+            one
+            for one in self.members
+            if all(bool(getattr(one, name)) == value for name, value in wanted.items())
+        ]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @initialize(jobs=st.lists(wanted, min_size=2, max_size=4))
+    def several_arrive(self, jobs: list[tuple[int, int, int]]) -> None:
+        for job in jobs:
+            self.arrive(job)
+
+    @rule(job=wanted)
+    @precondition(lambda self: len(self.members) < 6)
+    def arrive(self, job: tuple[int, int, int]) -> None:
+        need, count, per_device = job
+        number = next(self.numbers)
+        queue = HostQueue(
+            self.folder / "queue",
+            name=f"job{number}",
+            run_dir="/",
+            jobs_per_device=per_device,
+            read=self.read,
+        )
+        request = GpuRequest(need * MIB, interval_seconds=30.0, count=count)
+        self.members.append(Member(number, queue, request, per_device, queue.join(request)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(one.polls for one in self.members))
+    def poll(self, data: st.DataObject) -> None:
+        """One polls, and up to two others poll in the middle of that."""
+        waiting = [one for one in self.members if one.polls]
+        drawn = st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique_by=id)
+        self.interrupted_by = data.draw(drawn)
+        self.poll_once(self.interrupted_by.pop())
+        self.interrupted_by = []
+
+    @rule()
+    def all_poll(self) -> None:
+        for one in list(self.members):
+            self.poll_once(one)
+
+    @rule(data=st.data(), reports=st.booleans())
+    @precondition(lambda self: any(one.attempt for one in self.members))
+    def allocate(self, data: st.DataObject, reports: bool) -> None:
+        """Take all that was reserved: it has to be there."""
+        member = self.some(data, attempt=True)
+        if member is None:
+            return
+        for rank, uuid in enumerate(member.gpus):
+            more = member.request.min_bytes - member.memory.get(uuid, 0)
+            assert self.used(uuid) + more <= TOTAL, "over-committed"
+            member.memory[uuid] = member.request.min_bytes
+            if reports and member.has_launcher:
+                member.queue.report(member.request.min_bytes, rank)
+
+    def end_attempt(self, member: Member) -> None:
+        for uuid, size in member.memory.items():
+            self.lost[uuid] += size
+        member.memory = {}
+        if member.attempt is not None:
+            os.close(member.attempt)
+        member.attempt = None
+
+    @rule(data=st.data(), moves=st.booleans())
+    @precondition(lambda self: any(one.attempt and one.has_launcher for one in self.members))
+    def attempt_ends(self, data: st.DataObject, moves: bool) -> None:
+        """The attempt fails: the launcher goes on elsewhere, or ends."""
+        member = self.some(data, attempt=True, has_launcher=True)
+        if member is None:
+            return
+        self.end_attempt(member)
+        member.queue.drain()
+        here = [gpu.uuid for gpu in member.queue.open_gpus()]
+        if moves and len(here) >= len(member.gpus):
+            wanted = tuple(data.draw(st.permutations(here))[: len(member.gpus)])
+            if member.queue.take(wanted, member.request.min_bytes):
+                member.gpus = wanted
+                (job,) = (j for j in self.observer.jobs() if j.id == member.queue.job_id)
+                # on the same GPUs it reserves no more than there is
+                member.request = GpuRequest(job.reserved_bytes, count=member.request.count)
+                assert member.queue.hold is not None
+                member.attempt = os.dup(member.queue.hold)
+                return
+        member.queue.release()
+        self.members.remove(member)
+
+    @rule(data=st.data())
+    def kill_launcher(self, data: st.DataObject) -> None:
+        member = self.some(data, has_launcher=True)
+        if member is None:
+            return
+        member.has_launcher = False
+        member.polls = None
+        if member.queue.hold is not None:
+            os.close(member.queue.hold)
+        if not member.lives:
+            self.members.remove(member)
+
+    @rule(data=st.data())
+    @precondition(lambda self: any(one.attempt for one in self.members))
+    def kill_attempt(self, data: st.DataObject) -> None:
+        member = self.some(data, attempt=True)
+        if member is None:
+            return
+        self.end_attempt(member)
+        if not member.lives:
+            self.members.remove(member)
+
+    @rule(seconds=st.sampled_from((0.5, 3.0, 40.0)), comes_back=st.booleans())
+    def time_passes(self, seconds: float, comes_back: bool) -> None:
+        self.now += seconds
+        if comes_back:
+            self.lost = dict.fromkeys(UUIDS, 0)
+
+    @rule(content=st.binary(max_size=50), operation=st.sampled_from((fcntl.LOCK_SH, fcntl.LOCK_EX)))
+    def a_stranger_plants_a_file_and_locks_all_that_can_be_read(
+        self, content: bytes, operation: int
+    ) -> None:
+        folder = self.observer.directory.path
+        (folder / f"record.{len(self.strangers):010}.abcdef").write_bytes(content)
+        for path in folder.glob("record.*"):
+            fd = os.open(path, os.O_RDONLY)
+            self.strangers.append(fd)
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, operation | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _READ_LOCK)
+
+    @invariant()
+    def nothing_is_over_committed(self) -> None:
+        for uuid in UUIDS:
+            here = [one for one in self.members if uuid in one.gpus]
+            assert sum(one.request.min_bytes for one in here) <= TOTAL
+            assert len(here) <= min((one.per_device for one in here), default=0)
+        for one in self.members:
+            assert len(set(one.gpus)) == len(one.gpus) in (0, one.request.count)
+
+    @invariant()
+    def the_registry_shows_who_lives_and_what_they_hold(self) -> None:
+        # one that has not polled yet has no record
+        lives = {one.queue.job_id: one for one in self.members if one.queue.job_id is not None}
+        found = {job.id: job for job in self.observer.jobs()}
+        assert found.keys() == lives.keys()
+        for job_id, one in lives.items():
+            assert found[job_id].gpus == one.gpus
+            assert found[job_id].count == one.request.count
+
+    def teardown(self) -> None:
+        """Whoever waits gets its turn as long as running jobs end; then nothing is left."""
+        with contextlib.suppress(IndexError):
+            for _ in range(40):
+                self.now += 0.5
+                self.lost = dict.fromkeys(UUIDS, 0)
+                for one in [one for one in self.members if one.attempt or not one.polls][:1]:
+                    self.end_attempt(one)
+                    if one.has_launcher:
+                        one.queue.release()
+                    self.members.remove(one)
+                for one in self.members:
+                    self.poll_once(one)
+        assert not self.members, "a job was never served"
+        assert self.observer.jobs() == []
+        assert [*self.observer.directory.path.iterdir()] == []
+        self.observer.close()
+        for fd in self.strangers:
+            os.close(fd)
+        self.patches.close()
+        shutil.rmtree(self.folder)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink takes minutes
+    print_blob=True,
+)

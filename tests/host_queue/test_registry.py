@@ -1,0 +1,646 @@
+"""The queue directory on a real disk: what may lie there, who may lock it, who is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Host
+from hypothesis import given
+from hypothesis import strategies as st
+
+from another_user import ANOTHER_USER, needs_root
+from robust_train.cli.main import main
+from robust_train.gpu.visible import Visible
+from robust_train.host.locks import is_locked, lock
+from robust_train.model.gpu import GpuInfo
+from robust_train.queue import queue_dir
+from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.queue_dir import (
+    MOST_FILES_PER_USER,
+    QueueProblem,
+    boot_name,
+    directory_for,
+    open_queue_dir,
+    read_exclusions,
+    read_gpu_limit,
+    tmpfiles_line,
+)
+from robust_train.queue.registry import QueuedJob, Registry, Reservation, decode, encode
+from robust_train.queue.waiting import GpuRequest
+from robust_train.readable import MIB
+from simulated_nvml import Gpu
+
+HostWith = Callable[..., Host]
+A = GpuInfo("GPU-a", "A100", 0, "0", 40000 * MIB, 40000 * MIB, 0)
+REQUEST = GpuRequest(4000 * MIB, wait=False)
+READ_LOCK = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A queue directory that a second user can reach."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder / "queue"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def registry(base: Path) -> Iterator[Registry]:
+    found = Registry(base)
+    yield found
+    found.close()
+
+
+def enter(registry: Registry, name: str = "test") -> Reservation:
+    return registry.enter(QueuedJob(name=name, reserved_bytes=4000 * MIB))
+
+
+def folder_of(registry: Registry) -> Path:
+    return registry.directory.path
+
+
+def queue_of(base: Path) -> HostQueue:
+    seen = Visible((A,), machine=(A,))
+    return HostQueue(base, name="t", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
+
+
+def wait(job: HostQueue) -> object:
+    return job.wait(REQUEST, lambda status: None, lambda seconds: None)
+
+
+@contextlib.contextmanager
+def as_another_user(act: Callable[[], object]) -> Iterator[int]:
+    """A process of another user that has done something, and lives as long as the block."""
+    done, says_so = os.pipe()
+    goes, go = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(go)
+        os.setgroups([])
+        os.setgid(ANOTHER_USER)
+        os.setuid(ANOTHER_USER)
+        try:
+            kept = act()
+            os.write(says_so, b"1")
+            os.read(goes, 1)
+            del kept
+        finally:
+            os._exit(0)
+    os.close(says_so)
+    os.close(goes)
+    try:
+        assert os.read(done, 1) == b"1", "it failed"
+        yield pid
+    finally:
+        os.close(done)
+        os.close(go)
+        os.waitpid(pid, 0)
+
+
+# --- the directory ---
+
+
+def test_the_directory_is_made_for_every_user_of_the_host(tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        open_queue_dir(tmp_path / "queue").close()
+    finally:
+        os.umask(old)
+    for folder in (tmp_path / "queue", tmp_path / "queue" / boot_name()):
+        assert folder.stat().st_mode & 0o7777 == 0o1777
+
+
+def test_key_before_variable_before_the_runtime_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {"ROBUST_TRAIN_QUEUE_DIR": "/from/environment"}
+    assert directory_for("/from/key", environ) == Path("/from/key")
+    assert directory_for(None, environ) == Path("/from/environment")
+    shared = tmp_path / "lock"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(queue_dir, "RUNTIME", shared)
+    assert directory_for(None, {}) == shared / "robust-train"
+    # one that not all users can make it in would split their jobs
+    shared.chmod(0o755)
+    assert directory_for(None, {}) == Path("/tmp/robust-train")
+    (shared / "robust-train").mkdir()
+    assert directory_for(None, {}) == shared / "robust-train"
+
+
+def _chmod(path: Path, mode: int) -> None:
+    path.mkdir()
+    path.chmod(mode)
+
+
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        (lambda base: base.symlink_to("/tmp"), "symbolic link"),
+        (lambda base: base.write_text("x"), "not a directory"),
+        (lambda base: (base.mkdir(), (base / boot_name()).symlink_to("/tmp")), "symbolic link"),
+        (lambda base: (base.mkdir(), (base / boot_name()).write_text("x")), "not a directory"),
+        (lambda base: _chmod(base, 0o777), "without a sticky bit"),
+    ],
+)
+def test_what_is_no_directory_of_its_own_is_refused(
+    tmp_path: Path, plant: Callable[[Path], object], why: str
+) -> None:
+    base = tmp_path / "queue"
+    plant(base)
+    with pytest.raises(QueueProblem, match=why) as caught:
+        open_queue_dir(base)
+    assert str(base) in str(caught.value)
+    assert "gpu_queue_dir=" in str(caught.value)
+
+
+@needs_root
+def test_another_users_private_directory_is_refused_and_a_shared_one_is_not(
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "queue"
+    base.mkdir(mode=0o755)
+    os.chown(base, 12345, 12345)
+    with pytest.raises(QueueProblem, match="belongs to user 12345"):
+        open_queue_dir(base)
+    base.chmod(0o1777)
+    open_queue_dir(base).close()
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.open("/proc/sys/kernel", os.O_RDONLY)
+    assert queue_dir.file_system_of(fd) == "proc", "that of the nearest mount"
+    os.close(fd)
+    monkeypatch.setattr(queue_dir, "file_system_of", lambda fd: "nfs")
+    with pytest.raises(QueueProblem, match="nfs, where locks may hang"):
+        open_queue_dir(tmp_path / "queue")
+
+
+def test_a_directory_that_cannot_be_used_means_one_warning_and_the_job_runs(
+    host_with: HostWith,
+) -> None:
+    host = host_with(Gpu())
+    host.base.symlink_to("/tmp")
+    job = host.start(4000)
+    assert job.wait_for("granted")["gpu"] == host.machine.uuid(0)
+    job.end()
+    assert "symbolic link" in job.errors
+    assert job.errors.count("goes on without a reservation") == 1
+
+
+def test_a_directory_that_was_removed_is_made_again(registry: Registry) -> None:
+    shutil.rmtree(folder_of(registry).parent)
+    mine = enter(registry)
+    other = Registry(folder_of(registry).parent)
+    assert [job.id for job in other.jobs()] == [mine.job.id]
+    other.close()
+
+
+def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = queue_of(base)
+    assert wait(job) == (A,)
+    shutil.rmtree(base)
+    base.write_text("not a directory")
+    for _ in range(3):
+        job.report(5 * MIB)
+        job.drain()
+    assert job.take([A.uuid], 5000 * MIB)
+    assert sum("without a reservation" in record.message for record in caplog.records) == 1
+    assert [gpu.uuid for gpu in job.open_gpus()] == [A.uuid]
+    job.release()
+
+
+@needs_root
+def test_a_full_disk_means_a_warning_and_no_reservation(host_with: HostWith) -> None:
+    host = host_with(Gpu())
+    host.base.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k,mode=1777", "tmpfs", str(host.base)],
+        capture_output=True,
+    )
+    if mounted.returncode != 0:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        host.folder.mkdir()
+        host.folder.chmod(0o1777)
+        with pytest.raises(OSError, match="No space"):
+            (host.folder / "filler").write_bytes(b"x" * 10**6)
+        job = host.start(4000)
+        assert job.wait_for("granted")["gpu"] == host.machine.uuid(0)
+        assert host.job_files() == []
+        job.end()
+        assert "is on a file system that is full (No space left on device)" in job.errors
+        assert job.errors.count("goes on without a reservation") == 1
+    finally:
+        subprocess.run(["umount", "-l", str(host.base)], check=True)
+
+
+@needs_root
+def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_it_to_root(
+    base: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> None:
+        os.umask(0)
+        Registry(base).close()
+
+    with as_another_user(make):
+        job = queue_of(base)
+        for _ in range(2):
+            wait(job)
+        job.release()
+    assert sum("belongs to user nobody" in record.message for record in caplog.records) == 1
+    main(["doctor", "--dir", str(base)])
+    shown = capsys.readouterr().out
+    assert f"{base} belongs to nobody" in shown
+    assert f"\n  {tmpfiles_line(base)}\n" in shown
+    assert tmpfiles_line(base).endswith("/boot-%b 1777 root root -")
+
+
+@needs_root
+def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base: Path) -> None:
+    """systemd makes the parents as root's own."""
+    base.mkdir(mode=0o755)
+    (base / boot_name()).mkdir()
+    (base / boot_name()).chmod(0o1777)
+    with as_another_user(lambda: enter(Registry(base))):
+        registry = Registry(base)
+        assert [job.owner for job in registry.jobs()] == [ANOTHER_USER]
+        assert registry.directory.owner == 0
+        registry.close()
+
+
+# --- limits by the administrator ---
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "warning"),
+    [
+        ("max_gpus_per_user: 4  # each\n", 4, None),
+        ("", None, None),
+        ("max_gpus_per_user: 0", None, "a number of GPUs from 1"),
+        ("max_gpus: 4", None, "its only key is max_gpus_per_user"),
+        ("order: fifo", None, "order is gone: who holds fewer GPUs goes first"),
+        ("#" * 5000, None, "at most 4096 bytes"),
+    ],
+)
+@needs_root
+def test_root_may_limit_gpus_per_user_and_a_mistake_is_one_line(
+    registry: Registry,
+    base: Path,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    limit: int | None,
+    warning: str | None,
+) -> None:
+    (base / "queue.yaml").write_text(text)
+    assert [read_gpu_limit(registry.directory) for _ in range(2)] == [limit, limit]
+    assert len(caplog.records) == (warning is not None)
+    assert warning is None or warning in caplog.records[0].message
+
+
+@needs_root
+def test_limits_that_others_than_root_may_write_are_ignored(registry: Registry, base: Path) -> None:
+    limits = base / "queue.yaml"
+    limits.write_text("max_gpus_per_user: 1")
+    limits.chmod(0o666)
+    assert read_gpu_limit(registry.directory) is None
+    limits.chmod(0o644)
+    assert read_gpu_limit(registry.directory) == 1
+    os.chown(limits, ANOTHER_USER, ANOTHER_USER)
+    assert read_gpu_limit(registry.directory) is None
+
+
+# --- records ---
+
+JOB = QueuedJob(
+    "1-aaaaaa", 1, 0, "job", "/run", 2, 3.0, 4000, 2, 1, ("GPU-a",), ("GPU-a", "GPU-b"), (None, 5)
+)
+
+
+def read(data: bytes) -> QueuedJob | None:
+    return decode(data, "1-aaaaaa", 1, 0)
+
+
+def forged(**changes: Any) -> bytes:
+    line = json.dumps(json.loads(encode(JOB)[9:]) | changes).encode()
+    return b"%08x %s" % (zlib.crc32(line), line)
+
+
+@given(st.binary(max_size=9000))
+def test_random_bytes_are_no_record(data: bytes) -> None:
+    assert read(data) is None
+
+
+@given(st.integers(0, 4095), st.randoms())
+def test_a_record_that_is_half_written_is_none(cut: int, random: Any) -> None:
+    data = encode(JOB)
+    assert read(data) == JOB
+    content = data.rstrip()
+    assert read(content[: cut % len(content)]) is None
+    at = random.randrange(len(content))
+    changed = content[:at] + bytes([content[at] ^ (1 << random.randrange(8))]) + content[at + 1 :]
+    assert read(changed) in (None, JOB)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"since": float("nan")},
+        {"queued_at": float("inf")},
+        {"queued_at": "1"},
+        {"queued_at": True},
+        {"since": 1e300},
+        {"since": -1.0},
+        {"started": None},
+        {"reserved_bytes": 2**61},
+        {"reserved_bytes": -1},
+        {"reserved_bytes": 4e9},
+        {"count": 0},
+        {"count": 10**9},
+        {"count": True},
+        {"jobs_per_device": 0},
+        {"pid": 2**40},
+        {"only": ["GPU-\x1b[2J"]},
+        {"only": ["GPU-a"] * 300},
+        {"only": "GPU-a"},
+        {"gpus": ["GPU-a"]},
+        {"gpus": ["GPU-a", "GPU-a"]},
+        {"gpus": ["GPU-a", 7]},
+        {"gpus": []},
+        {"taken_bytes": [5, -1]},
+        {"taken_bytes": None},
+        {"taken_bytes": [5, 1.5]},
+        {"idle_seconds": [10**400]},
+        {"name": ["x"]},
+    ],
+)
+def test_a_record_with_one_wrong_field_is_none(wrong: dict[str, Any]) -> None:
+    assert read(forged()) == JOB
+    assert read(forged(**wrong)) is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(json.loads(encode(JOB)[9:]))), JSON)
+def test_no_value_of_any_field_stops_who_reads_it(field: str, value: Any) -> None:
+    job = read(forged(**{field: value}))
+    if job is not None:
+        assert (job.name + job.run_dir).isprintable()
+        assert encode(job)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda path: path.symlink_to("/etc/passwd"),
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.write_bytes(os.urandom(5000)),
+        lambda path: path.write_bytes(b"x" * 10**6),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(encode(JOB)),
+    ],
+    ids=["link", "directory", "fifo", "random", "huge", "empty", "unlocked"],
+)
+def test_what_is_planted_under_a_records_name_is_no_job(
+    registry: Registry, plant: Callable[[Path], None]
+) -> None:
+    plant(folder_of(registry) / "record.0000000007.abcdef")
+    plant(folder_of(registry) / "unhealthy.GPU-1.0")
+    assert registry.jobs() == []
+    assert read_exclusions(registry.directory) == []
+    assert enter(registry).job.ticket == 1
+    assert Path("/etc/passwd").exists()
+
+
+def test_a_living_job_whose_record_is_damaged_stops_no_other(registry: Registry) -> None:
+    mine = enter(registry)
+    (path,) = folder_of(registry).glob("record.*")
+    assert [job.id for job in registry.jobs()] == [mine.job.id]
+    path.write_bytes(b"\xff" * 300)
+    assert [job.id for job in registry.jobs()] == [mine.job.id], "as it was last read"
+    newcomer = Registry(folder_of(registry).parent)
+    assert newcomer.jobs() == [], "parsed or ignored"
+    newcomer.close()
+
+
+def test_a_record_that_was_removed_is_written_again_under_its_ticket(registry: Registry) -> None:
+    mine, later = enter(registry), enter(registry)
+    (folder_of(registry) / f"record.{1:010}.{mine.job.id[2:]}").unlink()
+    assert [job.ticket for job in registry.jobs()] == [2]
+    mine.update(mine.job)
+    assert [job.ticket for job in registry.jobs()] == [1, 2]
+    later.release()
+    mine.release()
+    assert list(folder_of(registry).iterdir()) == []
+
+
+def test_sixty_thousand_files_of_a_user_delay_no_one_and_are_reported(
+    registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(registry)
+    for number in range(MOST_FILES_PER_USER + 500):
+        (folder / f"record.{number:010}.abcdef").touch()
+    assert registry.jobs() == []
+    assert registry.left_out == {os.geteuid(): 500}
+    assert len(list(folder.iterdir())) == 500, "own dead ones go, a thousand at a time"
+    for number in range(MOST_FILES_PER_USER):
+        (folder / f"record.{number:010}.abcdef").touch()
+    assert main(["queue", "--dir", str(folder.parent)]) == 0
+    assert f"record files in {folder}; only 1000 were read" in capsys.readouterr().err
+
+
+# --- locks ---
+
+
+def test_the_lock_lives_with_whoever_inherits_the_descriptor(registry: Registry) -> None:
+    mine = enter(registry)
+    (path,) = folder_of(registry).glob("record.*")
+    probe = os.open(path, os.O_RDONLY)
+    attempt = subprocess.Popen(["sleep", "600"], pass_fds=[mine.fd])  # fork and exec
+    ours, theirs = socket.socketpair()
+    socket.send_fds(ours, [b"x"], [mine.fd])
+    mine.release()
+    assert is_locked(probe)
+    assert path.exists(), "others must see what an orphan keeps"
+    attempt.kill()
+    attempt.wait()
+    assert is_locked(probe), "a message holds it as well"
+    _, (received,), _, _ = socket.recv_fds(theirs, 1, 1)
+    assert is_locked(probe)
+    os.close(received)
+    assert not is_locked(probe)
+    assert registry.jobs() == []
+    assert not path.exists()
+    for one in (ours, theirs):
+        one.close()
+    os.close(probe)
+
+
+@pytest.mark.parametrize("kind", ["flock -s", "flock -x", "read lock"])
+@needs_root
+def test_another_users_lock_on_a_record_keeps_no_gpu_reserved(
+    base: Path, registry: Registry, kind: str
+) -> None:
+    job = queue_of(base)
+    assert wait(job) == (A,)
+    (path,) = folder_of(registry).glob("record.*")
+
+    def take() -> int:
+        assert job.hold is not None
+        os.close(job.hold)  # a fork inherits it
+        fd = os.open(path, os.O_RDONLY)
+        if kind == "read lock":
+            with pytest.raises(BlockingIOError):  # the job's lock is in the way, for now
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, READ_LOCK)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_SH if kind == "flock -s" else fcntl.LOCK_EX)
+        with pytest.raises(PermissionError):
+            os.open(path, os.O_RDWR)
+        return fd
+
+    with as_another_user(take):
+        other = os.open(path, os.O_RDONLY)
+        job.release()
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, READ_LOCK)  # whoever waited for it gets it now
+        late = queue_of(base)
+        assert wait(late) == (A,)
+        assert [found.gpus for found in registry.jobs()] == [(A.uuid,)]
+        late.release()
+        os.close(other)
+
+
+@needs_root
+def test_no_lock_of_another_user_stops_a_job_from_deciding(base: Path, registry: Registry) -> None:
+    def take() -> list[int]:
+        fds = [os.open(folder, os.O_RDONLY) for folder in (base, folder_of(registry))]
+        for fd in fds:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        return fds
+
+    with as_another_user(take):
+        job = queue_of(base)
+        assert wait(job) == (A,)
+        job.release()
+
+
+def test_a_running_job_of_version_0_2_counts_with_its_gpus(base: Path, registry: Registry) -> None:
+    values = json.loads(encode(JOB.on(("GPU-a",)))[9:])
+    for name in ("draining", "polled_at", "idle_seconds"):
+        del values[name]
+    values |= {"id": "3-aaaaaa", "ticket": 3, "state": "running", "user": "ada", "uid": 0}
+    values |= {"charged_at": 1.0, "busy_at": [], "overtaken": 0}
+    line = json.dumps(values).encode()
+    path = folder_of(registry) / "job.0000000003.aaaaaa"
+    path.write_bytes((b"%08x %s" % (zlib.crc32(line), line)).ljust(4095) + b"\n")
+    with path.open() as old:
+        fcntl.flock(old, fcntl.LOCK_EX)
+        (found,) = registry.jobs()
+        assert (found.id, found.state, found.gpus) == ("3-aaaaaa", "running", ("GPU-a",))
+        job = queue_of(base)
+        assert "taken, one job per GPU" in str(wait(job))
+        job.release()
+    assert registry.jobs() == []
+
+
+def test_a_file_system_without_locks_means_a_warning_and_no_reservation(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(fd: int, *arguments: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "fcntl", no_locks)
+    job = queue_of(base)
+    assert wait(job) == (A,)
+    assert "No locks available" in caplog.text
+    job.release()
+
+
+# --- other users ---
+
+
+@needs_root
+def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(
+    base: Path, registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claims = {"pid": os.getpid(), "name": "\x1b[2Jx\u202e", "user": "root", "gpus": []}
+
+    def plant() -> int:
+        path = folder_of(registry) / "record.0000000007.bbbbbb"
+        path.write_bytes(forged(**claims, taken_bytes=[], polled_at=time.monotonic()))
+        fd = os.open(path, os.O_RDWR)
+        assert lock(fd)
+        return fd
+
+    with as_another_user(plant):
+        assert main(["queue", "--dir", str(base)]) == 0
+        shown = capsys.readouterr()
+        assert f"pid {os.getpid()}, which here is a process of root" in shown.out
+        assert "nobody" in shown.out.splitlines()[1]
+        assert all(c.isprintable() or c == "\n" for c in shown.out + shown.err)
+        assert main(["queue", "cancel", "7-bbbbbb", "--dir", str(base)]) == 1
+        assert "it belongs to user 65534" in capsys.readouterr().err
+    assert main(["queue", "cancel", "\x1b[2J", "--dir", str(base)]) == 1
+    assert all(c.isprintable() or c == "\n" for c in capsys.readouterr().err)
+
+
+@needs_root
+def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(
+    base: Path, registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running, later = queue_of(base), enter(registry, "sweep")
+    assert wait(running) == (A,)
+    waiting = {"reserved_bytes": 4000 * MIB, "only": (A.uuid,)}
+    later.update(QueuedJob(**{**vars(later.job), **waiting}))
+
+    def queue_up() -> Reservation:
+        return Registry(base).enter(QueuedJob(name="small", **waiting))  # type: ignore[arg-type]
+
+    with as_another_user(queue_up):
+        assert main(["queue", "--dir", str(base)]) == 0
+        out = capsys.readouterr().out
+        rows = [line.split()[1:5] for line in out.splitlines()[1:4]]
+        assert [row[0] for row in rows] == ["-", "1", "2"]
+        assert rows[1][2:] == ["small", "nobody"]
+        assert "of nobody goes first: nobody holds fewer GPUs; " in out
+    running.release()
+    later.release()
+
+
+@needs_root
+def test_dead_records_of_others_are_left_alone(base: Path, registry: Registry) -> None:
+    dead = folder_of(registry) / "record.0000000003.abcdef"
+    dead.touch()
+
+    def use() -> None:
+        theirs = Registry(base)
+        assert theirs.jobs() == []
+        assert dead.exists()
+        enter(theirs).release()
+
+    with as_another_user(use):
+        pass
+    assert registry.jobs() == []
+    assert not dead.exists(), "root removes all"

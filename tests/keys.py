@@ -1,0 +1,203 @@
+"""The keys, as the schema declares them, written where people read them: ``python tests/keys.py``
+(or ``just keys``) writes the values of ``configs/*.yaml`` and the tables of docs/configuration.md.
+
+What stands around them in these files is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from robust_train.config import schema
+from robust_train.config.values import AUTO, Declaration
+from robust_train.vision import keys
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = "docs/configuration.md"
+WIDTH = 100
+
+YAML = {
+    "configs/robust_base.yaml": schema.PlainConfig,
+    "configs/robust.yaml": schema.RobustConfig,
+    "configs/model/cnn.yaml": keys.CnnConfig,
+    "configs/model/linear_probe.yaml": keys.LinearProbeConfig,
+    "configs/model/lora.yaml": keys.LoraModelConfig,
+    "configs/model/full_finetune.yaml": keys.FullFinetuneConfig,
+    "configs/dataset/image_folder.yaml": keys.ImageFolderConfig,
+}
+MODELS = {"": keys.BackboneConfig, **keys.MODELS}
+GROUPS = {
+    "Models": ("model", MODELS),
+    "Data sets": (
+        "dataset",
+        {"": keys.DatasetConfig, "image_folder": keys.ImageFolderConfig},
+    ),
+    "Trainers": ("trainer", {"": schema.TrainerConfig}),
+}
+"""Sections of the page about groups that differ by the chosen option, and their classes."""
+
+_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", tuple: "list"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """A key of the schema."""
+
+    name: str  # with its group
+    key: Declaration
+    type: object
+    default: object  # as it is written
+
+    @property
+    def type_name(self) -> str:
+        """The accepted values, for people."""
+        accepted = self.key.accepts
+        if self.key.choices:
+            *most, last = (f"`{_text(one)}`" for one in self.key.choices)
+            accepted = f"{', '.join(most)} or {last}"
+        elif not accepted:
+            is_union = isinstance(self.type, types.UnionType)
+            kinds = typing.get_args(self.type) if is_union else (self.type,)
+            accepted = _NAMES[typing.get_origin(kinds[0]) or kinds[0]]
+            accepted += f" ({self.key.unit})" if self.key.unit else ""
+            accepted += f" or `{AUTO}`" if self.key.written == AUTO else ""
+        return accepted
+
+    @property
+    def default_name(self) -> str:
+        """The default, for people."""
+        if self.key.follows:
+            return f"`{self.key.follows}`"
+        return "—" if self.default == MISSING else f"`{_text(self.default)}`"
+
+    @property
+    def yaml(self) -> list[str]:
+        """The lines of a YAML file."""
+        name, value = self.name.rpartition(".")[2], _text(self.default)
+        if self.key.follows == "seed":
+            value = "${seed}"
+        elif self.key.follows:
+            value = f"${{oc.select:{self.key.follows},{value}}}"
+        line = f"{json.dumps(name) if name == 'on' else name}: {value}"
+        note = re.sub(r"\[([^]]+)\]\([^)]+\)|`", r"\1", self.key.meaning)
+        if len(line) + len(note) + 3 > WIDTH:
+            return [f"# {note}", line]
+        return [f"{line} # {note}"]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        exponent = f"{value:.1e}"
+        return exponent.replace("e-0", "e-") if 0 < value < 0.01 else f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def declared(cls: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
+    """Yield the keys of a class, each with the section of the page where it stands."""
+    hints = typing.get_type_hints(cls)
+    section = ""
+    for item in dataclasses.fields(cls):
+        name = prefix + item.name
+        if "group" in item.metadata:
+            section = item.metadata["section"] or section
+            for _, one in declared(item.metadata["group"], f"{name}."):
+                yield section, one
+        elif "key" in item.metadata:
+            key = item.metadata["key"]
+            section = key.section or section
+            default = item.default if key.written is ... else key.written
+            yield section, Declared(name, key, hints[item.name], default)
+
+
+def keys_of_the_page() -> dict[str, list[tuple[str, Declared]]]:
+    """Return the rows of each section: the meaning as it stands there, and the key."""
+    rows: dict[str, list[tuple[str, Declared]]] = {}
+    for section, one in declared(schema.RobustConfig):
+        rows.setdefault(section, []).append((_meaning(one), one))
+    for section, (group, options) in GROUPS.items():
+        seen: dict[str, list[tuple[str, Declared]]] = {}
+        for option, cls in options.items():
+            for _, one in declared(cls, f"{group}."):
+                seen.setdefault(one.name, []).append((option, one))
+        rows[section] = [_merged(options) for options in seen.values()]
+    return rows
+
+
+def _merged(options: list[tuple[str, Declared]]) -> tuple[str, Declared]:
+    """Return one row for a key that several options of a group have."""
+    first, one = options[0]
+    meaning = _meaning(one)
+    if first and len(options) == 1:
+        meaning = f"`{first}`: {meaning}"
+    if len({_text(other.default) for _, other in options}) > 1:
+        return meaning, dataclasses.replace(one, default=MISSING)
+    return meaning, one
+
+
+def _meaning(one: Declared) -> str:
+    more = one.key.more
+    if not more:
+        return one.key.meaning
+    return f"{one.key.meaning} {more}" if more.startswith("(") else f"{one.key.meaning}. {more}"
+
+
+def page(text: str) -> str:
+    """Return the page with its tables written anew."""
+    for section, rows in keys_of_the_page().items():
+        table = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        table += [
+            f"| `{one.name}` | {one.type_name} | {one.default_name} | {meaning} |"
+            for meaning, one in rows
+        ]
+        pattern = rf"(?ms)(^## {section}\n.*?)^\|.*?(?=^[^|]|\Z)"
+        text, found = re.subn(pattern, lambda m, t=table: m[1] + "\n".join(t) + "\n", text, count=1)
+        assert found, f"{PAGE} has no table under '## {section}'"
+    return text
+
+
+def yaml(text: str, cls: type) -> str:
+    """Return a YAML file with its values written anew; its head and Hydra's part stay."""
+    head = text[: text.index("  - _self_\n") + len("  - _self_\n")]
+    tail = text[text.index("\nhydra:\n") :] if "\nhydra:\n" in text else ""
+    own = {item.name for item in dataclasses.fields(cls)}
+    if cls is schema.RobustConfig:
+        own -= {item.name for item in dataclasses.fields(schema.PlainConfig)}
+    lines: list[str] = []
+    before, group = "", ""
+    for section, one in declared(cls):
+        top, _, name = one.name.partition(".")
+        if top not in own:
+            continue
+        is_new_group = bool(name) and top != group
+        if cls is schema.RobustConfig and section != before:
+            lines += ["", f"# {section}"]
+        elif cls is schema.PlainConfig and is_new_group:
+            lines.append("")
+        if is_new_group:
+            lines.append(f"{top}:")
+        lines += [("  " if name else "") + line for line in one.yaml]
+        before, group = section, top
+    return head + "\n" + "\n".join(lines).lstrip("\n") + "\n" + tail
+
+
+def written() -> dict[str, str]:
+    """Return the files as they have to be, by path."""
+    files = {PAGE: page((ROOT / PAGE).read_text())}
+    for path, cls in YAML.items():
+        files[path] = yaml((ROOT / path).read_text(), cls)
+    return files
+
+
+if __name__ == "__main__":
+    for path, text in written().items():
+        (ROOT / path).write_text(text)

@@ -1,0 +1,338 @@
+"""Started as a rank by another engine: real ``torchrun`` on this machine, and the pure parts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from guest_trainers import undisturbed
+from robust_train.host.engine import first_host, guest_rank
+from robust_train.host.store_votes import StoreVotes
+from robust_train.launcher.rank_failures import RankEnding, cause_of
+from robust_train.model.errors import ConfigError
+from robust_train.model.events import Failed
+from robust_train.model.failure import Clue, Failure, FailureKind
+from world import World, wait_until
+
+SCRIPT = Path(__file__).parents[1] / "guest_trainers.py"
+ROOT = Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def robust_train(*words: str, environ: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "robust_train.cli.main", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True).stdout
+
+
+@dataclass
+class Agents:
+    """Agents of torchrun on the loopback, which share a run folder."""
+
+    world: World
+
+    @property
+    def run_dir(self) -> Path:
+        return self.world.run_dir
+
+    def start(self, *options: str, trouble: str = "") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*TORCHRUN, *options, SCRIPT, self.run_dir],
+            env={**self.world.environ, "TROUBLE": trouble},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.world.folder,
+        )
+
+    def run(self, *options: str, trouble: str = "") -> tuple[int, str]:
+        process = self.start("--standalone", "--nproc-per-node=2", *options, trouble=trouble)
+        output, _ = process.communicate(timeout=240)
+        return process.returncode, output
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Micro-batch and accumulation of each attempt."""
+        lines = map(json.loads, (self.run_dir / "journal.jsonl").read_text().splitlines())
+        names = "batch_size", "gradient_accumulation_steps"
+        started = (e["spec"] for e in lines if e["event"] == "attempt_started")
+        return [tuple(spec[name] for name in names) for spec in started]
+
+    def has_the_weights_of_an_undisturbed_run(self) -> bool:
+        return self.summary["result"] == pytest.approx(undisturbed(), abs=1e-12)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def agents(world: World) -> Agents:
+    return Agents(world)
+
+
+@pytest.mark.proves("functions (`run.backward`)", "under torchrun", "in the step")
+def test_memory_that_runs_out_in_a_step_of_one_rank_repeats_that_step_on_all(agents: Agents):
+    code, output = agents.run(trouble="runs_out_in_step=3")
+    assert code == 0, output
+    assert agents.sizes == [(8, 1)]
+    assert "step 3: out of memory" in output
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+@pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
+def test_torchruns_restarts_go_on_with_half_the_batch_and_after_a_kill_with_the_same(
+    agents: Agents,
+):
+    code, output = agents.run("--max-restarts=3", trouble="runs_out=4 is_killed=8")
+    assert code == 0, output
+    assert agents.sizes == [(8, 1), (4, 2), (4, 2)]
+    assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
+    assert "rank 1 was killed: the same again" in output
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+def test_a_bug_is_not_run_again_by_torchrun_but_by_its_user(agents: Agents):
+    code, output = agents.run("--max-restarts=1", trouble="has_a_bug=4")
+    assert code == 1
+    assert agents.sizes == [(8, 1)]
+    assert "a bug of mine (rank 1); nothing is started, because torchrun has restarted" in output
+    code, output = agents.run()  # mended
+    assert code == 0, output
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+@pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
+def test_ranks_end_with_their_agent_and_the_next_start_of_both_goes_on(agents: Agents):
+    def start(trouble: str) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
+        options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
+        return [agents.start(*options, trouble=trouble) for _ in range(2)]
+
+    both = start("loses_agent=5")
+    for process in both:
+        process.communicate(timeout=240)
+    assert all(process.returncode for process in both)
+    both = start("loses_agent=5")
+    outputs = [process.communicate(timeout=240)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert agents.sizes == [(8, 1), (8, 1)]
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_stop_of_all_ranks_saves_at_one_step_and_the_next_start_goes_on(agents: Agents):
+    agents.world.environ["AUTO_DEVICE"] = "1"
+    process = agents.start("--standalone", "--nproc-per-node=2", trouble="waits=5")
+    wait_until(lambda: len([*agents.run_dir.glob("waits-*")]) == 2, "both ranks to wait")
+    queue = robust_train("queue", "--json", environ=agents.world.environ)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    gpus = [[gpu["index"] for gpu in job["gpus"]] for job in json.loads(queue)["jobs"]]
+    assert sorted(gpus) == [[0], [1]], queue
+    ranks = agents.run_dir / "ranks"
+    left = [json.loads((ranks / f"attempt-1.rank-{k}.json").read_text()) for k in (0, 1)]
+    assert [one["event"]["failure"]["kind"] for one in left] == ["interrupted"] * 2, output
+    assert {one["event"]["step"] for one in left} == {5}
+    code, output = agents.run()
+    assert code == 0, output
+    assert "goes on after a stop of all ranks" in output
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+def test_tasks_of_srun_are_ranks_as_well(agents: Agents):
+    port = str(free_port())
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, agents.run_dir],
+            env={
+                **agents.world.environ,
+                "SLURM_JOB_ID": "4711",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": rank,
+                "SLURM_LOCALID": rank,
+                "SLURM_STEP_NODELIST": "localhost",
+                "MASTER_PORT": port,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=agents.world.folder,
+        )
+        for rank in "01"
+    ]
+    outputs = [task.communicate(timeout=240)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(world: World):
+    """Without one it would be another folder for each rank and restart."""
+    small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
+    command = [ROOT / "train_robust.py", *small, "auto_device=false", "device=cpu"]
+    for run_id, expected in (("job7", 0), ("none", 1)):
+        options = ("--nproc-per-node=2", f"--rdzv-id={run_id}", "--rdzv-backend=c10d")
+        ended = subprocess.run(
+            [*TORCHRUN, *options, "--rdzv-endpoint=localhost:0", *command],
+            env=world.environ,
+            cwd=world.folder,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == expected, ended.stdout + ended.stderr
+    assert "the run folder has to be the same for all ranks" in ended.stderr
+    summary = json.loads((world.folder / "outputs/torchrun-job7/summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert [one["ranks"] for one in summary["attempts"]] == [2]
+
+
+# --- which rank -----------------------------------------------------------------------------------
+
+TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "a/b"}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (TORCH, ("torchrun", 3, 4, 1, "torchrun-a_b", 0)),
+        (
+            TORCH | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"},
+            ("torchrun", 3, 4, 1, None, 2),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ("the engine that started this rank", 1, 2, 0, None, 0)),
+        (SLURM | {"SLURM_RESTART_COUNT": "1"}, ("srun", 4, 5, 1, "slurm-4711", 1)),
+    ],
+)
+def test_a_rank_of_an_engine_is_recognised(environ: Mapping[str, str], found: tuple):
+    rank = guest_rank(environ)
+    numbers = rank.rank, rank.world_size, rank.local_rank
+    assert (rank.engine, *numbers, rank.job, rank.restarts) == found
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        TORCH | {"TORCHELASTIC_RUN_ID": "robust_train"},  # our own
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell, or submitit
+    ],
+)
+def test_all_else_is_an_ordinary_launcher(environ: Mapping[str, str]):
+    assert guest_rank(environ) is None
+
+
+def test_srun_s_ranks_get_what_torch_reads():
+    environ = guest_rank(SLURM).environ
+    assert environ == {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "19711",
+    }
+    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
+    assert guest_rank(SLURM | own).environ.items() >= own.items()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[07-09,12],x", "gpu07"),
+        ("n[3]", "n3"),
+        ("r1n[2,5]-ib", "r1n2-ib"),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm_s(hosts: str, first: str):
+    assert first_host(hosts) == first
+
+
+def test_a_number_that_is_none_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="RANK=x: accepted is a number of 0 or more"):
+        guest_rank(TORCH | {"RANK": "x"})
+
+
+# --- whose failure --------------------------------------------------------------------------------
+
+
+def left(rank: int, kind: FailureKind, at: float, by: int | None = None) -> RankEnding:
+    return RankEnding(rank, at, Failed(Failure(kind, f"{kind.value} of {rank}"), caused_by_rank=by))
+
+
+OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("failures", "message", "rank"),
+    [
+        ([left(1, OOM, 1.0), left(0, COMM, 2.0)], "device_oom of 1", 1),
+        ([left(0, COMM, 1.0), left(1, OOM, 2.0)], "device_oom of 1", 1),
+        ([left(0, OOM, 1.0, by=2), left(2, OOM, 3.0)], "device_oom of 2", 2),
+        ([left(1, OOM, 1.0), left(0, STOP, 2.0)], "device_oom of 1", 1),
+        ([left(0, COMM, 1.0), left(2, STOP, 2.0)], "rank 1 was killed", 1),
+        ([left(2, STOP, 2.0)], "ranks 0, 1 were killed", None),
+        ([], "ranks 0, 1, 2 were killed", None),
+        ([left(0, STOP, 1.0), left(1, COMM, 2.0), left(2, COMM, 3.0)], "comm of 1", 1),
+        ([left(0, STOP, 1.0), left(1, STOP, 2.0), left(2, STOP, 3.0)], "interrupted of 0", 0),
+    ],
+)
+def test_the_cause_is_the_failure_that_the_others_followed_from(failures, message, rank):
+    cause = cause_of({one.rank: one for one in failures}, 3)
+    assert (cause.message, cause.rank) == (message, rank)
+    assert (cause.evidence.clue is Clue.KILLED) == ("killed" in message)
+
+
+# --- at the same step -----------------------------------------------------------------------------
+
+
+def test_ranks_see_a_flag_at_the_same_look_however_far_each_is():
+    store, seen = dist.HashStore(), {}
+
+    def loop(rank: int, pause: float) -> None:
+        with StoreVotes(store, rank, 3) as votes:
+            for look in range(1, 100_000):
+                if votes.look("stop", rank):
+                    seen[rank] = look
+                    return
+                if rank == 1 and look == 20:
+                    votes.raise_flag("stop")
+                time.sleep(pause)
+
+    threads = [threading.Thread(target=loop, args=(k, 0.001 * (k + 1))) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 3
+    assert len({*seen.values()}) == 1

@@ -1,0 +1,41 @@
+"""The stories of journals that real runs have left: see ``tests/golden/make.py``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from golden.told import told
+from robust_train.report.html import job_page
+from robust_train.report.sources import read_sources
+from robust_train.report.story import story_of
+from robust_train.sweep.page import sweep_page, sweep_story_of
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FOLDERS = sorted(journal.parent for journal in GOLDEN.rglob("journal.jsonl"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(GOLDEN)))
+def test_a_recorded_run_is_told_as_expected(folder: Path):
+    story = story_of(read_sources(folder))
+    expected = json.loads((folder / "expected.json").read_text())
+    assert json.loads(json.dumps(told(story))) == expected
+    parts = [story.seconds[use] for use in ("useful", "lost", "wait", "startup")]
+    assert sum(parts) == pytest.approx(story.seconds["wall"])
+    page = job_page(story)
+    drawn = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    assert len(drawn) == len(expected["charts"])
+    for data, chart in zip(map(json.loads, drawn), expected["charts"], strict=True):
+        assert [line["name"] for line in data["lines"]] == chart["lines"]
+        assert all(len(line["x"]) == len(line["y"]) for line in data["lines"])
+
+
+def test_a_recorded_sweep_has_a_page_with_the_loss_of_each_job():
+    sweep = sweep_story_of(GOLDEN / "sweep")
+    assert sweep.sentence.startswith("2 of 2 completed in ")
+    page = sweep_page(sweep)
+    (drawn,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    assert [line["name"] for line in json.loads(drawn)["lines"]] == ["job 0", "job 1"]

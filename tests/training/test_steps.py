@@ -1,0 +1,841 @@
+"""An optimizer step that goes on when memory runs out in the middle of it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import weakref
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.model.errors import ConfigError
+from robust_train.step import replicas
+from robust_train.step.batcher import MicroBatcher
+from robust_train.step.rng import GeneratorStates
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class OutOfMemoryInBackward(torch.autograd.Function):
+    """The identity, whose gradient needs more memory than there is."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            out_of_memory()
+        return gradient, None
+
+
+class Network(nn.Module):
+    """Runs out of memory above ``most`` samples, in its forward or its backward pass.
+
+    In the backward pass the last layer has its gradient already when it happens.
+    """
+
+    def __init__(self, most=10**9, where="forward", *, dropout=0.0, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.most, self.where = most, where
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.last = nn.Linear(16, 3)
+        self.sizes = []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        fails = len(x) > self.most
+        hidden = self.dropout(torch.relu(self.norm(self.first(x))))
+        if fails and self.where == "forward":
+            out_of_memory()
+        hidden = OutOfMemoryInBackward.apply(hidden, fails and self.where == "backward")
+        return self.last(hidden)
+
+
+def data(samples=12, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, 6, generator=generator).to(dtype)
+    return x, torch.randint(3, (samples,), generator=generator)
+
+
+def loss_with(model):
+    def loss_of(batch):
+        x, y = batch
+        return cross_entropy(model(x), y)
+
+    return loss_of
+
+
+def step(batcher, model, batch=None, **options):
+    return batcher.backward(loss_with(model), data() if batch is None else batch, model, **options)
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same(ours, expected, **tolerance):
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def unlimited(**options):
+    model = Network(**options)
+    step(MicroBatcher(), model)
+    return model
+
+
+@pytest.mark.proves("functions (`run.backward`)", "one GPU", "in the step")
+@pytest.mark.parametrize(
+    ("where", "most", "names_model"),
+    [("forward", 11, True), ("forward", 1, False), ("backward", 1, True), ("backward", 11, False)],
+)
+def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(where, most, names_model):
+    model = Network(most, where)
+    batcher = MicroBatcher()
+    loss = batcher.backward(loss_with(model), data(), model if names_model else None)
+    whole = unlimited()
+    assert_same(gradients(model), gradients(whole))
+    torch.testing.assert_close(loss, cross_entropy(whole(data()[0]), data()[1]).detach())
+    assert not loss.requires_grad
+    assert batcher.size < 12
+
+
+def test_the_size_that_fits_is_kept_for_the_following_steps():
+    model = Network(most=4)
+    batcher = MicroBatcher(12)
+    step(batcher, model)
+    assert model.sizes == [12, 6, 3, 3, 3, 3]
+    assert batcher.size == 3
+    model.sizes.clear()
+    step(batcher, model)
+    assert model.sizes == [3, 3, 3, 3]
+
+
+def test_sizes_go_down_the_ladder_of_the_launcher():
+    model = Network(most=1)
+    events = []
+    batcher = MicroBatcher(
+        12, gradient_accumulation_steps=2, on_event=lambda event: events.append(event.as_json())
+    )
+    step(batcher, model)
+    assert [(e["before"], e["after"]) for e in events] == [(12, 6), (6, 3), (3, 1)]
+
+
+def test_a_change_is_recorded_with_its_reason(tmp_path):
+    run_events = []
+    run = Run(run_dir=tmp_path, report=lambda event: run_events.append(event.as_json()))
+    run.micro_batch_plan = MicroBatchPlan(batch_size=12, min_batch_size=2)
+    run.started(30)
+    run.progress(39)
+    model = Network(most=6)
+    run.backward(loss_with(model), data(), model)
+    event = next(e for e in run_events if e["event"] == "micro_batch_changed")
+    assert (event["step"], event["before"], event["after"]) == (40, 12, 6)
+    assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
+    assert "out of memory" in event["reason"]
+    assert run.last_micro_batch == event["last_micro_batch"] == 6
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 11])
+def test_uneven_parts_are_weighted_by_their_samples(micro_batch):
+    model = Network()
+    step(MicroBatcher(micro_batch), model)
+    assert_same(gradients(model), gradients(unlimited()))
+
+
+def test_a_mean_over_tokens_is_weighted_by_tokens():
+    x = torch.randn(6, 4, 6)
+    y = torch.randint(3, (6, 4))
+    y[0, 1:], y[1], y[5, :3] = -100, -100, -100
+
+    def tokens(part):
+        return (part["y"] != -100).sum()
+
+    def loss_of(model, part):
+        logits = model(part["x"].flatten(0, 1))
+        return cross_entropy(logits, part["y"].flatten(), ignore_index=-100)
+
+    whole, model = Network(), Network()
+    loss_of(whole, {"x": x, "y": y}).backward()
+    # the part without any token has a loss that is no number
+    loss = MicroBatcher(1).backward(
+        lambda part: loss_of(model, part), {"x": x, "y": y}, model, count=tokens
+    )
+    assert_same(gradients(model), gradients(whole))
+    assert torch.isfinite(loss)
+
+
+def test_a_sum_over_samples_is_not_weighted():
+    whole, model = Network(), Network()
+    x, y = data()
+    cross_entropy(whole(x), y, reduction="sum").backward()
+
+    def loss_of(batch):
+        return cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    MicroBatcher(5).backward(loss_of, (x, y), model, count=lambda data: 1)
+    assert_same(gradients(model), gradients(whole))
+
+
+def draws():
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_repeated_step_draws_the_same_random_numbers_again(where):
+    def train(model, batcher):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+
+        def loss_of(batch):
+            drawn = draws()
+            return loss_with(model)(batch), drawn
+
+        _, drawn = batcher.backward(loss_of, data(), model)
+        return drawn, gradients(model), draws()
+
+    split = train(Network(dropout=0.5), MicroBatcher(6))
+    recovered = train(Network(6, where, dropout=0.5), MicroBatcher(12))
+    assert split[0] == recovered[0]
+    assert split[2] == recovered[2]
+    assert_same(split[1], recovered[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("where", "fails_in_step"), [("forward", 3), ("backward", 1)])
+def test_batch_statistics_count_each_sample_once(fails_in_step, where):
+    def train(model, size, fails=False):
+        batcher = MicroBatcher(size)
+        for number in (1, 2, 3):
+            if fails and number == fails_in_step:
+                model.most = 6
+            step(batcher, model)
+        return model
+
+    expected = Network(norm=True)
+    for number in (1, 2, 3):
+        step(MicroBatcher(6 if number >= fails_in_step else 12), expected)
+    model = train(Network(where=where, norm=True), 12, fails=True)
+    assert model.norm.num_batches_tracked == expected.norm.num_batches_tracked
+    assert_same(model.buffers(), expected.buffers(), rtol=0, atol=0)
+
+
+class Codebook(nn.Module):
+    """A buffer written through .data, which leaves no trace in its version, and a replaced one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Network()
+        self.register_buffer("written", torch.zeros(3))
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("constant", torch.arange(3.0))
+
+    def forward(self, x):
+        self.written.data.add_(1)
+        self.replaced = self.replaced + self.constant
+        return self.inner(x)
+
+
+def test_buffers_that_are_written_around_autograd_or_replaced_are_restored_too():
+    model = Codebook()
+    batcher = MicroBatcher(12)
+    step(batcher, model)
+    model.inner.most = 6
+    step(batcher, model)
+    assert model.written.tolist() == [3, 3, 3]
+    assert model.replaced.tolist() == [0, 3, 6]
+    assert model.constant.tolist() == [0, 1, 2]
+
+
+class BeginsToCount(nn.Module):
+    """A buffer that the first steps leave alone, as statistics that are frozen at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Network()
+        self.counts = False
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        if self.counts:
+            self.seen += len(x)
+        return self.inner(x)
+
+
+def test_a_buffer_that_changes_for_the_first_time_in_a_repeated_step_is_restored_too():
+    model = BeginsToCount()
+    batcher = MicroBatcher(12)
+    step(batcher, model)
+    model.counts, model.inner.most = True, 6
+    step(batcher, model)
+    assert model.seen.tolist() == [12]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_of_earlier_batches_are_neither_lost_nor_counted_twice(where):
+    def two_batches(model, batcher):
+        step(batcher, model, data(8))
+        held = model.last.weight.grad
+        step(batcher, model, data(12))
+        assert model.last.weight.grad is held, "others may have a view of it"
+        return gradients(model)
+
+    recovered = two_batches(Network(8, where), MicroBatcher())
+    assert_same(recovered, two_batches(Network(), MicroBatcher()))
+
+
+def test_an_error_that_is_not_about_memory_is_raised_with_the_step_undone():
+    model = Network()
+    step(MicroBatcher(), model)
+    before = gradients(model)
+
+    def has_a_bug(batch):
+        return {}["a key that is not there"]
+
+    with pytest.raises(KeyError) as caught:
+        MicroBatcher().backward(has_a_bug, data(), model)
+    assert caught.traceback[-1].name == "has_a_bug"
+    assert not getattr(caught.value, "__notes__", [])
+    assert_same(gradients(model), before)
+
+
+def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace():
+    events = []
+    model = Network(most=1, where="backward", norm=True)
+    batcher = MicroBatcher(
+        12, min_batch_size=4, on_event=lambda event: events.append((event.name, event.as_json()))
+    )
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(batcher, model)
+    assert all(p.grad is None for p in model.parameters())
+    assert_same(model.buffers(), buffers, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    event, fields = events[-1]
+    assert event == "micro_batch_exhausted"
+    assert fields["tried"] == [12, 6, 4]
+    if hasattr(caught.value, "add_note"):
+        assert "every micro-batch tried (12, 6, 4)" in caught.value.__notes__[0]
+
+
+def test_a_smaller_last_batch_that_does_not_fit_is_split_as_well():
+    model = Network(most=2)
+    batcher = MicroBatcher(64)
+    step(batcher, model, data(5))
+    assert max(model.sizes[-3:]) <= 2
+    assert_same(gradients(model), gradients_of(data(5)))
+
+
+def gradients_of(batch):
+    model = Network()
+    step(MicroBatcher(), model, batch)
+    return gradients(model)
+
+
+def test_a_larger_size_is_tried_again_only_when_asked():
+    model = Network(most=6)
+    batcher = MicroBatcher(12)
+    step(batcher, model)
+    model.most = 100
+    for _ in range(50):
+        step(batcher, model)
+    assert batcher.size == 6
+
+
+def test_each_failure_of_a_size_doubles_the_wait_until_it_is_tried_again():
+    model = Network(most=6)
+    events = []
+    batcher = MicroBatcher(
+        12, regrow_after_steps=3, on_event=lambda event: events.append(event.as_json())
+    )
+    for _ in range(40):
+        step(batcher, model)
+    failed_in = [e["step"] for e in events if e["after"] < e["before"]]
+    # after 3, 6 and 12 clean steps, the step with the failure itself being the first of them
+    assert failed_in == [1, 4, 10, 22]
+    assert batcher.size == 6
+
+
+def test_a_size_that_fits_again_is_grown_up_to_the_one_asked_for():
+    model = Network(most=3)
+    batcher = MicroBatcher(12, regrow_after_steps=2)
+    step(batcher, model)
+    assert batcher.size == 3
+    model.most = 100
+    for _ in range(20):
+        step(batcher, model)
+    assert batcher.size == 12
+
+
+def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoint():
+    model, events = Network(), []
+    batcher = MicroBatcher(
+        12, regrow_after_steps=2, on_event=lambda event: events.append(event.as_json())
+    )
+    assert batcher.shrink("wished") == (12, 6)
+    for _ in range(20):
+        step(batcher, model)
+    assert batcher.size == 6
+    again = MicroBatcher(12, regrow_after_steps=2)
+    again.restore(batcher.state())
+    for _ in range(20):
+        step(again, model)
+    assert again.size == 6
+    assert [(e["before"], e["after"], e["reason"]) for e in events] == [(12, 6, "wished")]
+
+
+def test_below_the_wished_size_memory_still_decides():
+    batcher = MicroBatcher(12, regrow_after_steps=2)
+    batcher.shrink("wished")
+    model = Network(most=3)
+    step(batcher, model)
+    assert batcher.size == 3
+    model.most = 100
+    for _ in range(20):
+        step(batcher, model)
+    assert batcher.size == 6
+
+
+def test_a_wish_halves_what_is_really_in_use():
+    batcher = MicroBatcher(64)
+    step(batcher, Network(), data(5))
+    before, after = batcher.shrink("wished")
+    assert (before, after) == (5, 2)
+    assert MicroBatcher().shrink("nothing was split yet") is None
+    assert MicroBatcher(4, min_batch_size=4).shrink("as small as may be") is None
+
+
+def test_a_resumed_run_goes_on_with_the_sizes_it_has_found():
+    batcher = MicroBatcher(12)
+    step(batcher, Network(most=4))
+    again, other = MicroBatcher(12), MicroBatcher(8)
+    again.restore(batcher.state())
+    other.restore(batcher.state())
+    assert again.size == 3
+    assert other.size == 8, "somebody asked for another size since"
+
+
+def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed():
+    model = Network(most=3)
+    batcher = MicroBatcher(8)
+    x = torch.arange(20.0).unsqueeze(1).expand(20, 6)
+    ran, kept = [], []
+
+    def forward(part):
+        ran.append(len(part))
+        # only what would be new memory may fail
+        if len(ran) > 1:
+            model(part)
+        return part[:, 0].tolist()
+
+    with torch.no_grad():
+        for start in range(0, 20, 10):
+            kept += batcher.forward(forward, x[start : start + 10])
+    assert [value for part in kept for value in part] == list(range(20))
+    assert ran[0] == 5, "the part that went through is not repeated"
+    assert ran.count(5) == 2
+    assert batcher.size == 8, "training needs memory of another kind"
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_the_loss_of_a_validation_batch_is_its_mean_without_gradients(is_pair):
+    model, whole = Network(most=5), Network()
+    x, y = data()
+
+    def loss_of(batch):
+        loss = loss_with(model)(batch)
+        return (loss, batch[0][:, 0].tolist()) if is_pair else loss
+
+    with torch.no_grad():
+        found = MicroBatcher(12).backward(loss_of, (x, y), training=False)
+    loss, kept = found if is_pair else (found, None)
+    torch.testing.assert_close(loss, cross_entropy(whole(x), y).detach())
+    assert all(p.grad is None for p in model.parameters())
+    if is_pair:
+        assert [value for part in kept for value in part] == x[:, 0].tolist()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_gradient_scaler_s_gradients_are_exact(where):
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        step(MicroBatcher(), model, backward=lambda loss: scaler.scale(loss).backward())
+        scaler.step(optimizer)
+        scaler.update()
+        return model.parameters()
+
+    assert_same(train(Network(4, where)), train(Network()))
+
+
+@pytest.mark.parametrize("around", ["the loss", "the step"])
+def test_autocast_may_be_around_the_loss_or_the_step(around):
+    def train(model, batcher):
+        def loss_of(batch):
+            x, y = batch
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(x)
+            assert logits.dtype == torch.bfloat16
+            return cross_entropy(logits.float(), y)
+
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around == "the step"):
+            batcher.backward(loss_of, data(), model)
+        return gradients(model)
+
+    recovered = train(Network(6, "backward"), MicroBatcher(12))
+    assert_same(recovered, train(Network(), MicroBatcher(6)), rtol=0, atol=0)
+
+
+class Checkpointed(Network):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class LateFailure(nn.Module):
+    """Runs out of memory only when it is computed anew in the backward pass."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.inner, self.most, self.calls = Network(), most, 0
+
+    def forward(self, x):
+        return checkpoint(self._inside, x, use_reentrant=False)
+
+    def _inside(self, x):
+        self.calls += 1
+        if len(x) > self.most and self.calls % 2 == 0:
+            out_of_memory()
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", [lambda: Checkpointed(4), lambda: LateFailure(4)])
+def test_gradient_checkpointing_is_repeated_like_anything_else(kind):
+    model = kind()
+    step(MicroBatcher(), model)
+    assert_same(gradients(model), gradients(unlimited()))
+
+
+@pytest.mark.parametrize("second_derivative", [False, True])
+@pytest.mark.parametrize("names_model", [False, True])
+def test_a_failed_pass_is_freed_before_the_next_one(names_model, second_derivative):
+    """Without the garbage collector: the frames that held it are empty, and no one else does."""
+    activations: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    class Watched(Network):
+        def forward(self, x):
+            alive.append(any(ref() is not None for ref in activations))
+            inside = self.first(x)
+            activations.append(weakref.ref(inside))
+            # the product's gradient needs its factors, so the graph holds them
+            return self.last(OutOfMemoryInBackward.apply(inside * inside, len(x) > self.most))
+
+    model = Watched(most=3)
+
+    def loss_of(batch):
+        x, y = batch
+        logits = model(x)
+        view = {"logits": [logits.view(-1, 3)]}
+        loss = cross_entropy(view["logits"][0], y)
+        if second_derivative:
+            (slope,) = torch.autograd.grad(loss, model.last.weight, create_graph=True)
+            loss = loss + slope.square().sum()
+        return loss
+
+    gc.disable()
+    try:
+        MicroBatcher().backward(loss_of, data(), model if names_model else None)
+    finally:
+        gc.enable()
+    assert alive[:3] == [False, False, False]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])
+def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
+    model = Network()
+    step(MicroBatcher(), model)
+    before = gradients(model)
+
+    def is_interrupted(batch):
+        if not torch.equal(batch[0], data()[0][:3]):
+            raise error
+        return loss_with(model)(batch)
+
+    with pytest.raises(error):
+        MicroBatcher(3).backward(is_interrupted, data(), model)
+    assert_same(gradients(model), before)
+
+
+def test_a_step_inside_of_another_recovers_on_its_own():
+    outer, inner = Network(), Network(most=2)
+
+    def loss_of(batch):
+        step(MicroBatcher(), inner, batch)
+        return loss_with(outer)(batch)
+
+    MicroBatcher().backward(loss_of, data(), outer)
+    assert outer.sizes == [12]
+    assert_same(gradients(outer), gradients(unlimited()))
+    assert_same(gradients(inner), gradients(unlimited()))
+
+
+def test_several_models_learn_in_one_step():
+    body, head = Network(most=5), nn.Linear(3, 3)
+    MicroBatcher().backward(loss_with(lambda x: head(body(x))), data(), (m for m in [body, head]))
+    whole = Network()
+    x, y = data()
+    for p in head.parameters():
+        p.grad, p.recovered = None, p.grad
+    cross_entropy(head(whole(x)), y).backward()
+    assert_same(gradients(body), gradients(whole))
+    assert_same([p.recovered for p in head.parameters()], gradients(head))
+
+
+def test_what_the_function_returns_with_the_loss_comes_back_once_and_in_order():
+    model = Network(most=4)
+
+    def loss_of(batch):
+        return loss_with(model)(batch), batch[0][:, 0].tolist()
+
+    loss, kept = MicroBatcher(6).backward(loss_of, data(), model)
+    assert [value for part in kept for value in part] == data()[0][:, 0].tolist()
+    assert loss.ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (None, "a NoneType"),
+        (3.5, "a float"),
+        (torch.ones(3), r"a Tensor of shape \(3,\)"),
+        ((torch.ones(()), 1, 2), "a tuple"),
+    ],
+)
+def test_a_function_that_returns_no_loss_is_refused_with_what_it_returned(returned, what):
+    with pytest.raises(TypeError, match=f"has to return the mean loss of its part.*{what}"):
+        MicroBatcher().backward(lambda batch: returned, data(), Network())
+
+
+def test_a_batch_without_samples_is_refused():
+    with pytest.raises(ValueError, match="The batch is empty, so its mean loss is undefined"):
+        step(MicroBatcher(), Network(), data(0))
+    assert MicroBatcher().forward(len, torch.zeros(0, 2)) == []
+
+
+@pytest.mark.parametrize("owner", ["run", "batcher"])
+def test_the_loop_over_micro_batches_is_refused_with_what_to_write(tmp_path, owner):
+    refuses = Run(run_dir=tmp_path) if owner == "run" else MicroBatcher()
+    with pytest.raises(ConfigError, match=r"loss = run\.backward\(loss_of, batch, model\)") as said:
+        for _ in refuses.micro_batches(data(), Network(), training=True):
+            pass
+    assert "\n" not in str(said.value)
+
+
+class Holder:
+    """A user's trainer, whose method is the function of the step."""
+
+    def __init__(self, model):
+        self.parts = {"models": [model]}
+
+    def loss_of(self, batch):
+        x, y = batch
+        return cross_entropy(self.parts["models"][0](x), y)
+
+
+GLOBAL = Network(norm=True)
+
+
+def loss_of_global(batch, loss=cross_entropy):
+    return loss(GLOBAL(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "reach",
+    [
+        loss_with,
+        lambda model: Holder(model).loss_of,
+        lambda model: functools.partial(lambda net, batch: loss_with(net)(batch), model),
+        lambda model: lambda batch, net=model: loss_with(net)(batch),
+        lambda model: loss_of_global,
+    ],
+    ids=["closure", "method", "partial", "default", "global"],
+)
+def test_without_a_model_those_that_the_function_reaches_are_put_back(reach, where):
+    model = GLOBAL if reach(None) is loss_of_global else Network(norm=True)
+    fresh = Network(norm=True)
+    model.load_state_dict(fresh.state_dict())
+    model.zero_grad()
+    step(MicroBatcher(), model, data(8))
+    step(MicroBatcher(), fresh, data(8))
+    model.most, model.where = 6, where
+    MicroBatcher().backward(reach(model), data())
+    model.most = 10**9
+    step(MicroBatcher(6), fresh)
+    assert_same(gradients(model), gradients(fresh))
+    assert_same(model.buffers(), fresh.buffers(), rtol=0, atol=0)
+
+
+def test_gradients_of_a_model_that_no_name_leads_to_are_not_counted_twice():
+    """Its parameters are found in the graph of the loss."""
+    model = Network(4, "backward")
+    hidden = weakref.ref(model)
+    step(MicroBatcher(), model, data(3))
+
+    def loss_of(batch):
+        return loss_with(hidden())(batch)
+
+    MicroBatcher().backward(loss_of, data())
+    whole = Network()
+    step(MicroBatcher(), whole, data(3))
+    step(MicroBatcher(), whole)
+    assert_same(gradients(model), gradients(whole))
+
+
+def test_neither_a_model_nor_its_parameters_are_kept_alive():
+    batcher = MicroBatcher()
+    model = Network(norm=True)
+    step(batcher, model)
+    gone = weakref.ref(model), weakref.ref(model.first.weight)
+    del model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_recovered_as_well():
+    model = Network(norm=True)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    batcher = MicroBatcher(12)
+
+    def compiled_step(batch_size_that_fails):
+        def loss_of(batch):
+            x, y = batch
+            logits = compiled(x)
+            if len(x) > batch_size_that_fails:
+                out_of_memory()
+            return cross_entropy(logits, y)
+
+        batcher.backward(loss_of, data(), compiled)
+
+    compiled_step(100)
+    compiled_step(6)
+    expected = Network(norm=True)
+    for size in (12, 6):
+        step(MicroBatcher(size), expected)
+    assert_same(gradients(model), gradients(expected))
+    assert_same(model.buffers(), expected.buffers())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("min_batch_size", 0), ("gradient_accumulation_steps", -1)],
+)
+def test_sizes_below_one_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        MicroBatcher(**{name: value})
+
+
+class CountsCopies(TorchDispatchMode):
+    """Notes the number formats in each call that copies lists of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._foreach_copy_.default:
+            self.formats.append({tensor.dtype for tensors in args[:2] for tensor in tensors})
+        return function(*args, **(kwargs or {}))
+
+
+def test_buffers_of_mixed_formats_are_copied_by_one_call_for_each_format():
+    """A list of mixed formats takes torch's slow path: a kernel for each tensor."""
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(5)))
+    batcher, x = MicroBatcher(4), torch.randn(8, 3)
+    for _ in range(3):
+        with CountsCopies() as copies:
+            batcher.backward(lambda part: model(part).sum(), x, model)
+    assert sorted(map(repr, copies.formats)) == ["{torch.float32}", "{torch.int64}"]
+
+
+class Fault(RuntimeError):
+    """As torch.AcceleratorError, from every call that reaches the device."""
+
+
+def test_a_fault_of_the_device_is_raised_though_the_step_s_start_cannot_be_restored(caplog):
+    model = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    fault = Fault("CUDA error: an illegal memory access was encountered")
+
+    class Poisoned(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            raise Fault("CUDA error: an illegal memory access was encountered")
+
+    poisoned = Poisoned()
+
+    def loss_of(part) -> None:
+        model(part)
+        poisoned.__enter__()
+        raise fault
+
+    try:
+        with pytest.raises(Fault) as raised:
+            MicroBatcher(4).backward(loss_of, torch.ones(8, 3), model)
+    finally:
+        poisoned.__exit__(None, None, None)
+    assert raised.value is fault
+    assert "the step's start cannot be restored: CUDA error" in caplog.text
+
+
+def test_the_generators_of_all_gpus_go_back_to_the_steps_start(monkeypatch):
+    """The model may be on another GPU than the current one."""
+    states = [torch.tensor([1]), torch.tensor([2])]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state_all", lambda now: states.__setitem__(slice(None), now)
+    )
+    kept = GeneratorStates()
+    states[:] = [torch.tensor([3]), torch.tensor([4])]
+    kept.restore()
+    assert [int(state) for state in states] == [1, 2]
+
+
+def test_a_bucket_is_put_together_while_the_one_before_is_on_its_way(monkeypatch):
+    order = []
+
+    def all_reduce(flat, group, async_op):
+        assert async_op
+        order.append("sent")
+        return SimpleNamespace(wait=lambda: order.append("received"))
+
+    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 16)
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    for parameter in parameters[:3]:
+        parameter.grad = torch.ones(2)
+    loss = replicas.sum_gradients(
+        parameters, (True, True, True, False), 0.5, torch.tensor(4.0), SimpleNamespace()
+    )
+    assert order == ["sent", "sent", "received", "received"]
+    assert [p.grad.tolist() for p in parameters[:3]] == [[0.5, 0.5]] * 3
+    assert parameters[3].grad is None
+    assert loss == 2
