@@ -38,7 +38,9 @@ MODELS = {
 MIB = 2**20
 
 
-def measure(overrides: list[str], contestant: str, limit_mib: int, at_most: int) -> None:
+def measure(
+    overrides: list[str], contestant: str, limit_mib: int, at_most: int
+) -> None:
     """One contestant in this process: its answer, its probes and its seconds as a JSON line."""
     import torch
     from hydra import compose, initialize_config_module
@@ -69,7 +71,9 @@ def measure(overrides: list[str], contestant: str, limit_mib: int, at_most: int)
         for line in Path("/proc/self/status").read_text().splitlines()
         if line.startswith("VmData")
     )
-    resource.setrlimit(resource.RLIMIT_DATA, (used + limit_mib * MIB, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (used + limit_mib * MIB, resource.RLIM_INFINITY)
+    )
     tried: list[int] = []
 
     def fits(size: int) -> bool:

@@ -123,7 +123,9 @@ def probe_nvml() -> Checks:
     found = read_inventory(processes=True)
     yield below("NVML's first answer", 30, time.perf_counter() - started, " s")
     yield equal("problem with NVML", None, found.problem)
-    yield figure("GPU", f"{gpu().name}, driver {found.driver_version}, {gpu().compute_mode}")
+    yield figure(
+        "GPU", f"{gpu().name}, driver {found.driver_version}, {gpu().compute_mode}"
+    )
     yield equal("why it is unusable", None, gpu().unusable)
     taken = milliseconds(lambda: read_inventory(processes=False), 20)
     yield figure("reading all GPUs", f"{taken:.1f} ms")
@@ -137,11 +139,16 @@ def probe_guard() -> Checks:
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            os.environ.update(CUDA_VISIBLE_DEVICES=gpu().uuid, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+            os.environ.update(
+                CUDA_VISIBLE_DEVICES=gpu().uuid, CUDA_DEVICE_ORDER="PCI_BUS_ID"
+            )
             os.environ[VARIABLE] = allocator_settings({}, expandable_segments=True)
             torch.ones(1, device="cuda")
             segments = torch.cuda.memory_snapshot()
-            seen: Any = [torch.cuda.device_count(), bool(segments[0].get("is_expandable"))]
+            seen: Any = [
+                torch.cuda.device_count(),
+                bool(segments[0].get("is_expandable")),
+            ]
         except BaseException as error:
             seen = f"{type(error).__name__}: {error}"[:80]
         os.write(writing, json.dumps(seen).encode())
@@ -163,17 +170,26 @@ def probe_context() -> Checks:
     a = torch.randn(side(4096), side(4096), device="cuda")
     a @ a, a.bfloat16() @ a.bfloat16()
     conv = nn.Conv2d(64, 64, 3).cuda().bfloat16()
-    conv(torch.randn(8, 64, side(64), side(64), device="cuda").bfloat16()).sum().backward()
+    conv(
+        torch.randn(8, 64, side(64), side(64), device="cuda").bfloat16()
+    ).sum().backward()
     torch.cuda.synchronize()
     beside = before - free_bytes() - torch.cuda.memory_reserved()
     figures = memory_in_use()
     measured = figures.get("context_bytes")
     yield figure("context, cuBLAS and cuDNN", f"{beside // MIB} MiB")
     if measured is None and gpu().processes:
-        yield Check("the attempt's own measure", "known", "NVML does not show it", False)
+        yield Check(
+            "the attempt's own measure", "known", "NVML does not show it", False
+        )
     elif measured is None:  # a container
         own = figures.get("context_at_most_bytes", 0) - taken
-        yield below("… by what all of the GPU holds, off by", 128, abs(own - beside) / MIB, " MiB")
+        yield below(
+            "… by what all of the GPU holds, off by",
+            128,
+            abs(own - beside) / MIB,
+            " MiB",
+        )
     else:
         yield below("… differs from that by", 128, abs(measured - beside) / MIB, " MiB")
 
@@ -226,7 +242,9 @@ def probe_step() -> Checks:
         try:
             yield from step_of(kind)
         except Exception as error:
-            yield Check(kind, "no error", f"{type(error).__name__}: {error}"[:120], False)
+            yield Check(
+                kind, "no error", f"{type(error).__name__}: {error}"[:120], False
+            )
 
 
 def step_of(kind: str) -> Checks:
@@ -234,13 +252,20 @@ def step_of(kind: str) -> Checks:
     net = Net({"checkpoint": False, "reentrant": True}.get(kind)).cuda()
     model = torch.compile(net, dynamic=True) if kind == "compile" else net
     scaler = torch.amp.GradScaler("cuda", enabled=kind == "fp16 scaler")
-    x = torch.randn(32, 32, side(64), side(64)).pin_memory().requires_grad_(kind == "reentrant")
+    x = (
+        torch.randn(32, 32, side(64), side(64))
+        .pin_memory()
+        .requires_grad_(kind == "reentrant")
+    )
     half = torch.float16 if "fp16" in kind else torch.bfloat16
     if kind == "compile":
         try:
             model(x[:8].cuda()).mean().backward()
         except Exception as error:  # no C compiler, no Python.h: nothing of ours
-            yield figure("torch.compile itself fails here", f"{type(error).__name__}: {error}"[:80])
+            yield figure(
+                "torch.compile itself fails here",
+                f"{type(error).__name__}: {error}"[:80],
+            )
             return
         net.zero_grad()
 
@@ -268,7 +293,9 @@ def step_of(kind: str) -> Checks:
     yield equal(f"{kind}: repeats of the step", 2, repeats)
     # from the same split, dropout's draws are the same
     most = 1e-2 if "16" in kind else 1e-5
-    yield below(f"{kind}: gradients differ by", most, largest_difference(found, expected))
+    yield below(
+        f"{kind}: gradients differ by", most, largest_difference(found, expected)
+    )
     yield below(f"{kind}: memory left behind", 1, left / MIB, " MiB")
 
 
@@ -288,7 +315,9 @@ def probe_retry() -> Checks:
     expected = [2 * p.grad for p in net.parameters()]
     retry_on_oom()(accumulate)(32)
     found = [p.grad for p in net.parameters()]
-    yield below("retry_on_oom: gradients differ by", 1e-5, largest_difference(found, expected))
+    yield below(
+        "retry_on_oom: gradients differ by", 1e-5, largest_difference(found, expected)
+    )
 
 
 def probe_optimizer() -> Checks:
@@ -311,7 +340,9 @@ def probe_optimizer() -> Checks:
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     peak = torch.cuda.max_memory_allocated()
-    yield below("peak of the first step differs by", 0.1, abs(peak - expected) / expected)
+    yield below(
+        "peak of the first step differs by", 0.1, abs(peak - expected) / expected
+    )
 
 
 def probe_fraction() -> Checks:
@@ -332,7 +363,12 @@ def probe_tight() -> Checks:
     """The allocator's own clearings are counted by step."""
     limit_to(4 * GIB)
     retries = AllocRetries()
-    for half_gib in (4, 5, 6, 7):  # what is cached of the last step is too small and in the way
+    for half_gib in (
+        4,
+        5,
+        6,
+        7,
+    ):  # what is cached of the last step is too small and in the way
         torch.empty(half_gib * GIB // 2, dtype=torch.uint8, device="cuda")
         retries = retries.after_step(alloc_retries() or 0)
     yield equal("steps in a row that emptied the cache", 3, retries.steps)
@@ -347,11 +383,18 @@ def probe_sticky() -> Checks:
     except Exception:
         pass
     try:
-        x[torch.full((3,), 1 << 40, device="cuda")] = 1  # where that kernel cannot be compiled
+        x[torch.full((3,), 1 << 40, device="cuda")] = (
+            1  # where that kernel cannot be compiled
+        )
         torch.cuda.synchronize()
     except Exception as error:
-        yield figure("fault", f"{type(error).__name__}: {classify_failure(error).kind.value}")
-    for name, call in (("memory_in_use", memory_in_use), ("return_memory", return_memory)):
+        yield figure(
+            "fault", f"{type(error).__name__}: {classify_failure(error).kind.value}"
+        )
+    for name, call in (
+        ("memory_in_use", memory_in_use),
+        ("return_memory", return_memory),
+    ):
         try:
             call()
             yield equal(f"{name} after a fault", "returns", "returns")
@@ -365,7 +408,10 @@ def probe_sticky() -> Checks:
 def probe_graph() -> Checks:
     """Clearing between two replays of a graph that uses cuBLAS's workspace."""
     stream = torch.cuda.Stream()
-    a, b = (torch.randn(side(32768), 640, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (
+        torch.randn(side(32768), 640, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(3):  # long sums, so that it is split over K
@@ -379,17 +425,24 @@ def probe_graph() -> Checks:
     expected = out.clone()
     for workspaces in (False, True):
         return_memory(thorough=False, workspaces=workspaces)
-        others = [torch.full((GIB // 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        others = [
+            torch.full((GIB // 16,), 7, dtype=torch.uint8, device="cuda")
+            for _ in range(8)
+        ]
         graph.replay()
         torch.cuda.synchronize()
         after = "a failure" if workspaces else "a step"
-        yield equal(f"replay after {after}'s clearing", True, torch.equal(out, expected))
+        yield equal(
+            f"replay after {after}'s clearing", True, torch.equal(out, expected)
+        )
         intact = all(bool((other == 7).all()) for other in others)
         yield equal("… leaves others' memory", True, intact)
 
 
 def probe_buffers() -> Checks:
-    layers = [layer for _ in range(53) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
+    layers = [
+        layer for _ in range(53) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))
+    ]
     model, x = nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda")
     batcher = MicroBatcher(64)
 
@@ -404,7 +457,9 @@ def probe_buffers() -> Checks:
     copies = {}
     for work in (plain, ours):
         milliseconds(work, 5)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA]
+        ) as profile:
             work()
             torch.cuda.synchronize()
         rows = profile.key_averages()
@@ -415,7 +470,9 @@ def probe_buffers() -> Checks:
     yield below("more copies a step, 53 BatchNorms", 10, copies[ours] - copies[plain])
     pairs = [(milliseconds(plain, 10), milliseconds(ours, 10)) for _ in range(7)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    yield figure("step, plain and with run.backward", f"{before:.2f} ms, {after:.2f} ms")
+    yield figure(
+        "step, plain and with run.backward", f"{before:.2f} ms, {after:.2f} ms"
+    )
 
 
 def probe_ranks() -> Checks:
@@ -432,7 +489,9 @@ def probe_ranks() -> Checks:
                 continue
             for rank in range(2):
                 repeats, differ = json.loads(Path(folder, f"rank-{rank}").read_text())
-                yield equal(f"{how}, rank {rank}: the step is repeated", True, repeats >= 1)
+                yield equal(
+                    f"{how}, rank {rank}: the step is repeated", True, repeats >= 1
+                )
                 yield below(f"{how}, rank {rank}: gradients differ by", 1e-4, differ)
 
 
@@ -480,9 +539,15 @@ def probe_teardown() -> Checks:
         before = free_bytes()
         ours = {VARIABLE: allocator_settings({}, expandable_segments=expandable)}
         environ = {**os.environ, **ours}
-        child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE
+        )
         assert child.stdout is not None
-        yield equal(f"a child holds {size} GiB", "ready", child.stdout.readline().decode().strip())
+        yield equal(
+            f"a child holds {size} GiB",
+            "ready",
+            child.stdout.readline().decode().strip(),
+        )
         started = time.perf_counter()
         child.send_signal(signal.SIGKILL)
         child.wait()
@@ -508,16 +573,22 @@ def probe_sampler() -> Checks:
         sampler.start()
         rows.append(milliseconds(work, 30) / alone)
         sampler.stop()
-    yield below("a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %")
+    yield below(
+        "a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %"
+    )
 
 
 def probe_doctor() -> Checks:
     """What users run: facts, then an allocation, an out-of-memory error and a recovery."""
     command = [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe"]
     # libraries that the image lacks may be on the path, too
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(
+        filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))
+    )
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu().uuid, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False
+    )
     yield equal("exit code of robust-train doctor --probe", 0, done.returncode)
     lines = [line for line in done.stdout.splitlines() if line.startswith("probe of")]
     said = lines[0] if lines else (done.stderr.strip().splitlines() or [""])[-1]
@@ -529,7 +600,10 @@ def probe_clear() -> Checks:
     blocks = min(160, int(free_bytes() * 0.8) // (256 * MIB))
 
     def use() -> None:
-        taken = [torch.empty(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(blocks)]
+        taken = [
+            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+            for _ in range(blocks)
+        ]
         torch.cuda.synchronize()
         del taken
 
@@ -567,7 +641,9 @@ def run_probe(name: str, seconds: float) -> list[Check]:
     """Run one probe in a process of its own; whatever it has seen when its time is up counts."""
     command = [sys.executable, __file__, "--probe", name]
     # settings that the user has exported would decide about segments
-    environ = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    environ = {
+        name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name
+    }
     child = subprocess.Popen(
         command,
         env=environ,
@@ -597,11 +673,15 @@ def run_probe(name: str, seconds: float) -> list[Check]:
 def print_table(name: str, checks: list[Check]) -> None:
     for check in checks:
         mark = "ok" if check.passed else "DIFFERS"
-        print(f"{name:<10} {check.what:<46} {check.expected:<18} {check.seen:<34} {mark}")
+        print(
+            f"{name:<10} {check.what:<46} {check.expected:<18} {check.seen:<34} {mark}"
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("probes", nargs="*", metavar="PROBE", help=", ".join(PROBES))
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -613,7 +693,9 @@ def main() -> int:
     if unknown:
         parser.error(f"no probe {unknown[0]!r}; there are {', '.join(PROBES)}")
     if not torch.cuda.is_available():
-        print("gpu-check: no GPU that torch can use; nothing was checked", file=sys.stderr)
+        print(
+            "gpu-check: no GPU that torch can use; nothing was checked", file=sys.stderr
+        )
         return 2
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
     print(f"{'probe':<10} {'what':<46} {'expected':<18} {'seen':<34}")

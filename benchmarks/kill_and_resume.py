@@ -28,7 +28,13 @@ from robust_train.config.trainer_ref import TrainerRef
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import CheckpointSaved, Event, Finished, TrainingStarted, UserEvent
+from robust_train.model.events import (
+    CheckpointSaved,
+    Event,
+    Finished,
+    TrainingStarted,
+    UserEvent,
+)
 from robust_train.model.spec import AttemptSpec
 from robust_train.vision.trainer import train
 
@@ -82,7 +88,9 @@ class Killer:
             self._timer.join()
 
 
-def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict[str, Any]:
+def job(
+    run_dir: Path, epochs: int, workers: int, kills: int, seed: int
+) -> dict[str, Any]:
     """Run to the end with so many kills; the trainer's result, and what was survived."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose(
@@ -121,7 +129,11 @@ def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict
                 attempt=number,
                 run_dir=run_dir,
                 resume_checkpoint=checkpoint,
-                environ={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                environ={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
                 cwd=os.getcwd(),
             ),
             take,
@@ -145,15 +157,23 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        whole = job(Path(folder) / "whole", chosen.epochs, chosen.workers, 0, chosen.seed)
+        whole = job(
+            Path(folder) / "whole", chosen.epochs, chosen.workers, 0, chosen.seed
+        )
         killed = job(
-            Path(folder) / "killed", chosen.epochs, chosen.workers, chosen.kills, chosen.seed
+            Path(folder) / "killed",
+            chosen.epochs,
+            chosen.workers,
+            chosen.kills,
+            chosen.seed,
         )
         one, other = (
             torch.load(result["checkpoint"], weights_only=True)["model"]
             for result in (whole, killed)
         )
-    same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    same = one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
     print(
         json.dumps(
             {

@@ -50,7 +50,9 @@ esac
 BARE = "import os, sweep_trainer as t; t.hold(os.environ['CUDA_VISIBLE_DEVICES'], {seconds:g})"
 
 
-def commands(machine: Machine, folder: Path, lengths: list[float], bare: bool) -> list[str]:
+def commands(
+    machine: Machine, folder: Path, lengths: list[float], bare: bool
+) -> list[str]:
     """The jobs for a shell. The queues export an index, where the trainer takes a UUID."""
     uuids = " ".join(f"{i}) U={machine.uuid(i)};;" for i in range(ours.GPUS))
     lines = []
@@ -64,7 +66,9 @@ def commands(machine: Machine, folder: Path, lengths: list[float], bare: bool) -
         ]
         if bare:
             command = [sys.executable, "-c", BARE.format(seconds=seconds)]
-        chosen = f'case "$CUDA_VISIBLE_DEVICES" in {uuids} esac; CUDA_VISIBLE_DEVICES=$U'
+        chosen = (
+            f'case "$CUDA_VISIBLE_DEVICES" in {uuids} esac; CUDA_VISIBLE_DEVICES=$U'
+        )
         lines.append(f"{chosen} {shlex.join(command)}")
     return lines
 
@@ -72,7 +76,9 @@ def commands(machine: Machine, folder: Path, lengths: list[float], bare: bool) -
 def environment(machine: Machine, folder: Path) -> dict[str, str]:
     """As for our sweep, with this interpreter's packages wherever they lie."""
     environ = ours.environment(machine, folder)
-    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], *filter(None, sys.path[1:])])
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [environ["PYTHONPATH"], *filter(None, sys.path[1:])]
+    )
     return environ
 
 

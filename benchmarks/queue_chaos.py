@@ -49,7 +49,11 @@ def main() -> None:
             del environ["SIMULATED_NVML_CALLS"]
             log = folder / "log"
             what = chaos.Chaos(
-                str(log), arguments.launchers, per_device=per_device, counts=counts, seed=seed
+                str(log),
+                arguments.launchers,
+                per_device=per_device,
+                counts=counts,
+                seed=seed,
             )
             started = time.monotonic()
             command = [sys.executable, chaos.__file__, json.dumps(asdict(what))]
@@ -60,7 +64,10 @@ def main() -> None:
                 kept = Path(tempfile.gettempdir()) / f"queue_chaos-{seed}.jsonl"
                 print(f"log: {shutil.copy(log, kept)}")
         sizes = "/".join(str(count) for count in sorted(set(counts)))
-        print(f"{per_device} a GPU, of {sizes} GPUs, {seconds:.1f} s: {verdict}", flush=True)
+        print(
+            f"{per_device} a GPU, of {sizes} GPUs, {seconds:.1f} s: {verdict}",
+            flush=True,
+        )
         bad += verdict.faults
     print("nothing went wrong" if bad == 0 else f"{bad} faults")
     sys.exit(bad != 0)

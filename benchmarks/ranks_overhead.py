@@ -35,7 +35,9 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
         fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
+    plain, split, _ = steps_to_compare(
+        model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+    )
     group = ranks.here()
     assert group is not None
     report = ranks.RankReport(None, 64, (True,) * len(list(model.parameters())))
@@ -57,7 +59,9 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
         print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")
         print(f"the wrapper's own step: {before * 1e3:.3f} ms")
         print(f"with run.backward: {after * 1e3:.3f} ms (× {after / before:.3f})")
-        print(f"the agreement alone: {alone * 1e6:.0f} µs (× {alone / before:.4f} of a step)")
+        print(
+            f"the agreement alone: {alone * 1e6:.0f} µs (× {alone / before:.4f} of a step)"
+        )
     dist.destroy_process_group()
 
 

@@ -60,7 +60,12 @@ def run(folder: Path, limit_mib: int) -> str:
 
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
     environ |= {"XDG_CACHE_HOME": str(folder.parents[1] / "cache"), "TERM": "xterm"}
-    command = [sys.executable, str(ROOT / "train_robust.py"), *JOB, f"hydra.run.dir={folder}"]
+    command = [
+        sys.executable,
+        str(ROOT / "train_robust.py"),
+        *JOB,
+        f"hydra.run.dir={folder}",
+    ]
     code, written = run_on_a_terminal(command, COLUMNS, 30, environ, preexec_fn=limited)
     return written.decode(errors="replace") if code == 0 else ""
 
@@ -68,10 +73,18 @@ def run(folder: Path, limit_mib: int) -> str:
 def picture(path: Path, written: str, scratch: str) -> None:
     """Draw what a terminal shows after all of that."""
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(f"$ python train_robust.py {' '.join(JOB)}", style="bold", highlight=False)
+    console.print(
+        f"$ python train_robust.py {' '.join(JOB)}", style="bold", highlight=False
+    )
     for line in lines_shown(written, COLUMNS):
         if line and not _LEFT_OUT.search(line):
-            style = "yellow" if "out of memory" in line else "green" if line[0] in "━─" else ""
+            style = (
+                "yellow"
+                if "out of memory" in line
+                else "green"
+                if line[0] in "━─"
+                else ""
+            )
             console.print(Text(re.sub(rf"{scratch}/\d+", "outputs", line), style=style))
     console.save_svg(str(path), title="robust-train")
 
@@ -80,8 +93,17 @@ def photograph(page: Path, name: str, size: tuple[int, int], scratch: str) -> No
     """Save what a browser window of that size shows of a page."""
     subprocess.run(
         [
-            *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-            *(f"--window-size={size[0]},{size[1]}", f"--user-data-dir={scratch}/browser"),
+            *(
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+            ),
+            *(
+                f"--window-size={size[0]},{size[1]}",
+                f"--user-data-dir={scratch}/browser",
+            ),
             *("--disable-background-networking", "--no-first-run", "--disable-sync"),
             f"--screenshot={HERE / name}",
             page.as_uri(),

@@ -50,7 +50,10 @@ def accuracy(accelerator, model, loader, run):
     right = total = 0
     with torch.no_grad():
         for batch in loader:
-            right, total = right + sum(run.forward(hits, batch, model)), total + len(batch[1])
+            right, total = (
+                right + sum(run.forward(hits, batch, model)),
+                total + len(batch[1]),
+            )
     counts = torch.tensor([right, total], device=accelerator.device)
     right, total = accelerator.reduce(counts).tolist()
     return right / total

@@ -63,7 +63,13 @@ class Net(lightning.LightningModule):
         images, labels = batch
         accuracy = (self.layers(images).argmax(1) == labels).float().mean()
         # Lightning asks for sync_dist; every rank validates in full, so the mean is the same
-        self.log("val_accuracy", accuracy, batch_size=len(labels), prog_bar=True, sync_dist=True)
+        self.log(
+            "val_accuracy",
+            accuracy,
+            batch_size=len(labels),
+            prog_bar=True,
+            sync_dist=True,
+        )
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)

@@ -18,7 +18,11 @@ def train(cfg, run):
     if run.world_size > 1:
         dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
         whole = DistributedDataParallel(model)
-    in_a_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
+    in_a_step = (
+        cfg.training.batch_size
+        * cfg.training.gradient_accumulation_steps
+        * run.world_size
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     criterion = nn.CrossEntropyLoss()
     done = resume(run, model, optimizer)
@@ -30,7 +34,9 @@ def train(cfg, run):
         return criterion(whole(x.to(cfg.device)), y.to(cfg.device))
 
     for epoch in range(done + 1, cfg.training.epochs + 1):
-        order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(
+            len(x_train), generator=torch.Generator().manual_seed(epoch)
+        )
         for chosen in order.split(in_a_step):  # the same samples however they are split
             mine = chosen[run.rank :: run.world_size]
             optimizer.zero_grad()
@@ -69,7 +75,11 @@ def read(path, test_every):
 def save(run, model, optimizer, epoch, step):
     run.checkpoint_dir.mkdir(exist_ok=True)
     path = run.checkpoint_dir / "last.pt"
-    state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {
+        "epoch": epoch,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)  # whole or not at all
     run.checkpoint_saved(path, step)

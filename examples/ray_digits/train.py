@@ -21,7 +21,9 @@ from robust_train import Interrupted, launch
 def digits():
     """1,797 scanned digits of 8 x 8 pixels, and what they are."""
     data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(
+        data.target
+    )
 
 
 def network(width):
@@ -59,7 +61,9 @@ def accuracy(model, images, labels, cfg, run):
 
 def train(cfg, run):
     """Train for ``cfg.training.epochs``; the launcher and Ray call this for each attempt."""
-    if run.world_size > 1 and not dist.is_initialized():  # Ray's workers have their group
+    if (
+        run.world_size > 1 and not dist.is_initialized()
+    ):  # Ray's workers have their group
         dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
     torch.manual_seed(cfg.training.seed)
     images, labels = digits()
@@ -67,12 +71,18 @@ def train(cfg, run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     step = 0
     if run.resume_checkpoint is not None:
-        saved = torch.load(run.resume_checkpoint, weights_only=True, map_location=cfg.device)
+        saved = torch.load(
+            run.resume_checkpoint, weights_only=True, map_location=cfg.device
+        )
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
     whole = DistributedDataParallel(model) if run.world_size > 1 else model
-    per_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
+    per_step = (
+        cfg.training.batch_size
+        * cfg.training.gradient_accumulation_steps
+        * run.world_size
+    )
     in_epoch = -(-len(labels) // per_step)
     run.started(step)
 
@@ -88,7 +98,9 @@ def train(cfg, run):
         epoch, number = divmod(step, in_epoch)
         shuffled = torch.Generator().manual_seed(cfg.training.seed + epoch)
         order = torch.randperm(len(labels), generator=shuffled)
-        mine = order[number * per_step : (number + 1) * per_step][run.rank :: run.world_size]
+        mine = order[number * per_step : (number + 1) * per_step][
+            run.rank :: run.world_size
+        ]
         loss = run.backward(loss_of, (images[mine], labels[mine]), whole)
         optimizer.step()
         optimizer.zero_grad()
@@ -121,14 +133,18 @@ def main(run_dir="outputs/ray_digits", workers=2):
         "lr": 1e-3,
         "seed": 1,
     }
-    device = {} if torch.cuda.is_available() else {"auto_device": False, "device": "cpu"}
+    device = (
+        {} if torch.cuda.is_available() else {"auto_device": False, "device": "cpu"}
+    )
     trainer = TorchTrainer(
         worker,
         train_loop_config={
             "cfg": {"model": {"width": 32}, "training": training, **device},
             "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
         },
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
+        scaling_config=ScalingConfig(
+            num_workers=workers, use_gpu=torch.cuda.is_available()
+        ),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     )
     trainer.fit()

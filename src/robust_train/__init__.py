@@ -43,7 +43,11 @@ if TYPE_CHECKING:
     )
     from robust_train.model.failure import Evidence, Failure, FailureKind
     from robust_train.step.batcher import MicroBatcher
-    from robust_train.step.oom_handler import OOMHandler, adaptive_batch_training, retry_on_oom
+    from robust_train.step.oom_handler import (
+        OOMHandler,
+        adaptive_batch_training,
+        retry_on_oom,
+    )
     from robust_train.step.probing import FoundBatchSize, find_batch_size
     from robust_train.sweep.load_runs import load_runs
 

@@ -47,7 +47,9 @@ def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
 
 def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[None]:
     """Let changes of ``tensor`` within the block go unseen by autograd's version counter."""
-    guard: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
+    guard: AbstractContextManager[None] = (
+        torch.autograd._unsafe_preserve_version_counter(tensor)
+    )
     return guard
 
 
@@ -198,14 +200,23 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
 
     class NotedAllGather(own.DefaultAllGather):
         def __call__(
-            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any = False
+            self,
+            output_tensor: Any,
+            input_tensor: Any,
+            group: Any,
+            async_op: Any = False,
         ) -> Any:
             before(True, output_tensor, input_tensor, group, None)
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
     class NotedReduceScatter(own.DefaultReduceScatter):
         def __call__(
-            self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: Any = False
+            self,
+            output_tensor: Any,
+            input_tensor: Any,
+            group: Any,
+            op: Any,
+            async_op: Any = False,
         ) -> Any:
             before(False, output_tensor, input_tensor, group, op)
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -230,7 +241,10 @@ def collectives_begun(group: Any) -> int:
     """Return how many collectives a process group has begun; the same where no one counts them."""
     try:
         return int(group._get_sequence_number_for_group())
-    except (AttributeError, RuntimeError):  # a wrapper around several backends may refuse
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # a wrapper around several backends may refuse
         return 0
 
 
@@ -242,7 +256,11 @@ def sharding_has_begun(module: Any) -> bool:
 def has_own_collectives(module: Any) -> bool:
     """Return whether a module sharded by FSDP2 has collectives of the user's."""
     groups = module._get_fsdp_state()._fsdp_param_groups
-    used = {type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)}
+    used = {
+        type(c).__name__
+        for g in groups
+        for c in (g._all_gather_comm, g._reduce_scatter_comm)
+    }
     ours = {"NotedAllGather", "NotedReduceScatter"}
     return not used <= {"DefaultAllGather", "DefaultReduceScatter", *ours}
 
@@ -268,7 +286,14 @@ def save_trainer(trainer: Any) -> None:
 
 
 LATEST = "_forward_cache"
-LOGGED = ("value", "cumulated_batch_size", "has_reset", LATEST, "_computed", "_update_count")
+LOGGED = (
+    "value",
+    "cumulated_batch_size",
+    "has_reset",
+    LATEST,
+    "_computed",
+    "_update_count",
+)
 """What a value that Lightning logs keeps; tensors among it are replaced, never changed in place."""
 
 
@@ -286,7 +311,12 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
     """Fill tensors from what ``torch.distributed.checkpoint`` has written; its metadata are in
     ``index``. Compares checksums, as torch does not, and runs no code of a file; raises nearly
     anything for damaged ones."""
-    from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
+    from torch.distributed.checkpoint import (
+        api,
+        filesystem,
+        metadata,
+        state_dict_loader,
+    )
     from torch.serialization import _get_layout, load, safe_globals
 
     def check(data: Any, name: str) -> None:
@@ -307,12 +337,19 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
             return super().read_data(plan, planner)
 
     names = "Metadata MetadataIndex ChunkStorageMetadata TensorStorageMetadata TensorProperties"
-    known = [getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")]
+    known = [
+        getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")
+    ]
     check(index, index.name)
-    with safe_globals([*known, filesystem._StorageInfo, _get_layout]), warnings.catch_warnings():
+    with (
+        safe_globals([*known, filesystem._StorageInfo, _get_layout]),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # that it reads without the other ranks
         where = load(index, weights_only=True)
         try:
-            state_dict_loader.load(wanted, storage_reader=CheckingReader(folder), no_dist=True)
+            state_dict_loader.load(
+                wanted, storage_reader=CheckingReader(folder), no_dist=True
+            )
         except api.CheckpointException as failure:
             raise next(iter(failure.failures.values()))[0] from None

@@ -56,7 +56,10 @@ def sync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such promise on this disk
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # no such promise on this disk
             raise
     finally:
         os.close(fd)
@@ -67,7 +70,9 @@ def write_json(
 ) -> None:
     """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
     written."""
-    text = json.dumps(strict_json(content), indent=indent, ensure_ascii=False, default=str)
+    text = json.dumps(
+        strict_json(content), indent=indent, ensure_ascii=False, default=str
+    )
     with replacing(path, durable=durable) as temporary:
         # bytes of a path that are no text are escaped, as JSON does it
         temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
@@ -79,7 +84,8 @@ def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None
     left = [
         item
         for item in folder.iterdir()
-        if not item.name.startswith("earlier-") and not (stays and stays.fullmatch(item.name))
+        if not item.name.startswith("earlier-")
+        and not (stays and stays.fullmatch(item.name))
     ]
     if not left:
         return None
@@ -137,7 +143,9 @@ class Spacing:
 
     def __init__(self, budget: int = 256 * 1024) -> None:
         self._budget = budget
-        self._seen: dict[str, tuple[float, float, int]] = {}  # first and last time, bytes written
+        self._seen: dict[
+            str, tuple[float, float, int]
+        ] = {}  # first and last time, bytes written
 
     def known(self, kind: str) -> str:
         """Return the kind that counts: the same for all that come after too many others."""
@@ -199,7 +207,9 @@ def finite(value: object) -> float | None:
 
 # numbers that cannot be drawn are read as unknown
 _DECODER = json.JSONDecoder(
-    parse_int=lambda text: int(text) if len(text) < 20 and abs(int(text)) < _DRAWABLE else None,
+    parse_int=lambda text: (
+        int(text) if len(text) < 20 and abs(int(text)) < _DRAWABLE else None
+    ),
     parse_float=lambda text: finite(float(text)),
     parse_constant=lambda text: None,
 )
@@ -252,8 +262,13 @@ def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
     given: dict[str, Json] = {}
     for item in dataclasses.fields(cls):
         if item.name in data:
-            given[item.name] = _value(hints[item.name], data[item.name], f"{where}.{item.name}")
-        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            given[item.name] = _value(
+                hints[item.name], data[item.name], f"{where}.{item.name}"
+            )
+        elif (
+            item.default is dataclasses.MISSING
+            and item.default_factory is dataclasses.MISSING
+        ):
             raise MalformedEvent(f"{where} needs {item.name}")
     return cls(**given)
 
@@ -286,7 +301,9 @@ def _value(hint: Any, value: Json, where: str) -> Any:
         return float(value)
     if type(value) is kind:  # exactly: a bool is no int
         return value
-    raise MalformedEvent(f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}")
+    raise MalformedEvent(
+        f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}"
+    )
 
 
 def as_json(value: object) -> Json:
@@ -306,7 +323,9 @@ def as_json(value: object) -> Json:
 def fields_as_json(value: object) -> dict[str, Json]:
     """Return all fields of a dataclass, in JSON's types."""
     assert dataclasses.is_dataclass(value)
-    return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    return {
+        one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)
+    }
 
 
 def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Json:

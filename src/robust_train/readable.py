@@ -36,7 +36,9 @@ def duration(seconds: float) -> str:
         if whole >= size:
             count, rest = divmod(whole, size)
             part = rest // smaller
-            return f"{count} {name} {part} {smaller_name}" if part else f"{count} {name}"
+            return (
+                f"{count} {name} {part} {smaller_name}" if part else f"{count} {name}"
+            )
     return f"{whole} s"
 
 
@@ -76,7 +78,11 @@ def by_processes(ranks: int | None) -> str:
 
 def mib(size_bytes: float, places: int = 0) -> str:
     """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
-    return f"{size_bytes / MIB:.{places}f} MiB" if places else f"{size_bytes // MIB:.0f} MiB"
+    return (
+        f"{size_bytes / MIB:.{places}f} MiB"
+        if places
+        else f"{size_bytes // MIB:.0f} MiB"
+    )
 
 
 def number(value: float) -> str:
@@ -114,7 +120,11 @@ def shortened(text: str, longest: int) -> str:
 def meant(name: str, names: Collection[str], prefix: str = "") -> str:
     """Return ``did you mean lr?``, else all the names that are accepted."""
     close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {prefix}{close[0]}?" if close else f"accepted are {', '.join(names)}"
+    return (
+        f"did you mean {prefix}{close[0]}?"
+        if close
+        else f"accepted are {', '.join(names)}"
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -128,7 +138,9 @@ def named_line(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
-def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
+def aligned(
+    rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()
+) -> list[str]:
     """Return rows of cells as lines of plain columns; those numbered in ``right`` end flush."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

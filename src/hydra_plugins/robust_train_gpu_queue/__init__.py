@@ -30,7 +30,11 @@ class GpuQueueLauncher(Launcher):
         self._n_jobs = n_jobs
 
     def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
     ) -> None:
         """Take what Hydra gives once, before the first batch of jobs."""
         self._arguments = (hydra_context, task_function, config)

@@ -27,7 +27,9 @@ def declared_features(trainer: object) -> frozenset[str] | None:
         return None
     for name in declared:
         if name not in _READS:
-            raise UserError(f"supports={name!r}: no such feature; {meant(str(name), _READS)}")
+            raise UserError(
+                f"supports={name!r}: no such feature; {meant(str(name), _READS)}"
+            )
     return frozenset(declared)
 
 
@@ -67,7 +69,9 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
     unknown = set[str]()  # a list, a figure for each of several loaders
     for part in parts:
         is_dict = isinstance(part._content, dict)
-        for name, node in part._content.items() if is_dict else enumerate(part._content or ()):
+        for name, node in (
+            part._content.items() if is_dict else enumerate(part._content or ())
+        ):
             is_workers = str(name).endswith("workers")
             if isinstance(node, Container):
                 parts += [] if node._is_none() or node._is_missing() else [node]

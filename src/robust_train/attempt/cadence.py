@@ -49,9 +49,11 @@ class SaveClock:
         self,
         plan: SavePlan,  # what the config demands
         *,
-        cost: float | None = None,  # seconds that the job's last save has taken, None if not known
+        cost: float
+        | None = None,  # seconds that the job's last save has taken, None if not known
         failures: int = 0,  # attempts of the job that have ended before this one
-        job_started: float | None = None,  # first launch of the job, seconds since the epoch
+        job_started: float
+        | None = None,  # first launch of the job, seconds since the epoch
         now: Callable[[], float] = time.monotonic,  # the clock, in seconds
     ) -> None:
         self._plan = plan
@@ -59,7 +61,9 @@ class SaveClock:
         self._failures = failures
         self._now = now
         # of the job, on this clock
-        self._began = now() - (0.0 if job_started is None else max(time.time() - job_started, 0.0))
+        self._began = now() - (
+            0.0 if job_started is None else max(time.time() - job_started, 0.0)
+        )
         self._saved_at = now()
         self._saved_step: int | None = None
         self._saving_since: float | None = None
@@ -112,13 +116,17 @@ class Saving:
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
         self._job_started = None if identity is None else identity.started
-        self.plan = SavePlan()  # how often to save; to be set from the config before the first save
+        self.plan = (
+            SavePlan()
+        )  # how often to save; to be set from the config before the first save
 
     @cached_property
     def clock(self) -> SaveClock:
         """What measures the time between checkpoints, from its first use on."""
         known: list[Manifest] = []
-        with contextlib.suppress(OSError):  # a disk that is away costs the figure, not training
+        with contextlib.suppress(
+            OSError
+        ):  # a disk that is away costs the figure, not training
             known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,
@@ -134,10 +142,17 @@ class Saving:
             return
         try:
             record_checkpoint(
-                self.folder, path, job=self.job, attempt=self._attempt, step=step, seconds=seconds
+                self.folder,
+                path,
+                job=self.job,
+                attempt=self._attempt,
+                step=step,
+                seconds=seconds,
             )
         except OSError as error:
-            log.warning("no manifest of the checkpoint %s: %s", path, error.strerror or error)
+            log.warning(
+                "no manifest of the checkpoint %s: %s", path, error.strerror or error
+            )
 
     def rotate(self, pattern: str, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``."""

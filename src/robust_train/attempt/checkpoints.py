@@ -30,9 +30,14 @@ log = logging.getLogger("robust_train")
 
 LARGEST_COPY = 0.25
 
-Share = Callable[[str, Tensor], Tensor]  # What a rank keeps of a tensor in a checkpoint, by name
+Share = Callable[
+    [str, Tensor], Tensor
+]  # What a rank keeps of a tensor in a checkpoint, by name
 
-VALUES, INDEX = "values.pt", "index.pt"  # in a folder of shards: all else, and where which shard is
+VALUES, INDEX = (
+    "values.pt",
+    "index.pt",
+)  # in a folder of shards: all else, and where which shard is
 
 
 class CheckpointFolder:
@@ -65,13 +70,17 @@ class CheckpointFolder:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
-        copy = _host_copy(content, self._copies)  # other ranks may write without: all write
+        copy = _host_copy(
+            content, self._copies
+        )  # other ranks may write without: all write
         if copy is None:
             self.save(content, step)
             return
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing = step, thread.submit(self._write, copy, step)
-        thread.shutdown(wait=False)  # it ends with the write, and no process ends before it
+        thread.shutdown(
+            wait=False
+        )  # it ends with the write, and no process ends before it
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -85,7 +94,9 @@ class CheckpointFolder:
         """Remove what attempts have left that were killed while they wrote."""
         for leftover in self.path.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-            with contextlib.suppress(OSError):  # a folder that is gone, or is in no one's way
+            with contextlib.suppress(
+                OSError
+            ):  # a folder that is gone, or is in no one's way
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
             if not values.parent.with_name(values.parent.name + SUFFIX).exists():
@@ -108,11 +119,15 @@ def _host_copy(content: Content, copies: int) -> Content | None:
     """Return a copy with all tensors in host memory; None if ``copies`` like it would take more
     than a quarter of what is available."""
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
-    needed = copies * sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
+    needed = copies * sum(
+        getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors
+    )
     if needed > LARGEST_COPY * read_host_memory().available:
         return None
     try:
-        return named_map(lambda _, tensor: tensor.detach().to("cpu", copy=True), content)
+        return named_map(
+            lambda _, tensor: tensor.detach().to("cpu", copy=True), content
+        )
     except Exception as error:
         if classify_failure(error).kind.is_memory:
             return None
@@ -124,7 +139,12 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     result, error = None, None
     try:
         result = act()
-    except (OSError, MemoryError, RuntimeError, _Unusable) as raised:  # not all can be sent
+    except (
+        OSError,
+        MemoryError,
+        RuntimeError,
+        _Unusable,
+    ) as raised:  # not all can be sent
         error = raised
     for rank, found in enumerate(gather(error)):
         if found is not None:
@@ -132,7 +152,9 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
                 found.__cause__ = error  # with its stack
             is_elsewhere = error is None and not isinstance(found, (OSError, _Unusable))
             if is_elsewhere:
-                raise RankFailure(rank, classify_failure(found), is_elsewhere) from found
+                raise RankFailure(
+                    rank, classify_failure(found), is_elsewhere
+                ) from found
             raise found
     return result
 
@@ -176,7 +198,10 @@ def read_newest(
     older.sort(key=lambda one: one.order, reverse=True)
 
     def compare() -> None:
-        if len({*gather(wait_until_readable(lambda: path.exists() and size_of(path)))}) > 1:
+        if (
+            len({*gather(wait_until_readable(lambda: path.exists() and size_of(path)))})
+            > 1
+        ):
             why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
             raise OSError(ESTALE, why, str(path.parent))
 
@@ -188,7 +213,9 @@ def read_newest(
             return candidate, wait_until_readable(partial(together, read, gather))
         except _Unusable as fault:
             log.warning(
-                "the checkpoint %s is damaged (%s); trying the one before it", candidate, fault
+                "the checkpoint %s is damaged (%s); trying the one before it",
+                candidate,
+                fault,
             )
     return None
 
@@ -204,7 +231,9 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
     def kept(name: str, tensor: Tensor) -> Tensor:
         own = share(name, tensor) if share else tensor
         if tensor.is_meta:
-            own = shards[name] = torch.empty_like(own, device="cpu") if own.is_meta else own
+            own = shards[name] = (
+                torch.empty_like(own, device="cpu") if own.is_meta else own
+            )
         return own
 
     try:
@@ -216,12 +245,16 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
         if bad is not None:
             raise _Unusable(f"the checksum of {bad} is wrong")
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(share))
+        content = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=bool(share)
+        )
         if not isinstance(content, dict):
             raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
         missing = sorted(set(required) - content.keys())
         if missing:
-            raise _Unusable(f"it has no {missing[0]!r} and is no checkpoint of this trainer")
+            raise _Unusable(
+                f"it has no {missing[0]!r} and is no checkpoint of this trainer"
+            )
         content = named_map(kept, content)
         if shards:
             load_shards(path, path / INDEX, shards)
@@ -230,7 +263,11 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
         raise
     except Exception as error:
         # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
-        is_away = isinstance(error, OSError) and error.errno not in (None, EINVAL, ENOENT)
+        is_away = isinstance(error, OSError) and error.errno not in (
+            None,
+            EINVAL,
+            ENOENT,
+        )
         if is_away or classify_failure(error).kind.is_memory:
             raise
         raise _Unusable(first_line(error)) from None

@@ -86,7 +86,9 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
                 started = time.monotonic()
                 _import_one(name)
                 seconds = time.monotonic() - started
-                pause = min(seconds, _LONGEST_PAUSE_SECONDS) if wanted.is_standby else 0.0
+                pause = (
+                    min(seconds, _LONGEST_PAUSE_SECONDS) if wanted.is_standby else 0.0
+                )
     except ConfigError as error:
         return Prepared(str(error))
     return Prepared(is_unfit=started_driver() is not None)
@@ -204,7 +206,9 @@ class _Reporter:
         return trainer
 
     def _report_libraries(self) -> None:
-        modules = tuple(name for name in _installed_modules() if name not in self._before)
+        modules = tuple(
+            name for name in _installed_modules() if name not in self._before
+        )
         if len(modules) > self._reported:
             self._reported = len(modules)
             self._send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))

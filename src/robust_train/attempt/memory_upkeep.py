@@ -27,7 +27,10 @@ from robust_train.memory.cuda import (
 )
 from robust_train.memory.limits import limit_when_cuda_starts
 from robust_train.memory.samples import Sampler
-from robust_train.memory.snapshots import record_history_after_an_oom, write_out_of_memory
+from robust_train.memory.snapshots import (
+    record_history_after_an_oom,
+    write_out_of_memory,
+)
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryTight
 from robust_train.model.failure import Failure
@@ -67,7 +70,9 @@ class CacheChecks:
     next check doubles each time that the cache is emptied; a check that finds little resets it.
     """
 
-    def __init__(self, frequency: int, threshold: float, first: int | None = None) -> None:
+    def __init__(
+        self, frequency: int, threshold: float, first: int | None = None
+    ) -> None:
         self._frequency = self._gap = frequency
         self._threshold = threshold
         self._due = first
@@ -125,7 +130,9 @@ class AttemptMemory:
         self._index = device_index(config.device)
         self._settings = memory = config.memory
         self._checks = {
-            "step": CacheChecks(max(memory.empty_cache_frequency, 1), memory.empty_cache_threshold),
+            "step": CacheChecks(
+                max(memory.empty_cache_frequency, 1), memory.empty_cache_threshold
+            ),
             "save": CacheChecks(1, 0.0, first=1),
             "epoch": CacheChecks(1, 0.0, first=1),
         }
@@ -224,7 +231,11 @@ class AttemptMemory:
         if not self._has_warned:
             self._has_warned = True
             why = "in two steps in a row torch emptied its cache to find room, which is slow"
-            hint = "" if self._shrinks else "; shrink_before_oom=true takes a smaller micro-batch"
+            hint = (
+                ""
+                if self._shrinks
+                else "; shrink_before_oom=true takes a smaller micro-batch"
+            )
             log.warning("step %d: GPU memory is nearly out: %s%s", step, why, hint)
             self._run.report(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:
@@ -234,7 +245,11 @@ class AttemptMemory:
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
         self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
-        if self._is_set_up and self._index is not None and self._settings.snapshot_on_oom:
+        if (
+            self._is_set_up
+            and self._index is not None
+            and self._settings.snapshot_on_oom
+        ):
             record_history_after_an_oom(self._run.run_dir)
 
     def _occasion(self, reason: str) -> None:
@@ -248,7 +263,9 @@ class AttemptMemory:
         if cached is not None and checks.check(number, cached.unused_share):
             self._clear(reason, thorough=False)
 
-    def _clear(self, reason: str, *, thorough: bool, error: BaseException | None = None) -> None:
+    def _clear(
+        self, reason: str, *, thorough: bool, error: BaseException | None = None
+    ) -> None:
         of, before = self._in_use()
         started = time.perf_counter()
         if error is None:

@@ -48,7 +48,9 @@ def run_rank(
     begin: Begin,
     channel: socket.socket,
     sender: EventSender,
-    send: Callable[[Event], None],  # ``sender``, and what else is reported with an event
+    send: Callable[
+        [Event], None
+    ],  # ``sender``, and what else is reported with an event
     load: Callable[[], Trainer],  # imports the trainer
     descriptors: Sequence[int],
 ) -> int:
@@ -100,7 +102,11 @@ def report_of(rank: int, send: Callable[[Event], None]) -> Callable[[Event], Non
 
 
 def _with_time(event: Event) -> Event:
-    return replace(event, at=time.monotonic()) if isinstance(event, (Finished, Failed)) else event
+    return (
+        replace(event, at=time.monotonic())
+        if isinstance(event, (Finished, Failed))
+        else event
+    )
 
 
 def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
@@ -126,7 +132,9 @@ def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     # no look-up of the host's name, which may have no address, or one that others do not reach
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
-        lightning.rank_zero_only.rank = rank  # read when it was imported, before there was a rank
+        lightning.rank_zero_only.rank = (
+            rank  # read when it was imported, before there was a rank
+        )
 
 
 def set_up(rank: int, request: AttemptRequest) -> Any:

@@ -17,7 +17,13 @@ from pathlib import Path
 
 from robust_train import compat
 from robust_train.attempt.run import Run, memory_in_use
-from robust_train.folder.requests import LAUNCHERS_VERB, Refused, Reply, Request, find_requests
+from robust_train.folder.requests import (
+    LAUNCHERS_VERB,
+    Refused,
+    Reply,
+    Request,
+    find_requests,
+)
 from robust_train.folder.state import REQUESTED
 from robust_train.memory.on_request import perform
 from robust_train.model.events import AttemptProcess, RequestDone
@@ -49,7 +55,9 @@ class AttemptRequests:
     """Takes and carries out the requests to one attempt; a context manager. What is not answered
     when it is left stays ``.taken``: the launcher knows what comes next."""
 
-    def __init__(self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None
+    ) -> None:
         self._run = run
         self._run_dir = run_dir
         self._tick = tick
@@ -90,7 +98,9 @@ class AttemptRequests:
                     continue
                 self._waiting.append(_Waiting(request))
                 if self._stop_watching is None:
-                    self._stop_watching = compat.watch_optimizer_steps(self._optimizer_has_stepped)
+                    self._stop_watching = compat.watch_optimizer_steps(
+                        self._optimizer_has_stepped
+                    )
             self._tick()
 
     def _optimizer_has_stepped(self) -> None:
@@ -133,7 +143,11 @@ class AttemptRequests:
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":
-            return self._split_finer() if self._run.splits_batches else self._restart(waiting)
+            return (
+                self._split_finer()
+                if self._run.splits_batches
+                else self._restart(waiting)
+            )
         if not verb.startswith("memory_"):
             raise Refused(f"{verb}: an attempt knows no such request")
         answer = perform(verb, request.options, self._run_dir)
@@ -155,7 +169,11 @@ class AttemptRequests:
         if not waiting.knows_habits:
             return None
         run.withdraw_checkpoint_request(answer)
-        stops = " or 'robust-train run stop', which saves one first" if run.is_cooperative else ""
+        stops = (
+            " or 'robust-train run stop', which saves one first"
+            if run.is_cooperative
+            else ""
+        )
         raise Refused(
             "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
             f"when it would anyway; wait for that{stops}"
@@ -167,7 +185,9 @@ class AttemptRequests:
         if changed is None and batcher.size is None:
             raise Refused("no batch was split so far; try again after the first step")
         if changed is None:
-            raise Refused(_at_minimum(batcher.size, self._run.micro_batch_plan.min_batch_size))
+            raise Refused(
+                _at_minimum(batcher.size, self._run.micro_batch_plan.min_batch_size)
+            )
         before, after = changed
         return {
             "answer": {
@@ -181,7 +201,9 @@ class AttemptRequests:
         """Have the attempt stop at a checkpoint; the launcher answers, at the next attempt."""
         run, plan = self._run, self._run.micro_batch_plan
         if run.keeps_batch:
-            raise Refused(f"half the micro-batch would change the training: {run.keeps_batch}")
+            raise Refused(
+                f"half the micro-batch would change the training: {run.keeps_batch}"
+            )
         size = plan.batch_size or 1
         if size <= plan.min_batch_size:
             raise Refused(_at_minimum(size, plan.min_batch_size))
@@ -198,7 +220,9 @@ class AttemptRequests:
                 "this trainer does not use run.backward, and nothing starts it again here; "
                 "under train_robust.py it would go on from a checkpoint with half the batch"
             )
-        log.info("half the micro-batch is requested: stopping at a checkpoint to go on with it")
+        log.info(
+            "half the micro-batch is requested: stopping at a checkpoint to go on with it"
+        )
         run.request_restart()
         return {}
 

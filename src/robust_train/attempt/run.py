@@ -156,7 +156,9 @@ class Run:
         self.steps_before = 0
         self._next_progress = 0.0
         self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
-        self._stop_requested = False  # no Event: a signal's handler may interrupt itself
+        self._stop_requested = (
+            False  # no Event: a signal's handler may interrupt itself
+        )
         self._report = report or (lambda event: None)
         self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
         self._restart_requested = False
@@ -164,7 +166,9 @@ class Run:
         self._requests: Sequence[object] = ()
         self._at_boundary: Callable[[str], None] = lambda boundary: None
 
-    def serve(self, requests: Sequence[object], at_boundary: Callable[[str], None]) -> None:
+    def serve(
+        self, requests: Sequence[object], at_boundary: Callable[[str], None]
+    ) -> None:
         """Have ``at_boundary(kind)`` called between two steps while ``requests`` holds any."""
         self._requests, self._at_boundary = requests, at_boundary
 
@@ -261,7 +265,9 @@ class Run:
         self.steps_before = step = int(step)
         self.report(TrainingStarted(step))
 
-    def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
+    def progress(
+        self, /, step: int, *, total_steps: int | None = None, **scalars: float
+    ) -> bool:
         """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
 
         May be called after every step: at most ten reports a second are passed on. Returns whether
@@ -313,7 +319,9 @@ class Run:
                 **asdict(self.micro_batch_plan),
                 on_event=self._micro_batch_event,
                 step=self._step_now,
-                on_oom=None if self.memory_keeper is None else self.memory_keeper.ran_out,
+                on_oom=None
+                if self.memory_keeper is None
+                else self.memory_keeper.ran_out,
                 search=self.batch_search,
                 speed=self.speed,
             )

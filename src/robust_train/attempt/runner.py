@@ -114,9 +114,13 @@ def run_attempt(
             failure = Failure(FailureKind.INTERRUPTED, message)
             ending = Failed(failure, stopped_for=HALVE_BATCH)
         elif run.was_told_to_stop and isinstance(ending, Finished):
-            ending = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
+            ending = Failed(
+                Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did")
+            )
         memory: Mapping[str, int] = {}
-        with contextlib.suppress(Exception):  # after a sticky error CUDA answers nothing
+        with contextlib.suppress(
+            Exception
+        ):  # after a sticky error CUDA answers nothing
             memory = memory_in_use()
         run.speed.send()
         if supports(run, CHECKPOINTING):
@@ -127,7 +131,9 @@ def run_attempt(
     return error
 
 
-def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run) -> Any:
+def call_trainer(
+    trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run
+) -> Any:
     """Return ``trainer(cfg)``, or ``trainer(cfg, run)`` if it takes a second parameter.
 
     A second parameter counts if it is called ``run`` or has no default value.
@@ -145,8 +151,15 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: R
             return trainer(cfg)
         if "run" in parameters:
             return trainer(cfg, run=run)
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        given = [p for p in parameters.values() if p.kind in positional and p.default is p.empty]
+        positional = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        given = [
+            p
+            for p in parameters.values()
+            if p.kind in positional and p.default is p.empty
+        ]
         return trainer(cfg, run) if len(given) >= 2 else trainer(cfg)
 
 
@@ -169,9 +182,13 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
         error=_pickled(error),
         others_know=isinstance(error, RankFailure),
         caused_by_rank=(
-            error.rank if isinstance(error, RankFailure) and error.is_elsewhere else None
+            error.rank
+            if isinstance(error, RankFailure) and error.is_elsewhere
+            else None
         ),
-        exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__),
+        exceptions=tuple(
+            f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__
+        ),
     )
 
 
@@ -212,7 +229,9 @@ def stop_trainer(run: Run) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Iterator[None]:
+def stop_on_signals(
+    stop: Callable[[], None], *, is_script: bool = False
+) -> Iterator[None]:
     """Have signals call ``stop``, in a process that runs the attempt alone.
 
     Processes that the trainer starts take the signals' default actions, or their parent could not
@@ -235,10 +254,14 @@ def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Ite
     yield
 
 
-def _watched_signals(*, is_script: bool) -> tuple[list[signal.Signals], list[signal.Signals]]:
+def _watched_signals(
+    *, is_script: bool
+) -> tuple[list[signal.Signals], list[signal.Signals]]:
     """Return the signals that ask for a stop, and of these the ones that change nothing."""
     watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-    return watched, [signal.SIGTERM] if UNDER_SUBMITIT in os.environ and not is_script else []
+    return watched, [
+        signal.SIGTERM
+    ] if UNDER_SUBMITIT in os.environ and not is_script else []
 
 
 def shield_workers(*, is_script: bool = False) -> None:
@@ -255,14 +278,18 @@ def shield_workers(*, is_script: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         with contextlib.suppress(ValueError):
             signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
-        threading.Thread(target=_end_at_signal, args=(watched, no_stop), daemon=True).start()
+        threading.Thread(
+            target=_end_at_signal, args=(watched, no_stop), daemon=True
+        ).start()
 
     os.register_at_fork(after_in_child=in_fork)
     multiprocessing.util.register_after_fork(in_worker, in_worker)
     _shields.append(in_worker)  # only a weak reference is kept there
 
 
-def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
+def _end_at_signal(
+    watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]
+) -> None:
     """End this process at a signal: at once if its parent sent it, else some seconds later, or not
     at all."""
     while True:  # it may ignore one, and must still be ended by the next

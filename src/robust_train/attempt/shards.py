@@ -45,10 +45,14 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            why = error.strerror or str(error).rpartition(": ")[2]  # of one about a part
+            why = (
+                error.strerror or str(error).rpartition(": ")[2]
+            )  # of one about a part
             raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
         if rank != dist.get_rank(group):
-            raise RankFailure(rank, classify_failure(error), is_elsewhere=True) from failure
+            raise RankFailure(
+                rank, classify_failure(error), is_elsewhere=True
+            ) from failure
         raise error from failure  # which has the stack
     return writer.final
 
@@ -72,10 +76,14 @@ class _FolderWriter(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         """Complete the folder, on the first rank, once all have written."""
         super().finish(metadata, results)
-        metadata = FileSystemReader(self.path).read_metadata()  # some versions complete a copy
+        metadata = FileSystemReader(
+            self.path
+        ).read_metadata()  # some versions complete a copy
         metadata.storage_meta = None
         write_atomically(metadata, Path(self.path, checkpoints.INDEX))
         write_atomically(self._values, Path(self.path, checkpoints.VALUES))
-        while self.final.exists():  # of the same step; it stays until this one has a manifest
+        while (
+            self.final.exists()
+        ):  # of the same step; it stays until this one has a manifest
             self.final = self.final.with_name(f"{self.final.name}-again")
         Path(self.path).rename(self.final)

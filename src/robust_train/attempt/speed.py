@@ -53,7 +53,9 @@ class Histogram:
     def sum_without_peaks(self) -> float:
         """Return the sum, each of the longest 5 % counted as the 95th percentile."""
         most = self.quantile(_HIGH)
-        return sum(min(math.exp(p * _RATIO), most) * count for p, count in self._counts.items())
+        return sum(
+            min(math.exp(p * _RATIO), most) * count for p, count in self._counts.items()
+        )
 
 
 class Moment:
@@ -94,7 +96,9 @@ class _Interval:
     steps: int = 0
     samples: int = 0
     waits: deque[tuple[Moment, Moment]] | None = None  # for data; None if unknown
-    settled_seconds: float = 0.0  # of those that the GPU has passed, and that are no more in it
+    settled_seconds: float = (
+        0.0  # of those that the GPU has passed, and that are no more in it
+    )
     alone_until: Moment | None = None  # the ranks exchange something from here on
     end: Moment = field(init=False)
 
@@ -196,7 +200,12 @@ class SpeedMeter:
         if now is None:
             return
         interval, before = self._interval, self._step
-        if interval is not None and interval.counts and before is not None and step > before:
+        if (
+            interval is not None
+            and interval.counts
+            and before is not None
+            and step > before
+        ):
             if now.at - interval.begin.at < self.least_seconds:
                 return
             interval.end, interval.steps = now, step - before
@@ -233,7 +242,8 @@ class SpeedMeter:
             steps=steps.count,
             seconds_per_step=_rounded(steps.quantile(0.5)),
             seconds_per_step_p95=_rounded(steps.quantile(_HIGH)),
-            samples_per_second=self._samples_done and _rounded(self._samples_done / seconds),
+            samples_per_second=self._samples_done
+            and _rounded(self._samples_done / seconds),
             data_share=None if share is None else round(share, 4),
             seconds_alone_per_step=alone and _rounded(alone),
         )

@@ -98,7 +98,9 @@ class Table:
 
     def plain_lines(self) -> list[str]:
         """Return a line for each row, below the names of the columns."""
-        right = frozenset(n for n, name in enumerate(self.columns) if name in self.right_aligned)
+        right = frozenset(
+            n for n, name in enumerate(self.columns) if name in self.right_aligned
+        )
         return aligned([self.columns, *self.rows], right)
 
     def print(self) -> None:

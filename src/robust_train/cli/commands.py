@@ -9,7 +9,9 @@ from argparse import SUPPRESS
 
 from robust_train.cli.command import Command, at_least, checked, option
 
-_JSON = option("--json", action="store_true", help="print JSON for programs; sizes in bytes")
+_JSON = option(
+    "--json", action="store_true", help="print JSON for programs; sizes in bytes"
+)
 _RUN = option(
     "--run",
     metavar="ID|PATH|PID",
@@ -19,7 +21,9 @@ _WHICH_HELP = "id, run folder or job name; default: your only live job"
 _WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
 _WAIT = option(
     "--wait",
-    type=checked(float, lambda value: 0 <= value < 1e6, "a number of seconds, 0 or more"),
+    type=checked(
+        float, lambda value: 0 <= value < 1e6, "a number of seconds, 0 or more"
+    ),
     default=30.0,
     metavar="SECONDS",
     help="how long to wait for the end of a step (default: 30)",
@@ -81,7 +85,11 @@ _STARTING = (
             ),
             option("--no-wait", action="store_true", help="do not wait for a GPU"),
             option("--no-cpu", action="store_true", help="never fall back to the CPU"),
-            option("--detach", action="store_true", help="go on in the background, past logout"),
+            option(
+                "--detach",
+                action="store_true",
+                help="go on in the background, past logout",
+            ),
             option("--name", help="job name in queue and tables (the script's name)"),
             option(
                 "--run-dir",
@@ -141,7 +149,9 @@ _WATCHING = (
         (
             _WHICH,
             _RUN,
-            option("--now", action="store_true", help="end a run that is stopping already"),
+            option(
+                "--now", action="store_true", help="end a run that is stopping already"
+            ),
             _JSON,
         ),
         about="Save a checkpoint and end, as at SIGTERM. RUN may be a sweep folder.",
@@ -152,7 +162,9 @@ _WATCHING = (
         "runs:list_all",
         (
             _JSON,
-            option("--all", action="store_true", help="also those older than the newest 20"),
+            option(
+                "--all", action="store_true", help="also those older than the newest 20"
+            ),
         ),
         about="List your jobs, live and past, the newest first.",
     ),
@@ -200,7 +212,11 @@ _MACHINE = (
         "queue:queue",
         (
             _JSON,
-            option("--verbose", action="store_true", help="show the reservations on each GPU"),
+            option(
+                "--verbose",
+                action="store_true",
+                help="show the reservations on each GPU",
+            ),
             option("--usage", action="store_true", help=SUPPRESS),  # gone
             _QUEUE_DIR,
         ),
@@ -234,7 +250,9 @@ _MACHINE = (
         "memory:clear",
         (_FORCE, _RUN, _JSON),
     ),
-    Command("memory reset", "reset the peaks of a live run", "memory:reset", (_RUN, _JSON)),
+    Command(
+        "memory reset", "reset the peaks of a live run", "memory:reset", (_RUN, _JSON)
+    ),
     Command(
         "memory fraction",
         "limit a live run to a share of its device",
@@ -242,7 +260,9 @@ _MACHINE = (
         (
             option(
                 "fraction",
-                type=checked(float, lambda value: 0 < value <= 1, "a number over 0, up to 1"),
+                type=checked(
+                    float, lambda value: 0 < value <= 1, "a number over 0, up to 1"
+                ),
                 metavar="FRACTION",
                 help="over 0, up to 1",
             ),
@@ -270,7 +290,9 @@ _MACHINE = (
         "kill:kill",
         (
             option("--yes", "-y", action="store_true", help="do not ask"),
-            option("--dry-run", action="store_true", help="show the processes, end none"),
+            option(
+                "--dry-run", action="store_true", help="show the processes, end none"
+            ),
             option(
                 "--pid",
                 type=int,
@@ -282,7 +304,9 @@ _MACHINE = (
             option(
                 "--grace",
                 type=checked(
-                    float, lambda value: 0 <= value < 1e6, "a number of seconds, 0 or more"
+                    float,
+                    lambda value: 0 <= value < 1e6,
+                    "a number of seconds, 0 or more",
                 ),
                 default=10.0,
                 metavar="SECONDS",
@@ -298,7 +322,11 @@ _MACHINE = (
         "memory:cleanup",
         (
             option("--stats-only", action="store_true", help="only show"),
-            option("--force", action="store_true", help="as robust-train memory clear --force"),
+            option(
+                "--force",
+                action="store_true",
+                help="as robust-train memory clear --force",
+            ),
             _RUN,
             _JSON,
         ),
@@ -309,7 +337,11 @@ _MACHINE = (
         "say which GPUs are usable, or why not",
         "doctor:doctor",
         (
-            option("--clear", metavar="GPU", help="use the excluded GPU with this UUID again"),
+            option(
+                "--clear",
+                metavar="GPU",
+                help="use the excluded GPU with this UUID again",
+            ),
             option(
                 "--probe",
                 action="store_true",
@@ -335,8 +367,14 @@ _MORE = (
                 help="a run folder, a sweep folder, or a file in one",
             ),
             option("--open", action="store_true", help="show it in the browser"),
-            option("--output", metavar="FILE", help="where to write it (PATH/report.html)"),
-            option("--json", action="store_true", help="print the data instead, for programs"),
+            option(
+                "--output", metavar="FILE", help="where to write it (PATH/report.html)"
+            ),
+            option(
+                "--json",
+                action="store_true",
+                help="print the data instead, for programs",
+            ),
         ),
         about="Write report.html of a run or a sweep from its journals: while it runs, after it "
         "has ended, or if it died.",
@@ -371,7 +409,9 @@ _MORE = (
     ),
 )
 
-COMMANDS = {command.name: command for command in (*_STARTING, *_WATCHING, *_MACHINE, *_MORE)}
+COMMANDS = {
+    command.name: command for command in (*_STARTING, *_WATCHING, *_MACHINE, *_MORE)
+}
 
 GONE = {
     "plan": "training.batch_size=auto finds the largest batch that fits; "

@@ -52,11 +52,17 @@ def completion(arguments: Namespace) -> int:
     """Print the script."""
     choices = [f"{group}={name}" for group, names in groups().items() for name in names]
     found = all_keys(composed, ())
-    keys = [f"{key}=" for key in found if not any(each.startswith(f"{key}.") for each in found)]
+    keys = [
+        f"{key}="
+        for key in found
+        if not any(each.startswith(f"{key}.") for each in found)
+    ]
     # commands of two words first: the first case that matches counts
     by_length = sorted(COMMANDS, key=lambda name: -len(name.split()))
     groups_of_commands = {name.partition(" ")[0] for name in COMMANDS}
-    cases = [_case(name) for name in [*by_length, *groups_of_commands.difference(COMMANDS)]]
+    cases = [
+        _case(name) for name in [*by_length, *groups_of_commands.difference(COMMANDS)]
+    ]
     script = _SCRIPT.format(
         keys=_words([*choices, *keys, *_OF_HYDRA]),
         cases="\n".join(case for case in cases if case),
@@ -70,8 +76,14 @@ def _case(name: str) -> str:
     """Return the line for the words that may follow a command; empty if there are none."""
     words = list(members_of(name))
     if name in COMMANDS:
-        shown = (each for each in COMMANDS[name].options if each.settings.get("help") != SUPPRESS)
-        words += [word for each in shown for word in each.names if word.startswith("--")]
+        shown = (
+            each
+            for each in COMMANDS[name].options
+            if each.settings.get("help") != SUPPRESS
+        )
+        words += [
+            word for each in shown for word in each.names if word.startswith("--")
+        ]
     pattern = "robust-train " + name + " "
     escaped = pattern.replace(" ", "\\ ")
     return f"        {escaped}*) words={_words(words)} ;;" if words else ""

@@ -65,7 +65,9 @@ def doctor(arguments: Namespace) -> Answer:
             return _clear(registry, arguments.clear)
         inventory = read_inventory(processes=False)
         excluded = [] if registry is None else read_exclusions(registry.directory)
-        usable, gpus = _gpus(inventory, excluded, [] if registry is None else registry.jobs())
+        usable, gpus = _gpus(
+            inventory, excluded, [] if registry is None else registry.jobs()
+        )
         data = {
             **_facts(inventory),
             "gpus": gpus,
@@ -103,7 +105,8 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "python": platform.python_version(),
         "kernel": kernel,
         "wsl": "microsoft" in kernel.lower(),
-        "container": not sees_host_pids() or any(mark.exists() for mark in _CONTAINER_MARKS),
+        "container": not sees_host_pids()
+        or any(mark.exists() for mark in _CONTAINER_MARKS),
         "host_memory_limit_bytes": read_host_memory().total,
         "cgroup_limit_bytes": min((limit for limit, _ in cgroup_rooms()), default=None),
         "cpus": len(os.sched_getaffinity(0)),
@@ -124,7 +127,9 @@ def _cuda_order(inventory: Inventory) -> str | None:
         return None
     if any(gpu.parent_uuid for gpu in inventory.gpus):
         return "one MIG slice, whatever there is: slices do not count for num_gpus"
-    environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"}
+    environ = {
+        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"
+    }
     try:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
@@ -155,15 +160,25 @@ def _gpus(
             full = f"busy: job {job} has it (robust-train queue)"
         elif gpu.free_bytes < _DEFAULT_MB * MIB:
             full = f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
-        rows.append({**known, "usable": why is None, "why_not": why, "why_no_room": full})
+        rows.append(
+            {**known, "usable": why is None, "why_not": why, "why_no_room": full}
+        )
     for lost in inventory.skipped:
-        known = {**dict.fromkeys((*names, "why_no_room")), "index": lost.index, "uuid": lost.uuid}
+        known = {
+            **dict.fromkeys((*names, "why_no_room")),
+            "index": lost.index,
+            "uuid": lost.uuid,
+        }
         rows.append({**known, "usable": False, "why_not": lost.reason})
     return usable, rows
 
 
-def _queue(path: Path, registry: Registry | None, problem: str | None) -> dict[str, Json]:
-    known: dict[str, Json] = dict.fromkeys(("file_system", "jobs", "owner", "tmpfiles_line"))
+def _queue(
+    path: Path, registry: Registry | None, problem: str | None
+) -> dict[str, Json]:
+    known: dict[str, Json] = dict.fromkeys(
+        ("file_system", "jobs", "owner", "tmpfiles_line")
+    )
     known["in_container"] = not sees_host_pids()
     if registry is not None:
         owner = registry.directory.owner
@@ -176,21 +191,28 @@ def _queue(path: Path, registry: Registry | None, problem: str | None) -> dict[s
     return {"directory": str(path), "problem": problem, **known}
 
 
-def _probe(gpus: Sequence[GpuInfo], queue_directory: Path | None) -> list[dict[str, Json]]:
+def _probe(
+    gpus: Sequence[GpuInfo], queue_directory: Path | None
+) -> list[dict[str, Json]]:
     from robust_train.cli.gpu_probe import probe
 
     results = []
     for gpu in gpus:
         print(f"probing GPU {gpu.index} …", file=sys.stderr)
         passed, text = probe(gpu, queue_directory)
-        results.append({"index": gpu.index, "uuid": gpu.uuid, "passed": passed, "result": text})
+        results.append(
+            {"index": gpu.index, "uuid": gpu.uuid, "passed": passed, "result": text}
+        )
     return results
 
 
 def _shown(data: dict[str, Json]) -> list[str | Table]:
     """Return the same for people."""
     rows = [
-        [_TITLES.get(name, name.replace("_", " ").removesuffix(" bytes")), _text(name, value)]
+        [
+            _TITLES.get(name, name.replace("_", " ").removesuffix(" bytes")),
+            _text(name, value),
+        ]
         for name, value in data.items()
         if name not in _NOT_A_FACT and value is not None
     ]
@@ -217,7 +239,9 @@ def _gpu_lines(gpu: dict[str, Json]) -> list[str]:
     if gpu["name"] is not None:
         mps = ", MPS" if gpu["mps"] else ""
         free = mib(gpu["free_bytes"])
-        lines.append(f"  {gpu['name']}, compute mode {gpu['compute_mode']}{mps}, {free} free")
+        lines.append(
+            f"  {gpu['name']}, compute mode {gpu['compute_mode']}{mps}, {free} free"
+        )
     if gpu["uuid"]:
         lines.append(f"  {gpu['uuid']}")
     return lines
@@ -226,7 +250,8 @@ def _gpu_lines(gpu: dict[str, Json]) -> list[str]:
 def _queue_lines(queue: dict[str, Json]) -> list[str]:
     directory = queue["directory"]
     lines = [
-        queue["problem"] or f"queue: {directory} on {queue['file_system']}, {queue['jobs']} jobs"
+        queue["problem"]
+        or f"queue: {directory} on {queue['file_system']}, {queue['jobs']} jobs"
     ]
     if queue["tmpfiles_line"]:
         lines.append(

@@ -38,7 +38,9 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
         name="doctor --probe",
         run_dir=os.getcwd(),
         jobs_per_device=1,
-        read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
+        read=lambda processes: visible_gpus(
+            read_inventory(processes=processes), os.environ
+        ),
     )
     request = GpuRequest(_NEED_BYTES, wait=False, only=frozenset({gpu.uuid}))
     try:
@@ -84,7 +86,9 @@ def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
     def use(batch_size: int) -> int:
         nonlocal calls
         calls += 1
-        block = torch.empty(batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device)
+        block = torch.empty(
+            batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device
+        )
         block[:: 1 << 20].fill_(1)
         if int(block[-1 - (len(block) - 1) % (1 << 20)]) != 1:
             raise RuntimeError("memory does not hold what was written")
@@ -98,14 +102,20 @@ def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
         del ones
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated(device)
-    return {"parts": _PARTS / size, "left_bytes": left, "seconds": time.monotonic() - started}
+    return {
+        "parts": _PARTS / size,
+        "left_bytes": left,
+        "seconds": time.monotonic() - started,
+    }
 
 
 def _main() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("torch finds no GPU: its build has no CUDA, or the driver is too old for it")
+        sys.exit(
+            "torch finds no GPU: its build has no CUDA, or the driver is too old for it"
+        )
     device = torch.device("cuda", 0)
     # others may be on it too
     print(json.dumps(exercise(device, torch.cuda.mem_get_info(device)[0])))

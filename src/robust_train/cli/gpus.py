@@ -41,7 +41,14 @@ _OF_PROCESSES = (
     "command",
     "process MiB",
 )
-_RIGHT_OF_PROCESSES = {"index", "used MiB", "free MiB", "total MiB", "pid", "process MiB"}
+_RIGHT_OF_PROCESSES = {
+    "index",
+    "used MiB",
+    "free MiB",
+    "total MiB",
+    "pid",
+    "process MiB",
+}
 _SIZES = ("used_bytes", "free_bytes", "total_bytes")
 
 
@@ -77,7 +84,15 @@ def gpus(arguments: Namespace) -> Answer:
     rows = [table_row(gpu) for gpu in found]
     for lost in inventory.skipped:
         unknown = ["-"] * 6
-        rows.append([str(lost.index), "-", lost.uuid or "-", *unknown, f"skipped: {lost.reason}"])
+        rows.append(
+            [
+                str(lost.index),
+                "-",
+                lost.uuid or "-",
+                *unknown,
+                f"skipped: {lost.reason}",
+            ]
+        )
     if rows:
         has_notes = any(row[-1] for row in rows)
         count = len(COLUMNS) if has_notes else len(COLUMNS) - 1
@@ -152,9 +167,13 @@ def machine_memory() -> Answer:
         parts.append(Table(_OF_PROCESSES, rows, _RIGHT_OF_PROCESSES))
     parts += [f"GPU {gpu.index} skipped: {gpu.reason}" for gpu in inventory.skipped]
     if rows and data["in_container"]:
-        parts.append("in a container: process ids are those of the driver, mostly the host's")
+        parts.append(
+            "in a container: process ids are those of the driver, mostly the host's"
+        )
     if host.total is not None and host.available is not None:
-        parts.append(f"host memory: {host.available // MIB} of {host.total // MIB} MiB available")
+        parts.append(
+            f"host memory: {host.available // MIB} of {host.total // MIB} MiB available"
+        )
     return Answer(data, parts)
 
 
@@ -166,7 +185,11 @@ def _process_rows(gpu: dict[str, Json]) -> list[list[str]]:
         return [[*own, *[unknown] * 4]]
     rows = []
     for process in gpu["processes"]:
-        command = (process["command"] or "?") + ("" if process["computes"] else " (draws)")
-        size = "?" if process["used_bytes"] is None else str(process["used_bytes"] // MIB)
+        command = (process["command"] or "?") + (
+            "" if process["computes"] else " (draws)"
+        )
+        size = (
+            "?" if process["used_bytes"] is None else str(process["used_bytes"] // MIB)
+        )
         rows.append([*own, str(process["pid"]), process["user"] or "?", command, size])
     return rows

@@ -108,9 +108,13 @@ def exit_code_of_error(error: BaseException) -> int | None:
         return error.exit_code
     # its own traceback, without the launcher's frames
     shown = error.__cause__ if isinstance(error.__cause__, TrainerFailed) else error
-    if not isinstance(shown, ConfigError | NoDevice | AttemptsExhausted | TrainerFailed):
+    if not isinstance(
+        shown, ConfigError | NoDevice | AttemptsExhausted | TrainerFailed
+    ):
         return None
-    print(f"{error if isinstance(error, UserError) else shown}".rstrip(), file=sys.stderr)
+    print(
+        f"{error if isinstance(error, UserError) else shown}".rstrip(), file=sys.stderr
+    )
     if isinstance(shown, ConfigError):
         return shown.exit_code
     return EXIT_NO_DEVICE if isinstance(shown, NoDevice) else EXIT_FAILED

@@ -61,7 +61,9 @@ def kill(arguments: argparse.Namespace) -> Answer | int:
     me = psutil.Process()
     ancestors = {process.pid for process in (me, *me.parents())}
     listed = list_cuda_processes(inventory)
-    targets, refusals = choose(listed, arguments.pid, uid=os.getuid(), ancestors=ancestors)
+    targets, refusals = choose(
+        listed, arguments.pid, uid=os.getuid(), ancestors=ancestors
+    )
     if refusals:
         reasons = "; ".join(f"pid {pid} {why}" for pid, why in refusals.items())
         refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
@@ -96,7 +98,9 @@ def choose(
         if pid in ancestors:
             refusals[pid] = "is this command itself, or what it was started from"
         elif process is None:
-            refusals[pid] = listed.others.get(pid, "is not a CUDA process: NVML does not list it")
+            refusals[pid] = listed.others.get(
+                pid, "is not a CUDA process: NVML does not list it"
+            )
         elif process.uid != uid and uid != 0:
             refusals[pid] = f"belongs to {process.user}"
         else:
@@ -134,13 +138,17 @@ def _still_there(processes: Iterable[CudaProcess], seconds: float) -> list[CudaP
     """Wait for the processes to end; return those that have not."""
     deadline = time.monotonic() + seconds
     while True:
-        left = [process for process in processes if is_there(process.pid, process.started)]
+        left = [
+            process for process in processes if is_there(process.pid, process.started)
+        ]
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_POLL_SECONDS)
 
 
-def _show_and_end(targets: Sequence[CudaProcess], arguments: argparse.Namespace) -> Answer:
+def _show_and_end(
+    targets: Sequence[CudaProcess], arguments: argparse.Namespace
+) -> Answer:
     if not targets:
         nothing = "no CUDA process of yours runs on this machine's GPUs"
         return Answer({"dry_run": arguments.dry_run, "processes": []}, [nothing])
@@ -155,11 +163,15 @@ def _show_and_end(targets: Sequence[CudaProcess], arguments: argparse.Namespace)
         )
     if not arguments.yes:
         if arguments.json or not sys.stdin.isatty():
-            problem = "not a terminal: pass --yes to end them, or --dry-run to only list them"
+            problem = (
+                "not a terminal: pass --yes to end them, or --dry-run to only list them"
+            )
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
         if not _confirmed(f"end {number}? [y/N] "):
             return Answer(shown=["nothing was ended"], exit_code=EXIT_FAILED)
-    endings = end_all(targets, grace_seconds=arguments.grace, last_seconds=_LAST_SECONDS)
+    endings = end_all(
+        targets, grace_seconds=arguments.grace, last_seconds=_LAST_SECONDS
+    )
     processes = [{**asdict(ending.process), "result": ending.how} for ending in endings]
     lines = []
     for process, how in endings:

@@ -22,7 +22,8 @@ CHUNK_BYTES = 1 << 20
 _ATTACH_BYTES = 4096
 _NAME = re.compile(r"attempt-(\d+)\.log")
 _LOG_LINE = re.compile(
-    rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[(?:INFO|DEBUG|([A-Z]+))\] - ", re.MULTILINE
+    rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[(?:INFO|DEBUG|([A-Z]+))\] - ",
+    re.MULTILINE,
 )
 
 
@@ -51,7 +52,10 @@ def attach(arguments: Namespace) -> int:
     name = "" if run.state is None else f" ({run.state.name})"
     print(f"attached to {run.id}{name}; Ctrl-C leaves it running", flush=True)
     try:
-        with screen.never_blocking_output(), LiveStatus(is_wanted=sys.stdout.isatty()) as live:
+        with (
+            screen.never_blocking_output(),
+            LiveStatus(is_wanted=sys.stdout.isatty()) as live,
+        ):
             for data in output_of(run.run_dir, follow=True, last_bytes=_ATTACH_BYTES):
                 screen.show(sys.stdout.fileno(), as_shown(data))
                 now = run_list.read_run(run.run_dir)
@@ -84,7 +88,11 @@ def _wait_for(folder: Path) -> int:
     if run is None:
         raise CommandFailed(f"{folder} is gone")
     state = run.state
-    reason = f": {shortened(state.reason, 200)}" if state is not None and state.reason else ""
+    reason = (
+        f": {shortened(state.reason, 200)}"
+        if state is not None and state.reason
+        else ""
+    )
     print(f"{run.id} {run.status}{reason}; {folder}")
     code = state.exit_code if state is not None and state.is_final else None
     return EXIT_FAILED if code is None else code

@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # `… | head` has seen enough
             return 128 + signal.SIGPIPE
-        print(f"robust-train: cannot write the output: {error.strerror}", file=sys.stderr)
+        print(
+            f"robust-train: cannot write the output: {error.strerror}", file=sys.stderr
+        )
         return EXIT_FAILED
     return code
 
@@ -97,14 +99,18 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     if near := difflib.get_close_matches(second, members, n=1):
         takes_program = first in COMMANDS and COMMANDS[first].takes_program
         hint = f" To run a program: -- {second}" if takes_program else ""
-        raise CommandFailed(f"{first}: {second}: did you mean {near[0]}?{hint}", EXIT_BAD_CONFIG)
+        raise CommandFailed(
+            f"{first}: {second}: did you mean {near[0]}?{hint}", EXIT_BAD_CONFIG
+        )
     if first in COMMANDS:
         return COMMANDS[first], list(words[1:])
     if first in GONE:
         raise CommandFailed(f"{first} is gone: {GONE[first]}", EXIT_BAD_CONFIG)
     if members:
         problem = f"{second}: no such action" if second else "an action is needed"
-        raise CommandFailed(f"{first}: {problem}: {', '.join(members)}", EXIT_BAD_CONFIG)
+        raise CommandFailed(
+            f"{first}: {problem}: {', '.join(members)}", EXIT_BAD_CONFIG
+        )
     raise CommandFailed(f"{first}: no such command; {_meant(first)}", EXIT_BAD_CONFIG)
 
 
@@ -121,7 +127,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what was wrong."""
-        raise CommandFailed(f"{self.prog.partition(' ')[2]}: {message}", EXIT_BAD_CONFIG)
+        raise CommandFailed(
+            f"{self.prog.partition(' ')[2]}: {message}", EXIT_BAD_CONFIG
+        )
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
@@ -132,7 +140,9 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
     parser = _Parser(
         prog=f"robust-train {command.name}",
-        description=textwrap.fill(command.about or f"{command.help.capitalize()}.", _COLUMNS),
+        description=textwrap.fill(
+            command.about or f"{command.help.capitalize()}.", _COLUMNS
+        ),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -107,7 +107,9 @@ def enable(arguments: Namespace) -> Answer:
     shown = [line]
     if sys.stdout.isatty():  # not inside $(…)
         shown.append('to set it in this shell: eval "$(robust-train memory enable)"')
-    return Answer({"variable": allocator.VARIABLE, "value": settings, "lines": [line]}, shown)
+    return Answer(
+        {"variable": allocator.VARIABLE, "value": settings, "lines": [line]}, shown
+    )
 
 
 def _requested(action: str, which: str | None, **options: Json) -> Answer:
@@ -124,7 +126,9 @@ def _requested(action: str, which: str | None, **options: Json) -> Answer:
     return Answer({"run": run.id, **answer}, _described(run, answer, columns))
 
 
-def _described(run: Run, answer: dict[str, Json], columns: dict[str, str]) -> list[str | Table]:
+def _described(
+    run: Run, answer: dict[str, Json], columns: dict[str, str]
+) -> list[str | Table]:
     """Return a run's answer with its figures in MiB; ``columns`` maps titles to parts of it."""
     rows = []
     for name in _FIGURES:

@@ -47,7 +47,9 @@ def queue(arguments: Namespace) -> Answer:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
     path = directory_for(arguments.dir, os.environ)
     if not os.path.exists(path):
-        return Answer({"directory": str(path), "jobs": [], "excluded": []}, [_empty(path)])
+        return Answer(
+            {"directory": str(path), "jobs": [], "excluded": []}, [_empty(path)]
+        )
     with contextlib.closing(Registry(path)) as registry:
         found = registry.jobs()
         excluded = read_exclusions(registry.directory)
@@ -64,7 +66,9 @@ def queue(arguments: Namespace) -> Answer:
         if not inventory.answered:
             warnings.append(str(inventory.problem))
     jobs = _describe(found, gpus, limit)
-    table = Table(COLUMNS, [_row(job) for job in jobs], _RIGHT) if jobs else _empty(path)
+    table = (
+        Table(COLUMNS, [_row(job) for job in jobs], _RIGHT) if jobs else _empty(path)
+    )
     now = time.monotonic()
     lines = [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
     lines += describe(found, gpus) if arguments.verbose else ()
@@ -96,7 +100,9 @@ def cancel(arguments: Namespace) -> Answer:
     try:
         is_sent = send_signal(job.pid, job.started, signal.SIGTERM)
     except PermissionError as error:
-        raise CommandFailed(f"{job.id}: pid {job.pid} is another user's process") from error
+        raise CommandFailed(
+            f"{job.id}: pid {job.pid} is another user's process"
+        ) from error
     if not is_sent:
         raise CommandFailed(
             f"{job.id}: its launcher (pid {job.pid}) has ended, or is in another container; what "
@@ -137,7 +143,9 @@ def _describe(
         if not job.gpus:
             position = decided.order.index(job) + 1
             if not job.is_polling(now):
-                reasons.append("it does not poll (stopped, or its driver hangs): others pass it")
+                reasons.append(
+                    "it does not poll (stopped, or its driver hangs): others pass it"
+                )
             elif job.id in decided.groups:
                 reasons.append("a GPU is free for it")
             else:
@@ -145,9 +153,13 @@ def _describe(
                 reasons += [first] if first else []
                 reasons.append(why_waiting(job, running, gpus, decided))
         elif idle := job.idle():
-            reasons.append(f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}")
+            reasons.append(
+                f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}"
+            )
         about = _as_json(job, now, gpus)
-        jobs.append(about | {"position": position, "reason": "; ".join(reasons) or None})
+        jobs.append(
+            about | {"position": position, "reason": "; ".join(reasons) or None}
+        )
     jobs.sort(key=lambda job: job["position"] or 0)
     return jobs
 
@@ -160,7 +172,9 @@ def _whose_process(job: QueuedJob) -> str | None:
         return None  # ended, hidden, or in another container
     if user == job.owner:
         return None
-    return f"its record names pid {job.pid}, which here is a process of {user_name(user)}"
+    return (
+        f"its record names pid {job.pid}, which here is a process of {user_name(user)}"
+    )
 
 
 def _as_json(job: QueuedJob, now: float, gpus: Sequence[GpuInfo]) -> dict[str, Json]:

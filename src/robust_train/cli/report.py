@@ -23,7 +23,11 @@ def report(arguments: Namespace) -> Answer:
         folder = folder.parent
     _check(folder)
     if arguments.json:
-        data = sweep_story_of(folder) if is_sweep(folder) else story_of(read_sources(folder))
+        data = (
+            sweep_story_of(folder)
+            if is_sweep(folder)
+            else story_of(read_sources(folder))
+        )
         return Answer(data.as_json())
     target = Path(arguments.output) if arguments.output else folder / FILE_NAME
     try:
@@ -40,10 +44,13 @@ def _check(folder: Path) -> None:
     """Raise CommandFailed if the folder is that of neither a run nor a sweep."""
     if not os.path.isdir(folder):
         raise CommandFailed(f"{folder}: no such folder", EXIT_BAD_CONFIG)
-    of_a_run = any(os.path.exists(folder / name) for name in ("journal.jsonl", "summary.json"))
+    of_a_run = any(
+        os.path.exists(folder / name) for name in ("journal.jsonl", "summary.json")
+    )
     if not of_a_run and not is_sweep(folder):
         problem = (
-            "neither a run folder (with journal.jsonl) nor a sweep folder (with jobs' folders)"
+            "neither a run folder (with journal.jsonl) "
+            "nor a sweep folder (with jobs' folders)"
         )
         raise CommandFailed(f"{folder}: {problem}", EXIT_BAD_CONFIG)
 
@@ -66,6 +73,8 @@ def _write(folder: Path, target: Path) -> None:
 
 def _save(target: Path, page: str) -> None:
     if os.path.exists(target) and not os.path.isfile(target):
-        target.write_text(page, "utf-8", "replace")  # a device (/dev/stdout) is not replaced
+        target.write_text(
+            page, "utf-8", "replace"
+        )  # a device (/dev/stdout) is not replaced
     else:
         save(target, page)

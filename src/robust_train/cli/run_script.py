@@ -76,14 +76,20 @@ def overrides_of(arguments: Namespace) -> list[str]:
         "allow_cpu_fallback": False if arguments.no_cpu else None,
         "detach": True if arguments.detach else None,
     }
-    given = [f"{key}={str(value).lower()}" for key, value in pairs.items() if value is not None]
+    given = [
+        f"{key}={str(value).lower()}"
+        for key, value in pairs.items()
+        if value is not None
+    ]
     return ["trainer=command", *given, *arguments.overrides]
 
 
 def _batch_sizes(arguments: Namespace) -> tuple[int | None, int | None]:
     """Return the first and the smallest micro-batch size, None for what a key gives."""
     batch_size, least = arguments.batch_size, arguments.min_batch_size
-    by_key = any(each.startswith("training.batch_size=") for each in arguments.overrides)
+    by_key = any(
+        each.startswith("training.batch_size=") for each in arguments.overrides
+    )
     if batch_size is None and not by_key:
         used = set().union(*(placeholders_in(word) for word in arguments.program))
         if used & {"batch_size", "min_batch_size"} or least is not None:
@@ -96,7 +102,9 @@ def _batch_sizes(arguments: Namespace) -> tuple[int | None, int | None]:
     if least is None:
         least = min(4, batch_size)
     if least > batch_size:
-        problem = f"--min-batch-size {least}: must not be above --batch-size {batch_size}"
+        problem = (
+            f"--min-batch-size {least}: must not be above --batch-size {batch_size}"
+        )
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
     return batch_size, least
 
@@ -114,7 +122,8 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
     texts = {
         "trainer.argv": [literal(word) for word in arguments.program],
         "trainer.resume_argv": [literal(word) for word in resume] or None,
-        "trainer.checkpoint_glob": arguments.checkpoint and literal(arguments.checkpoint),
+        "trainer.checkpoint_glob": arguments.checkpoint
+        and literal(arguments.checkpoint),
         "job_name": literal(arguments.name or name_of_program(arguments.program)),
         "device": arguments.device,
     }
@@ -162,7 +171,9 @@ def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
     try:
         folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(config)
-        (folder / "overrides.yaml").write_text(json.dumps(list(overrides), indent=1) + "\n")
+        (folder / "overrides.yaml").write_text(
+            json.dumps(list(overrides), indent=1) + "\n"
+        )
     except OSError as error:
         log.warning("cannot write %s: %s", folder, error.strerror)
 

@@ -35,7 +35,9 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 def list_live(arguments: Namespace) -> Answer:
     """List the user's live runs, the newest first."""
     live = find_live_runs()[::-1]
-    nothing = "no run of yours is alive on this machine; robust-train runs lists earlier ones"
+    nothing = (
+        "no run of yours is alive on this machine; robust-train runs lists earlier ones"
+    )
     return _listed(live, nothing)
 
 
@@ -43,7 +45,9 @@ def list_all(arguments: Namespace) -> Answer:
     """List the user's jobs, live and past, the newest first."""
     found = find_runs()[::-1]
     most = len(found) if arguments.all else USUALLY
-    return _listed(found, f"no run of yours is on the list in {state_directory()}", most)
+    return _listed(
+        found, f"no run of yours is on the list in {state_directory()}", most
+    )
 
 
 def _listed(runs: Sequence[Run], nothing: str, most: int | None = None) -> Answer:
@@ -68,7 +72,9 @@ def _fitted(table: Table) -> list[str]:
     width = shutil.get_terminal_size().columns
     if not sys.stdout.isatty() or max(map(len, lines)) <= width:
         return lines
-    narrow = Table(table.columns[:-1], [row[:-1] for row in table.rows], table.right_aligned)
+    narrow = Table(
+        table.columns[:-1], [row[:-1] for row in table.rows], table.right_aligned
+    )
     return [line[:width] for line in narrow.plain_lines()]
 
 
@@ -107,7 +113,9 @@ def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended."""
     run = choose_run(arguments.run or arguments.which, dead_too=True)
     about = requests.status(run)
-    rows = [[name, str(value)] for name, value in _facts(run, about) if value is not None]
+    rows = [
+        [name, str(value)] for name, value in _facts(run, about) if value is not None
+    ]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
 
 
@@ -135,7 +143,9 @@ def stop(arguments: Namespace) -> Answer:
         return _stop_sweep(Path(which).resolve())
     run = choose_run(which)
     answer = requests.ask(run, "stop", now=arguments.now)
-    sentence = f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
+    sentence = (
+        f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
+    )
     return Answer({"run": run.id, **answer}, [sentence])
 
 
@@ -149,7 +159,9 @@ def _stop_sweep(folder: Path) -> Answer:
         raise CommandFailed(f"{folder}: {error}") from error
     return Answer(
         {"sweep": str(folder), "jobs": jobs, "after": "stopping"},
-        [f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"],
+        [
+            f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"
+        ],
     )
 
 
@@ -165,7 +177,11 @@ def _facts(run: Run, about: About) -> list[tuple[str, Json]]:
         ("run", about["id"]),
         ("job", about.get("name")),
         ("state", since),
-        ("why", waiting.get("reason") or (None if state == "running" else about.get("reason"))),
+        (
+            "why",
+            waiting.get("reason")
+            or (None if state == "running" else about.get("reason")),
+        ),
         ("position", waiting.get("position")),
         ("exit code", about.get("exit_code")),
         ("run folder", about["run_dir"]),
@@ -179,7 +195,10 @@ def _facts(run: Run, about: About) -> list[tuple[str, Json]]:
         ("step", _step(about)),
         ("loss", None if loss is None else f"{loss:.4g}"),
         ("last checkpoint", about.get("checkpoint")),
-        ("memory", ", ".join(f"{name} {mib(size)}" for name, size in memory.items()) or None),
+        (
+            "memory",
+            ", ".join(f"{name} {mib(size)}" for name, size in memory.items()) or None,
+        ),
         ("started", f"{as_clock(int(about['seconds']))} ago" if run.alive else None),
     ]
 

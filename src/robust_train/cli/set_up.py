@@ -24,19 +24,29 @@ def init(arguments: Namespace) -> Answer:
     """Write a new project; overwrite nothing."""
     folder = Path(arguments.dir)
     contents = dict(_files(files("robust_train") / _TEMPLATE))
-    existing = sorted(str(folder / name) for name in contents if os.path.lexists(folder / name))
+    existing = sorted(
+        str(folder / name) for name in contents if os.path.lexists(folder / name)
+    )
     if existing:
-        raise CommandFailed(f"{existing[0]} exists already; name another folder", EXIT_BAD_CONFIG)
+        raise CommandFailed(
+            f"{existing[0]} exists already; name another folder", EXIT_BAD_CONFIG
+        )
     try:
         for name, content in contents.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:  # never over a file that was created meanwhile
+            with path.open(
+                "xb"
+            ) as file:  # never over a file that was created meanwhile
                 file.write(content)
     except OSError as error:
-        raise CommandFailed(f"{error.filename}: {error.strerror}", EXIT_BAD_CONFIG) from error
+        raise CommandFailed(
+            f"{error.filename}: {error.strerror}", EXIT_BAD_CONFIG
+        ) from error
     return Answer(
-        shown=[f"wrote {', '.join(sorted(contents))}; now: cd {folder} && python main.py"],
+        shown=[
+            f"wrote {', '.join(sorted(contents))}; now: cd {folder} && python main.py"
+        ],
     )
 
 
@@ -64,7 +74,9 @@ def notify(arguments: Namespace) -> Answer:
         hide_urls(cfg, environ)
         settings = notifications(checked(cfg).notify, environ)
     except REFUSALS as error:
-        raise CommandFailed(explain(error, "robust", overrides), EXIT_BAD_CONFIG) from error
+        raise CommandFailed(
+            explain(error, "robust", overrides), EXIT_BAD_CONFIG
+        ) from error
     if not (settings.command or settings.urls):
         problem = f"nothing to send to; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG)

@@ -124,7 +124,11 @@ def _prepare_process() -> None:
 
 
 def _open(
-    task: Callable[[Any], Any], config_name: str, *, config_path: str = _CONFIGS, name: str = ""
+    task: Callable[[Any], Any],
+    config_name: str,
+    *,
+    config_path: str = _CONFIGS,
+    name: str = "",
 ) -> int:
     """Compose the config and run the job or sweep; return the exit code.
 
@@ -165,8 +169,12 @@ def _open(
     composes_once = bool(name) and not may_set_mode(arguments)
     code = 0
     try:
-        with compat.mode_of_command_line() if composes_once else contextlib.nullcontext():
-            hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
+        with (
+            compat.mode_of_command_line() if composes_once else contextlib.nullcontext()
+        ):
+            hydra.main(
+                version_base="1.3", config_path=config_path, config_name=config_name
+            )(task)()
     except KeyboardInterrupt as error:  # JobInterrupted among them
         code = getattr(error, "exit_code", 130)
     except Exception as error:
@@ -253,9 +261,15 @@ def _libraries(arguments: list[str]) -> tuple[str, ...] | None:
             return None  # a rank of another engine starts no process
     except ConfigError:  # the job reports it
         return None
-    given = dict(one.lstrip("+~").partition("=")[::2] for one in arguments if "=" in one)
+    given = dict(
+        one.lstrip("+~").partition("=")[::2] for one in arguments if "=" in one
+    )
     with_value = ("--config-name", "--config-dir", "--config-path", "-cn", "-cd", "-cp")
-    flags = {one for one in arguments if one.startswith("-") and not one.startswith(with_value)}
+    flags = {
+        one
+        for one in arguments
+        if one.startswith("-") and not one.startswith(with_value)
+    }
     if flags - {"-m", "--multirun"} or given.get("isolation") == "none":
         return None
     # the jobs of other launchers start their own
@@ -305,9 +319,17 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = "\n".join(f"  {group:<8} {', '.join(names)}" for group, names in groups().items())
-    only = "" if name == "train_robust" else " (those about devices and retries: train_robust.py)"
-    command = sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
+    choices = "\n".join(
+        f"  {group:<8} {', '.join(names)}" for group, names in groups().items()
+    )
+    only = (
+        ""
+        if name == "train_robust"
+        else " (those about devices and retries: train_robust.py)"
+    )
+    command = (
+        sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
+    )
     return _HELP.format(command=command, groups=choices, only=only)
 
 
@@ -315,6 +337,10 @@ def groups() -> dict[str, list[str]]:
     """Return the choices of each config group that people choose from."""
     found = {}
     for group in ("model", "dataset", "trainer"):
-        files = sorted(one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir())
-        found[group] = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+        files = sorted(
+            one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir()
+        )
+        found[group] = [
+            name.removesuffix(".yaml") for name in files if name.endswith(".yaml")
+        ]
     return found

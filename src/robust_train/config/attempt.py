@@ -80,6 +80,8 @@ def early_imports(cfg: DictConfig) -> list[str]:
     """
     wanted = OmegaConf.select(cfg, "trainer.preload_modules")
     if wanted is not None and not isinstance(wanted, ListConfig):
-        raise ConfigError(f"trainer.preload_modules={wanted}: must be a list of modules")
+        raise ConfigError(
+            f"trainer.preload_modules={wanted}: must be a list of modules"
+        )
     several = cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None
     return [*map(str, wanted or ()), *(["torch.distributed"] if several else [])]

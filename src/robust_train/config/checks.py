@@ -54,7 +54,9 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
     given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
     if not given:
         return False
-    urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
+    urls = (
+        [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
+    )
     known = environ.get(URLS_VARIABLE, "").split()
     environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
     with read_write(cfg), open_dict(cfg):
@@ -68,7 +70,9 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
     return True
 
 
-def read(schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
+def read(
+    schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False
+) -> T:
     """Return the keys that ``schema`` declares, ``prefix`` before their names in errors; all other
     keys are the trainer's."""
     values: dict[str, Any] = {}
@@ -85,7 +89,9 @@ def read(schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = Fa
             given = cfg[item.name]
             if group is not None:
                 if isinstance(given, DictConfig):
-                    values[item.name] = read(group, given, f"{name}.", is_lenient=is_lenient)
+                    values[item.name] = read(
+                        group, given, f"{name}.", is_lenient=is_lenient
+                    )
                 continue
             if isinstance(given, ListConfig):
                 given = OmegaConf.to_container(given, resolve=True)
@@ -132,7 +138,10 @@ def _with_batch(config: RobustConfig) -> RobustConfig:
     batch; a number beside an effective batch gets the accumulation that it needs."""
     training = config.training
     size: int | None = training.batch_size  # None: auto
-    effective, steps = training.effective_batch_size, training.gradient_accumulation_steps
+    effective, steps = (
+        training.effective_batch_size,
+        training.gradient_accumulation_steps,
+    )
     finds_batch_size = size is None
     if size is None:
         effective = effective or TrainingConfig.batch_size
@@ -204,7 +213,9 @@ def _check_together(config: RobustConfig) -> None:
             f"min_batch_size={config.min_batch_size}: must not be above training.batch_size={size}"
         )
     if (config.min_num_gpus or 1) > gpus:
-        raise ConfigError(f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}")
+        raise ConfigError(
+            f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}"
+        )
     if config.runs_inline and gpus > 1:
         raise ConfigError(
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
@@ -244,7 +255,9 @@ def what_fills_memory(cfg: DictConfig) -> dict[str, object]:
     assert isinstance(content, dict)
     kept = {"model", "dataset", "trainer", "gpu_jobs_per_device", *_FILLS_MEMORY}
     ours = {item.name for item in fields(RobustConfig)} | {"logger"}
-    parts: dict[str, object] = {str(k): v for k, v in content.items() if k in kept or k not in ours}
+    parts: dict[str, object] = {
+        str(k): v for k, v in content.items() if k in kept or k not in ours
+    }
     for group, part in parts.items():
         if isinstance(part, dict):
             chosen, dropped = _FILLS_MEMORY.get(group), _DOES_NOT.get(group, ())

@@ -47,7 +47,11 @@ def group_node(schema: type) -> DictConfig:
             replace_node(node, item.name, group_node(item.metadata["group"]))
         elif key is not None and key.is_untyped:
             value = item.default if key.written is ... else key.written
-            replace_node(node, item.name, typed_nodes(OmegaConf.create({"value": value}))["value"])
+            replace_node(
+                node,
+                item.name,
+                typed_nodes(OmegaConf.create({"value": value}))["value"],
+            )
     return node
 
 
@@ -57,13 +61,19 @@ def register() -> None:
     if "robust_schema.yaml" not in store.repo:
         _store_schemas(store)
     # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
-    OmegaConf.register_new_resolver("robust_pid", os.getpid, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver(
+        "robust_pid", os.getpid, use_cache=True, replace=True
+    )
     OmegaConf.register_new_resolver("robust_job", folder_name, replace=True)
 
 
 def _store_schemas(store: ConfigStore) -> None:
-    store.store(name="plain_schema", node=open_root(PlainConfig), provider="robust_train")
-    store.store(name="robust_schema", node=open_root(RobustConfig), provider="robust_train")
+    store.store(
+        name="plain_schema", node=open_root(PlainConfig), provider="robust_train"
+    )
+    store.store(
+        name="robust_schema", node=open_root(RobustConfig), provider="robust_train"
+    )
     store_group("trainer", "command", TrainerConfig)
 
 
@@ -96,7 +106,9 @@ def _mistake(error: OmegaConfBaseException) -> ConfigError:
     if not (isinstance(error, ConfigKeyError) and known):
         return ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})")
     hint = meant(name, known, f"{parent}.")
-    return ConfigError(gone(str(error.full_key)) or f"{error.full_key}: no such key; {hint}")
+    return ConfigError(
+        gone(str(error.full_key)) or f"{error.full_key}: no such key; {hint}"
+    )
 
 
 register()

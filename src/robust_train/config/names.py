@@ -38,8 +38,12 @@ def job_name_of(config: RobustConfig, trainer: Trainer) -> str:
     """Return how queue, tables and run folder call the job."""
     target = name_of(trainer)
     if target.startswith("__main__."):
-        script = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook
-        target = target.replace("__main__.", f"{Path(script).stem}." if script else "", 1)
+        script = getattr(
+            sys.modules["__main__"], "__file__", None
+        )  # None in a notebook
+        target = target.replace(
+            "__main__.", f"{Path(script).stem}." if script else "", 1
+        )
     return job_name(
         config.job_name,
         config.model.name,

@@ -31,7 +31,9 @@ class ScriptValues:
     run_dir: str  # the job's run folder
     checkpoint_every_minutes: str = AUTO  # longest time without a checkpoint, or `auto`
     checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
-    gradient_checkpointing: str = "false"  # `true`: recompute activations to save memory
+    gradient_checkpointing: str = (
+        "false"  # `true`: recompute activations to save memory
+    )
 
     def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
@@ -41,7 +43,9 @@ class ScriptValues:
 
     def environment(self) -> dict[str, str]:
         """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
-        return {PREFIX + name.upper(): str(value) for name, value in asdict(self).items()}
+        return {
+            PREFIX + name.upper(): str(value) for name, value in asdict(self).items()
+        }
 
 
 PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))

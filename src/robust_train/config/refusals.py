@@ -19,15 +19,20 @@ from robust_train.config.checks import gone
 from robust_train.model.errors import ConfigError
 
 OURS = "pkg://robust_train.configs"
-Composed = Callable[[Sequence[str]], DictConfig]  # Composes the command's config with overrides
+Composed = Callable[
+    [Sequence[str]], DictConfig
+]  # Composes the command's config with overrides
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _WRONG_TYPE = re.compile(
-    r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", re.DOTALL
+    r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)",
+    re.DOTALL,
 )
-_NO_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig|merge \w+ with ListConfig")
+_NO_LIST = re.compile(
+    r"Invalid value assigned: \w+ is not a ListConfig|merge \w+ with ListConfig"
+)
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
 
@@ -37,7 +42,9 @@ _NO_SWEEP = re.compile(
 _RELATIVE_LAUNCHER = re.compile(
     r"In '?([^':\n]+)'?: Could not override '[^']+/hydra/(launcher|sweeper)@?[^']*'"
 )
-_EARLY_LAUNCHER = re.compile(r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before")
+_EARLY_LAUNCHER = re.compile(
+    r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before"
+)
 
 _MISSING_PLUGIN = re.compile(r"Could not (?:find|load) '(hydra/\w+)/(\w+)'")
 _EXTRAS = {
@@ -54,11 +61,16 @@ _ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or fals
 
 
 def explain(
-    error: BaseException, config_name: str, arguments: Sequence[str], config_path: str = OURS
+    error: BaseException,
+    config_name: str,
+    arguments: Sequence[str],
+    config_path: str = OURS,
 ) -> str:
     """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
     primary config; ``arguments`` is its command line."""
-    compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
+    compose_with = functools.partial(
+        composed, config_path=config_path, config_name=config_name
+    )
     chain = "\n".join(str(link) for link in _chain(error))
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     if isinstance(error, ConfigError):
@@ -86,7 +98,9 @@ def explain(
         return f"{key or '?'}: must be a list, '{key or '?'}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
         return _unknown_key(match[1] or key or match[2], compose_with, overrides)
-    return _joined(line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line)
+    return _joined(
+        line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line
+    )
 
 
 def _about_sweeps(chain: str) -> str | None:
@@ -135,7 +149,9 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
     everything = all_keys(compose_with, others)
-    accepted = [k.rpartition(".")[2] for k in everything if k.rpartition(".")[0] == parent]
+    accepted = [
+        k.rpartition(".")[2] for k in everything if k.rpartition(".")[0] == parent
+    ]
     place = f" under {parent}" if parent else ""
     hint = f"; the keys{place} are {', '.join(accepted)}" if accepted else ""
     group = key.partition(".")[0]
@@ -154,7 +170,9 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
 
 def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
     """Return the key that is most like ``name``, which may leave out its group."""
-    full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}
+    full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {
+        key: key for key in keys
+    }
     close = difflib.get_close_matches(name, full, n=1, cutoff=cutoff)
     return full[close[0]] if close else None
 
@@ -184,9 +202,17 @@ def explain_option(
     if not unknown:
         return None
     name, _, value = unknown[0].lstrip("-").partition("=")
-    after = arguments[arguments.index(unknown[0]) + 1 :][:1] if unknown[0] in arguments else ()
-    value = value or next((one for one in after if not re.search("^-[a-z-]|=", one)), "…")
-    compose_with = functools.partial(composed, config_path=config_path, config_name=config_name)
+    after = (
+        arguments[arguments.index(unknown[0]) + 1 :][:1]
+        if unknown[0] in arguments
+        else ()
+    )
+    value = value or next(
+        (one for one in after if not re.search("^-[a-z-]|=", one)), "…"
+    )
+    compose_with = functools.partial(
+        composed, config_path=config_path, config_name=config_name
+    )
     keys = all_keys(compose_with, ())
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"
@@ -200,7 +226,11 @@ def all_keys(compose_with: Composed, overrides: Sequence[str]) -> list[str]:
     except Exception:
         return []
     root = [str(key) for key in cfg]
-    groups = [k for k in root if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])]
+    groups = [
+        k
+        for k in root
+        if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])
+    ]
     groups.sort(key=lambda group: group not in ("training", "memory"))
     return [*root, *(f"{group}.{name}" for group in groups for name in cfg[group])]
 

@@ -34,11 +34,15 @@ class AttemptRequest:
     gpu_uuids: tuple[str, ...] = ()
     ranks: int = 1  # processes that run the trainer together
     stop_grace_seconds: float = 20.0  # time for a last checkpoint
-    batch_search: BatchSearch | None = None  # the micro-batch is to be found before training
+    batch_search: BatchSearch | None = (
+        None  # the micro-batch is to be found before training
+    )
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
     spec: AttemptSpec | None = None  # what it was made of
     job: str = ""  # identity of the job
-    of_first_rank: tuple[str, ...] = ()  # variables in `environ` that the other ranks do without
+    of_first_rank: tuple[
+        str, ...
+    ] = ()  # variables in `environ` that the other ranks do without
 
     @property
     def runs_script(self) -> bool:

@@ -56,7 +56,9 @@ class TrainingConfig:
         accepts="integer or `auto`",
         read=integer_or_auto,
     )
-    gradient_accumulation_steps: int = key(1, "micro-batches per optimizer step", range=FROM_1)
+    gradient_accumulation_steps: int = key(
+        1, "micro-batches per optimizer step", range=FROM_1
+    )
     effective_batch_size: int | None = key(
         None,
         "samples per optimizer step; accumulation follows from it",
@@ -64,12 +66,22 @@ class TrainingConfig:
         range=FROM_1,
     )
     num_workers: int = key(
-        2, "data-loader workers of each process", range=FROM_0, follows="dataset.num_workers"
+        2,
+        "data-loader workers of each process",
+        range=FROM_0,
+        follows="dataset.num_workers",
     )
-    prefetch_factor: int = key(2, "batches that each worker prepares ahead", range=FROM_1)
-    epochs: int = key(10, "passes over the training data", range=FROM_1, follows="dataset.epochs")
+    prefetch_factor: int = key(
+        2, "batches that each worker prepares ahead", range=FROM_1
+    )
+    epochs: int = key(
+        10, "passes over the training data", range=FROM_1, follows="dataset.epochs"
+    )
     lr: float = key(
-        1e-3, "learning rate (AdamW, cosine schedule)", range=POSITIVE, follows="model.lr"
+        1e-3,
+        "learning rate (AdamW, cosine schedule)",
+        range=POSITIVE,
+        follows="model.lr",
     )
     weight_decay: float = key(0.01, "weight decay", range=FROM_0)
     warmup_fraction: float = key(
@@ -139,7 +151,9 @@ class MemoryConfig:
     clear_on_failure: bool = key(
         True, "clear a failed trainer's frames; `false` leaves them to a debugger"
     )
-    log_frequency: int = key(0, "steps between log lines about memory; `0`: none", range=FROM_0)
+    log_frequency: int = key(
+        0, "steps between log lines about memory; `0`: none", range=FROM_0
+    )
     sample_interval_ms: int = key(
         100,
         "time between memory samples in `memory.jsonl`; `0`: none",
@@ -194,7 +208,8 @@ class NotifyConfig:
         30.0, "waiting longer for a GPU is notified once", unit="minutes", range=FROM_0
     )
     sweep_jobs: bool = key(
-        False, "`true`: each job of a sweep too; `false`: one notification at the sweep's end"
+        False,
+        "`true`: each job of a sweep too; `false`: one notification at the sweep's end",
     )
 
 
@@ -274,18 +289,30 @@ class RobustConfig(PlainConfig):
         range=FROM_1,
     )
     min_gpu_memory_mb: int = key(
-        4000, "memory that must be free on each GPU before it is taken", unit="MiB", range=FROM_0
+        4000,
+        "memory that must be free on each GPU before it is taken",
+        unit="MiB",
+        range=FROM_0,
     )
     wait_for_gpu: bool = key(True, "wait until that much is free")
-    gpu_wait_timeout_minutes: float = key(60.0, "longest wait", unit="minutes", range=FROM_0)
+    gpu_wait_timeout_minutes: float = key(
+        60.0, "longest wait", unit="minutes", range=FROM_0
+    )
     gpu_check_interval_seconds: float = key(
-        30.0, "longest time between two polls while waiting", unit="seconds", range=POSITIVE
+        30.0,
+        "longest time between two polls while waiting",
+        unit="seconds",
+        range=POSITIVE,
     )
     gpu_queue: bool = key(
-        True, "queue and reserve GPUs with the host's other jobs", more="([queue](queue.md))"
+        True,
+        "queue and reserve GPUs with the host's other jobs",
+        more="([queue](queue.md))",
     )
     gpu_jobs_per_device: int = key(
-        1, "maximum number of jobs per GPU that this job accepts, including itself", range=FROM_1
+        1,
+        "maximum number of jobs per GPU that this job accepts, including itself",
+        range=FROM_1,
     )
     gpu_queue_dir: str | None = key(
         None,
@@ -300,7 +327,9 @@ class RobustConfig(PlainConfig):
     )
     allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
     detach: bool = key(
-        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
+        False,
+        "go on in the background, past logout",
+        more="([walk away](walk-away.md))",
     )
     job_name: str | None = key(
         None,
@@ -329,7 +358,9 @@ class RobustConfig(PlainConfig):
         more="That is when torch's allocator had to empty its cache in two steps in a row "
         "([recovery](recovery.md#nearly-out-of-memory))",
     )
-    preserve_effective_batch_size: bool = key(True, "accumulation grows as the micro-batch shrinks")
+    preserve_effective_batch_size: bool = key(
+        True, "accumulation grows as the micro-batch shrinks"
+    )
     retry: RetryConfig = group(RetryConfig)
     isolation: str = key(
         "process",
@@ -375,7 +406,9 @@ class RobustConfig(PlainConfig):
     sweep_fail_fast: bool = key(False, "the first failure ends the sweep")
 
     # not keys: what the checks have settled
-    finds_batch_size: bool = False  # `training.batch_size=auto`: batch_size is the largest to try
+    finds_batch_size: bool = (
+        False  # `training.batch_size=auto`: batch_size is the largest to try
+    )
 
     @property
     def is_script(self) -> bool:
@@ -397,7 +430,11 @@ class RobustConfig(PlainConfig):
         """The folder that has to hold the built-in trainer's data already, None if none has to."""
         data = self.dataset
         is_local = not data.download and data.name != "digits"
-        return data.root if self.is_built_in and (is_local or data.name == "image_folder") else None
+        return (
+            data.root
+            if self.is_built_in and (is_local or data.name == "image_folder")
+            else None
+        )
 
     @property
     def runs_inline(self) -> bool:
@@ -418,4 +455,8 @@ class RobustConfig(PlainConfig):
     @property
     def stall_timeout_seconds(self) -> float | None:
         """After how long without progress an attempt counts as hanging; 0: never, None: learned."""
-        return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes
+        return (
+            None
+            if self.stall_timeout_minutes is None
+            else 60 * self.stall_timeout_minutes
+        )

@@ -33,7 +33,9 @@ class TrainerRef:
     pickled: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, trainer: str | Callable[..., Any], *, inline: bool = False) -> TrainerRef:
+    def of(
+        cls, trainer: str | Callable[..., Any], *, inline: bool = False
+    ) -> TrainerRef:
         """Return the reference for a dotted path or a callable; nothing is imported.
 
         ``inline``: it runs in this process, so it need not be found by another one.
@@ -49,13 +51,17 @@ class TrainerRef:
             return ref
         if inline:
             return cls("inline.trainer")
-        module, name = (str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__"))
+        module, name = (
+            str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__")
+        )
         if _is_found(trainer, module, name):
             if module != "__main__":
                 return cls(f"{module}.{name}")
             if name.isidentifier() and (file := _script_of(trainer)):
                 return cls(f"{MAIN_MODULE}.{name}", file)
-        return cls(f"__main__.{name or type(trainer).__name__}", pickled=_by_value(trainer))
+        return cls(
+            f"__main__.{name or type(trainer).__name__}", pickled=_by_value(trainer)
+        )
 
     @property
     def is_ours(self) -> bool:
@@ -79,10 +85,14 @@ class TrainerRef:
             "Python path; start the command from its folder or set PYTHONPATH"
         )
 
-    def has_no(self, module: str, name: str, did_you_mean: str | None = None) -> ConfigError:
+    def has_no(
+        self, module: str, name: str, did_you_mean: str | None = None
+    ) -> ConfigError:
         """Return the refusal of a function that its module lacks."""
         hint = f"; did you mean {did_you_mean!r}?" if did_you_mean else ""
-        return ConfigError(f"trainer._target_={self.path}: {module} has no {name!r}{hint}")
+        return ConfigError(
+            f"trainer._target_={self.path}: {module} has no {name!r}{hint}"
+        )
 
     def cannot_be_imported(
         self, problem: str, where: str, missing: str | None = None
@@ -117,7 +127,11 @@ def _is_module(name: str) -> bool:
     """Return whether there is a top-level module of this name; it is not imported."""
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError, AttributeError):  # a module that was put there by hand
+    except (
+        ImportError,
+        ValueError,
+        AttributeError,
+    ):  # a module that was put there by hand
         return PathFinder.find_spec(name) is not None
 
 
@@ -130,7 +144,11 @@ def _script_of(trainer: Callable[..., Any]) -> str | None:
         source = inspect.getfile(inspect.unwrap(trainer))
     except TypeError:
         source = file
-    return str(Path(file).resolve()) if os.path.realpath(source) == os.path.realpath(file) else None
+    return (
+        str(Path(file).resolve())
+        if os.path.realpath(source) == os.path.realpath(file)
+        else None
+    )
 
 
 def _by_value(trainer: Callable[..., Any]) -> bytes:

@@ -49,7 +49,9 @@ class Declaration:
     # the default as it is written, where the typed one differs; `auto` is None in the code
     written: object = ...
     follows: str | None = None  # the key whose value is the default
-    accepts: str = ""  # values of several types, in words: `read` makes one type of them
+    accepts: str = (
+        ""  # values of several types, in words: `read` makes one type of them
+    )
     read: Callable[[str, Any], Any] | None = None
     section: str = ""  # the section of the page that begins with it
     is_secret: bool = False
@@ -128,7 +130,9 @@ def words(name: str, given: Any) -> tuple[str, ...]:
 def words_of_list(name: str, given: Any) -> tuple[str, ...]:
     """Return the words of a list."""
     if given is not None and not isinstance(given, (list, tuple)):
-        raise ConfigError(f"{name}={given}: must be a list, {name}=[program, argument, …]")
+        raise ConfigError(
+            f"{name}={given}: must be a list, {name}=[program, argument, …]"
+        )
     return tuple(map(str, given or ()))
 
 
@@ -166,7 +170,9 @@ _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 def retry_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
     """Return the user's own rules for failures, in order."""
-    return tuple(_rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ()))
+    return tuple(
+        _rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ())
+    )
 
 
 def _rule(name: str, given: Any) -> RetryRule:
@@ -177,20 +183,30 @@ def _rule(name: str, given: Any) -> RetryRule:
             raise ConfigError(f"{name}.{part}: no such key; {meant(str(part), _TYPES)}")
     rule = {str(part): value for part, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
-        raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
+        raise ConfigError(
+            f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}"
+        )
     then = rule.get("then", "…")
     if then not in _ACTIONS:
-        raise ConfigError(f"{name}.then={then}: no such action; {meant(str(then), _ACTIONS)}")
+        raise ConfigError(
+            f"{name}.then={then}: no such action; {meant(str(then), _ACTIONS)}"
+        )
     for part, value in rule.items():
         is_positive = value > 0 if type(value) is int else bool(value)
         if type(value) is not _TYPES[part] or not is_positive:
-            accepted = "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
+            accepted = (
+                "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
+            )
             raise ConfigError(f"{name}.{part}={value}: must be {accepted}")
     if then == "stop" and "times" in rule:
-        raise ConfigError(f"{name}.times: cannot be combined with then=stop, which happens once")
+        raise ConfigError(
+            f"{name}.times: cannot be combined with then=stop, which happens once"
+        )
     try:
         re.compile(rule.get("message", ""))
     except (re.error, OverflowError, RecursionError) as error:
         pattern = rule["message"]
-        raise ConfigError(f"{name}.message={pattern}: not a regular expression: {error}") from None
+        raise ConfigError(
+            f"{name}.message={pattern}: not a regular expression: {error}"
+        ) from None
     return RetryRule(**rule)

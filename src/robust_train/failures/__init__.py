@@ -30,7 +30,9 @@ __all__ = ["classify_exit", "classify_failure"]
 _CLASSIFIED = "_robust_train_failure"
 
 
-def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = False) -> Failure:
+def classify_failure(
+    exception: BaseException, *, host_memory_ran_out: bool = False
+) -> Failure:
     """Return why training failed, from the exception that ended it.
 
     Looks at the exception, then through its ``__cause__``, its ``__context__`` (unless it was
@@ -65,7 +67,9 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
         stack = "" if report.exception is None else stack_of(report.exception)
         found = refined(match(report), report.text, report.types, stack)
         if found is None and named("UNCLEAR").matches(report):
-            shortage = "host memory had run out just before" if host_memory_ran_out else ""
+            shortage = (
+                "host memory had run out just before" if host_memory_ran_out else ""
+            )
             shortage = shortage or little_is_left()
             found = named("UNCLEAR").match if shortage else None
         if found is not None:
@@ -74,12 +78,18 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
                 break
     if not matches:
         # what no section matches is shown as its author wrote it
-        return Failure(FailureKind.BUG, message=next(iter(reports_of(exception))).headline)
+        return Failure(
+            FailureKind.BUG, message=next(iter(reports_of(exception))).headline
+        )
     report, found = most_telling(matches)
     evidence = read_evidence(report.text, found)
     if found.kind is FailureKind.DEVICE_OOM:
         evidence = with_statistics(evidence, report.text)
-    message = f"{report.headline} ({shortage})" if found.clue == Clue.UNCLEAR else report.headline
+    message = (
+        f"{report.headline} ({shortage})"
+        if found.clue == Clue.UNCLEAR
+        else report.headline
+    )
     return Failure(found.kind, message, evidence)
 
 

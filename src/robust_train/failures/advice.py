@@ -12,10 +12,12 @@ _SMALLER_BATCH = (
     "use more training.gradient_accumulation_steps with it: the effective batch stays the same",
 )
 _DEFRAGMENT = (
-    "set memory.expandable_segments=true: the allocator holds enough memory, in pieces too small"
+    "set memory.expandable_segments=true: "
+    "the allocator holds enough memory, in pieces too small"
 )
 _RAISE_LIMIT = (
-    "set a larger memory.fraction: the GPU had room, but this job's own limit was reached"
+    "set a larger memory.fraction: "
+    "the GPU had room, but this job's own limit was reached"
 )
 _OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
 _OF_THE_MODEL = (
@@ -23,20 +25,29 @@ _OF_THE_MODEL = (
     "set training.gradient_checkpointing=true: less memory for about a third more time",
     "try a smaller model.lora_r where the model is trained with LoRA",
 )
-_FEWER_WORKERS = "use fewer training.num_workers: each is a process with memory of its own"
+_FEWER_WORKERS = (
+    "use fewer training.num_workers: each is a process with memory of its own"
+)
 _NO_WORKERS = "use fewer training.num_workers, 0 to load in the training process"
 _LESS_AHEAD = "use a smaller training.prefetch_factor: fewer batches wait in memory"
 _MORE_MEMORY = (
-    "give the job more memory (the container's or the scheduler's limit counts, not the machine's)"
+    "give the job more memory "
+    "(the container's or the scheduler's limit counts, not the machine's)"
 )
 _MORE_SHARED_MEMORY = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
 _NEEDS_WORKERS = frozenset({_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD})
-_OF_ANY_MODEL = "train with mixed precision or gradient checkpointing: activations take less memory"
+_OF_ANY_MODEL = (
+    "train with mixed precision or gradient checkpointing: activations take less memory"
+)
 _OF_A_SCRIPT = {
-    _SMALLER_BATCH[0]: "use a smaller --batch-size: activations take memory for each sample",
-    _SMALLER_BATCH[1]: "accumulate gradients over more of them: the effective batch stays the same",
+    _SMALLER_BATCH[
+        0
+    ]: "use a smaller --batch-size: activations take memory for each sample",
+    _SMALLER_BATCH[
+        1
+    ]: "accumulate gradients over more of them: the effective batch stays the same",
     _OF_THE_MODEL[0]: _OF_ANY_MODEL,
 }
 """What to say instead where the trainer is a script."""
@@ -86,7 +97,11 @@ _BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
     ),
     (FailureKind.HOST_OOM, Clue.IMPORT): (_MORE_MEMORY,),
     (FailureKind.HOST_OOM, Clue.MODEL): (_MORE_MEMORY,),
-    (FailureKind.DEVICE_OOM, Clue.MODEL): (*_OF_THE_MODEL[2:], "use a smaller model", _OTHERS),
+    (FailureKind.DEVICE_OOM, Clue.MODEL): (
+        *_OF_THE_MODEL[2:],
+        "use a smaller model",
+        _OTHERS,
+    ),
 }
 
 
@@ -94,7 +109,10 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     """Return short sentences, most promising first; none for bugs and interruptions."""
     advice = _BY_CLUE.get((kind, evidence.clue or ""), _ADVICE.get(kind, ()))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
-        return ("pin less: it is bounded by the host's memory and by ulimit -l", *advice)
+        return (
+            "pin less: it is bounded by the host's memory and by ulimit -l",
+            *advice,
+        )
     if kind is not FailureKind.DEVICE_OOM:
         return advice
     first = ((_DEFRAGMENT, evidence.fragmented), (_RAISE_LIMIT, evidence.own_limit))
@@ -124,7 +142,13 @@ def with_advice(attempt: Attempt, *, is_script: bool, is_built_in: bool) -> Atte
         unfit |= frozenset(_OF_THE_MODEL[1:])
     elif not attempt.has_begun:
         unfit |= frozenset((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]))
-    others = _OF_A_SCRIPT if is_script else {} if is_built_in else {_OF_THE_MODEL[0]: _OF_ANY_MODEL}
+    others = (
+        _OF_A_SCRIPT
+        if is_script
+        else {}
+        if is_built_in
+        else {_OF_THE_MODEL[0]: _OF_ANY_MODEL}
+    )
     advice = failure.advice or advice_for(failure.kind, failure.evidence)
     fitting = tuple(others.get(one, one) for one in advice if one not in unfit)
     return replace(attempt, failure=replace(failure, advice=fitting))
@@ -135,5 +159,10 @@ def _is_others(evidence: Evidence) -> bool:
     e = evidence
     if e.total_bytes is None or e.free_bytes is None or e.allocated_bytes is None:
         return False
-    others = e.total_bytes - e.free_bytes - e.allocated_bytes - (e.reserved_unallocated_bytes or 0)
+    others = (
+        e.total_bytes
+        - e.free_bytes
+        - e.allocated_bytes
+        - (e.reserved_unallocated_bytes or 0)
+    )
     return others > max(e.requested_bytes or 0, e.total_bytes // 4)

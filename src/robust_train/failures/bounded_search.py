@@ -11,7 +11,9 @@ import sys
 log = logging.getLogger("robust_train")
 
 LIMIT_SECONDS = 5.0
-SEARCH = "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
+SEARCH = (
+    "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -20,7 +22,9 @@ def is_found(pattern: str, text: str) -> bool:
     command = (sys.executable, "-I", "-S", "-c", SEARCH)
     given = json.dumps([pattern, text]).encode()
     try:
-        found = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
+        found = subprocess.run(
+            command, input=given, capture_output=True, timeout=LIMIT_SECONDS
+        )
         if found.returncode == 0:
             return found.stdout.strip() == b"True"
         why = f"its process ended with {found.returncode}"

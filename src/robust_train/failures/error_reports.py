@@ -52,7 +52,9 @@ def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
     return _follow(exception, set(), in_group=False)
 
 
-def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[ErrorReport]:
+def _follow(
+    exception: BaseException, seen: set[int], in_group: bool
+) -> Iterator[ErrorReport]:
     if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
         return
     seen.add(id(exception))
@@ -61,7 +63,9 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
         yield replace(report, in_group=in_group, exception=raised)
-    members = getattr(exception, "exceptions", None)  # exception groups, also the backport's
+    members = getattr(
+        exception, "exceptions", None
+    )  # exception groups, also the backport's
     if isinstance(members, (tuple, list)):
         for member in members:
             if isinstance(member, BaseException):
@@ -72,7 +76,10 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
         exception.__context__ is not None
         and not exception.__suppress_context__
         # a KeyError in the handler of another error is a bug of its own, not a report of that error
-        and (not own[0].is_programming_error or not _TRANSLATIONS.isdisjoint(own[0].types))
+        and (
+            not own[0].is_programming_error
+            or not _TRANSLATIONS.isdisjoint(own[0].types)
+        )
     ):
         yield from _follow(exception.__context__, seen, in_group)
 
@@ -86,7 +93,9 @@ def _text_of(exception: BaseException) -> str:
 
 def _errno_of(exception: BaseException) -> int | None:
     number = getattr(exception, "errno", None)
-    return number if isinstance(exception, OSError) and isinstance(number, int) else None
+    return (
+        number if isinstance(exception, OSError) and isinstance(number, int) else None
+    )
 
 
 # --- text -------------------------------------------------------------------------------------
@@ -112,7 +121,9 @@ _SEPARATOR = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
-_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
+_FRAME = re.compile(
+    r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first"
+)
 # What torch appends to every CUDA error, whatever it is: it names asserts and memory.
 _APPENDIX = re.compile(
     r"Compile with .TORCH_USE_\w+_DSA. to enable device-side assertions\.?"
@@ -158,7 +169,9 @@ def reports_in(
     for number, report in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
         known = types if number == 0 and report.types[0] in types else report.types
-        yield ErrorReport(known, report.text, report.headline, errno if number == 0 else None)
+        yield ErrorReport(
+            known, report.text, report.headline, errno if number == 0 else None
+        )
         if report.is_programming_error:
             return
 
@@ -207,4 +220,6 @@ def one_line(lines: list[str]) -> str:
 def _first_line(lines: list[str]) -> str:
     """Return the first line with words in it, unchanged."""
     stripped = (line.strip() for line in lines)
-    return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")
+    return next(
+        (line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), ""
+    )

@@ -11,7 +11,15 @@ from robust_train.failures.patterns import Match
 from robust_train.model.failure import Evidence, FailureKind
 
 # torch's and MPS's "MB" are 1024 based too; XLA's letters stand alone ("5.02G")
-_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4, "p": 1024**5, "e": 1024**6}
+_UNITS = {
+    "": 1,
+    "k": 1024,
+    "m": 1024**2,
+    "g": 1024**3,
+    "t": 1024**4,
+    "p": 1024**5,
+    "e": 1024**6,
+}
 _SIZE = r"(?P<number>\d[\d,]*(?:\.\d*)?)\s*(?P<unit>[kmgtpe]i?b?|bytes?|b)\b"
 _BYTES = r"(?P<number>\d+)(?P<unit>)"
 
@@ -58,10 +66,14 @@ _FREE = _table(
 )
 _ALLOWED = _table(r"SIZE allowed;")
 _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
-_TOTAL = _table(r"SIZE total capacity", r"total capaci?ty of SIZE", r"max allowed: SIZE")
+_TOTAL = _table(
+    r"SIZE total capacity", r"total capaci?ty of SIZE", r"max allowed: SIZE"
+)
 
 # whose allocator's statistics are those of torch
-_TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None})
+_TORCH = frozenset(
+    {"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None}
+)
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
@@ -103,11 +115,16 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
     except Exception:  # a broken driver must not hide what broke it
         return evidence
     missing: dict[str, Any] = {
-        name: value for name, value in figures.items() if getattr(evidence, name) is None
+        name: value
+        for name, value in figures.items()
+        if getattr(evidence, name) is None
     }
     filled = replace(evidence, **missing)
     return replace(
-        filled, fragmented=_is_fragmented(filled.requested_bytes, filled.reserved_unallocated_bytes)
+        filled,
+        fragmented=_is_fragmented(
+            filled.requested_bytes, filled.reserved_unallocated_bytes
+        ),
     )
 
 
@@ -119,14 +136,21 @@ def _statistics(torch: Any, text: str) -> dict[str, int]:
     free, total = torch.cuda.mem_get_info(device)
     return {
         "allocated_bytes": allocated,
-        "reserved_unallocated_bytes": max(0, torch.cuda.memory_reserved(device) - allocated),
+        "reserved_unallocated_bytes": max(
+            0, torch.cuda.memory_reserved(device) - allocated
+        ),
         "free_bytes": free,
         "total_bytes": total,
     }
 
 
 def _is_fragmented(requested: int | None, unused: int | None) -> bool:
-    return bool(requested) and unused is not None and requested is not None and unused >= requested
+    return (
+        bool(requested)
+        and unused is not None
+        and requested is not None
+        and unused >= requested
+    )
 
 
 def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int | None:

@@ -15,7 +15,17 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.
 _STOPS = frozenset(
-    {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
+    {
+        "SIGINT",
+        "SIGTERM",
+        "SIGHUP",
+        "SIGQUIT",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGXCPU",
+        "SIGPWR",
+        "SIGKILL",
+    }
 )
 _TAIL_LINES = 60
 _KERNELS = named("KERNEL_OOM").words
@@ -55,7 +65,9 @@ def classify_exit(
     killer = _KERNELS.search(output_tail)
     record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
     if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
-        return Failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
+        return Failure(
+            FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
+        )
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         if name == "SIGKILL":
@@ -71,9 +83,15 @@ def classify_exit(
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
         return Failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
     if killer is not None:
-        return Failure(FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel"))
+        return Failure(
+            FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
+        )
     crash = native_stack_in(output_tail) if name is not None else None
-    words = _with_last_words(ended, lines) if crash is None else f"{ended}: {crash.headline}"
+    words = (
+        _with_last_words(ended, lines)
+        if crash is None
+        else f"{ended}: {crash.headline}"
+    )
     return Failure(FailureKind.BUG, words)
 
 
@@ -90,7 +108,9 @@ def _reported_in(
     Where there is a traceback, it alone counts: what was logged before may have been overcome."""
     has_traceback = "Traceback (most recent call last)" in output
     if not native and not has_traceback:
-        last = next(reports_in(next((line for line in reversed(lines) if line.strip()), "")))
+        last = next(
+            reports_in(next((line for line in reversed(lines) if line.strip()), ""))
+        )
         found = match(last)
         if found is not None:
             return last, found
@@ -141,6 +161,12 @@ def _line_with(found: re.Match[str], text: str) -> str:
 def _with_last_words(ended: str, lines: Sequence[str]) -> str:
     for line in reversed(lines):
         words = line.strip()
-        if words and not words.startswith(("Extension modules", "File ", "(core dumped)")):
-            return f"{ended}: {words[:300]}" if _NATIVE.search(words) or ":" in words else ended
+        if words and not words.startswith(
+            ("Extension modules", "File ", "(core dumped)")
+        ):
+            return (
+                f"{ended}: {words[:300]}"
+                if _NATIVE.search(words) or ":" in words
+                else ended
+            )
     return ended

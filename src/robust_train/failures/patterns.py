@@ -10,9 +10,13 @@ from pathlib import Path
 from robust_train.failures.error_reports import ErrorReport
 from robust_train.model.failure import FailureKind
 
-_DEVICES = r"(?:CUDA|HIP|XPU|MPS|NPU|MLU|MUSA|HPU|DCU|GCU|SDAA|GPU|TPU|HBM|VRAM|PrivateUse1)"
+_DEVICES = (
+    r"(?:CUDA|HIP|XPU|MPS|NPU|MLU|MUSA|HPU|DCU|GCU|SDAA|GPU|TPU|HBM|VRAM|PrivateUse1)"
+)
 _NOTHING = "(?!)"
-_HEADER = re.compile(r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)")
+_HEADER = re.compile(
+    r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)"
+)
 
 # where several failed at once, the one whose remedy keeps the job alive
 _PRIORITY = (
@@ -58,7 +62,9 @@ def _read() -> tuple[Pattern, ...]:
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     starts = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     ends = [*starts[1:], len(lines)]
-    return tuple(_pattern(lines[start:end]) for start, end in zip(starts, ends, strict=True))
+    return tuple(
+        _pattern(lines[start:end]) for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def _pattern(lines: list[str]) -> Pattern:
@@ -74,7 +80,11 @@ def _pattern(lines: list[str]) -> Pattern:
             words.append(line.replace("@DEVICES@", _DEVICES))
     library = header["library"]
     return Pattern(
-        Match(FailureKind(header["kind"]), None if library == "-" else library, header["clue"]),
+        Match(
+            FailureKind(header["kind"]),
+            None if library == "-" else library,
+            header["clue"],
+        ),
         tuple(header["names"].split()),
         re.compile("|".join(words) or _NOTHING, re.IGNORECASE),
         frozenset(given["type"]),
@@ -98,7 +108,9 @@ def match(report: ErrorReport) -> Match | None:
     return next((row.match for row in in_turn if row.matches(report)), None)
 
 
-def most_telling(matches: Iterable[tuple[ErrorReport, Match]]) -> tuple[ErrorReport, Match]:
+def most_telling(
+    matches: Iterable[tuple[ErrorReport, Match]],
+) -> tuple[ErrorReport, Match]:
     """Return the one of several to act upon."""
     return min(matches, key=lambda pair: _PRIORITY.index(pair[1].kind))
 

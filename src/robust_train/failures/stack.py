@@ -18,25 +18,43 @@ _MAKES_OR_MOVES_A_MODEL = re.compile(
     re.MULTILINE,
 )
 _IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
-_IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
+_IN_A_LOADER = re.compile(
+    r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]"
+)
 _MAKES_A_LOCK = re.compile(r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__")
 _IS_IN_NETWORK_CODE = re.compile(
     r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore)"
     r"[/\\]|[/\\](?:socket|ssl)\.py\""
 )
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
-_IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
-_CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
-_IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
-_IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]")
+_IN_WORKER = re.compile(
+    r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+"
+)
+_CRASHED_THREAD = re.compile(
+    r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE
+)
+_IS_A_LIBRARYS = re.compile(
+    r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen"
+)
+_IS_OF_THE_RUNNER = re.compile(
+    r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]"
+)
 _IS_OURS = re.compile(
     r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host|memory|step|folder)[/\\]"
 )
 _OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
-_RANK = re.compile(r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE)
-_PROCESS = re.compile(r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE)
-_THREAD = re.compile(r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)", re.MULTILINE)
-_FRAME = re.compile(r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)')
+_RANK = re.compile(
+    r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE
+)
+_PROCESS = re.compile(
+    r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE
+)
+_THREAD = re.compile(
+    r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)", re.MULTILINE
+)
+_FRAME = re.compile(
+    r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)'
+)
 _MOST_SHOWN = 300
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
@@ -49,14 +67,19 @@ def stack_of(exception: BaseException) -> str:
         + [
             f'File "{frame.f_code.co_filename}", in {frame.f_code.co_name}'
             for frame in frames
-            if frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
+            if frame.f_code.co_name != "<module>"
+            or frame.f_globals.get("__name__") != "__main__"
         ]
     )
 
 
 def last_stack_in(log: str) -> str:
     """Return the last traceback that a log quotes, empty without any."""
-    return log.rpartition("Traceback (most recent call last)")[2] if "Traceback (" in log else ""
+    return (
+        log.rpartition("Traceback (most recent call last)")[2]
+        if "Traceback (" in log
+        else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,11 @@ class NativeStack:
         return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
 
     def __str__(self) -> str:
-        lines = ("", "Current thread (most recent call first):", *(f"  {f}" for f in self.frames))
+        lines = (
+            "",
+            "Current thread (most recent call first):",
+            *(f"  {f}" for f in self.frames),
+        )
         return "\n".join((f"Fatal Python error: {self.cause}", *lines, ""))
 
 
@@ -86,7 +113,9 @@ def native_stack_in(output: str) -> NativeStack | None:
         return None
     thread = _CRASHED_THREAD.search(text)
     frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
-    users = itertools.takewhile(lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames)
+    users = itertools.takewhile(
+        lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames
+    )
     return NativeStack(text.partition("\n")[0].strip(), tuple(users))
 
 
@@ -104,7 +133,9 @@ def where_it_stands(stacks: str) -> str:
         heading = _RANK.match(section) or _PROCESS.match(section)
         pid = "" if heading is None else heading["pid"]
         if heading is not None and heading["status"] in ("stopped", "tracing-stop"):
-            stopped[pid] = stopped.get(pid) or f"is stopped by a signal{frame and ' '}{frame}"
+            stopped[pid] = (
+                stopped.get(pid) or f"is stopped by a signal{frame and ' '}{frame}"
+            )
         elif frame:
             others[pid] = frame
     found = [
@@ -121,7 +152,9 @@ def _own_frame(section: str) -> str:
     # faulthandler writes the main thread last
     threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
     for _, frames in reversed(threads):
-        for frame in itertools.takewhile(lambda line: not _IS_OF_THE_RUNNER.search(line), frames):
+        for frame in itertools.takewhile(
+            lambda line: not _IS_OF_THE_RUNNER.search(line), frames
+        ):
             is_own = not (_IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame))
             if is_own and (at := _FRAME.match(frame)):
                 return f"at {at['file']}:{at['line']} in {at['function']}"
@@ -139,10 +172,14 @@ def memory_clue(stack: str) -> str | None:
     return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else None
 
 
-def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) -> Match | None:
+def refined(
+    found: Match | None, text: str, types: tuple[str, ...], stack: str
+) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
-    is_os_error = not {"OSError", "FileNotFoundError", "PermissionError"}.isdisjoint(types)
+    is_os_error = not {"OSError", "FileNotFoundError", "PermissionError"}.isdisjoint(
+        types
+    )
     if is_os_error and _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     if found is None:
@@ -155,7 +192,9 @@ def refined(found: Match | None, text: str, types: tuple[str, ...], stack: str) 
         return Match(found.kind, found.library, memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
-    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or _IN_A_LOADER.search(stack))
+    out_of_descriptors = _OPEN_FILES.search(text) and (
+        in_worker or _IN_A_LOADER.search(stack)
+    )
     if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
         return Match(FailureKind.WORKER_DEATH, found.library)
     return found

@@ -11,7 +11,9 @@ import torch
 
 from robust_train.files import replacing
 
-Content = dict[str, Any]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
+Content = dict[
+    str, Any
+]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
 
 
 class CheckpointError(OSError):
@@ -50,10 +52,16 @@ def write_atomically(content: Content, path: Path) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=True) as new, new.open("wb") as file, system_errors():
+        with (
+            replacing(path, durable=True) as new,
+            new.open("wb") as file,
+            system_errors(),
+        ):
             torch.save(content, file)
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}"
+        ) from None
     return path
 
 

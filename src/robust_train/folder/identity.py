@@ -59,7 +59,9 @@ class Beginning:
     checkpoint: Path | None
 
 
-def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
+def wait_until_readable(
+    read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep
+) -> T:
     """Return what ``read`` returns. If it raises OSError, try again for a minute, then raise
     ConfigError: a network disk that is away for a moment is no reason to begin again."""
     pauses = iter(PAUSES_SECONDS)
@@ -115,7 +117,9 @@ def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginnin
     _check_progress(run_dir, job, known, max_launches)
     checkpoint = resume_from(run_dir, job.id)
     numbers = [manifest.attempt for manifest in known]
-    return Beginning(job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint)
+    return Beginning(
+        job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint
+    )
 
 
 def _check_progress(
@@ -133,7 +137,9 @@ def _check_progress(
         last = read_summary(run_dir)
         reason = None if last is None else last.reason
         why = f" (the last: {shortened(reason, 160)})" if reason else ""
-        why += "" if newest else ", and none was ever reported (a script's: --checkpoint)"
+        why += (
+            "" if newest else ", and none was ever reported (a script's: --checkpoint)"
+        )
         raise NoProgress(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: mend the cause and repeat the command with max_launches=0"
@@ -153,7 +159,11 @@ def resume_from(
 
     def read() -> Path | None:
         known = {manifest.path for manifest in read_manifests(folder)}
-        if reported is not None and reported.absolute() not in known and reported.exists():
+        if (
+            reported is not None
+            and reported.absolute() not in known
+            and reported.exists()
+        ):
             return reported
         newest = newest_checkpoint(folder, job)
         return None if newest is None else newest.path
@@ -213,4 +223,7 @@ def _set_aside(folder: Path) -> None:
             f"{folder}: what another job has left cannot be set aside ({error.strerror}); move it"
         ) from error
     if aside is not None:
-        log.info("%s holds what an earlier job of this run folder has left in checkpoints", aside)
+        log.info(
+            "%s holds what an earlier job of this run folder has left in checkpoints",
+            aside,
+        )

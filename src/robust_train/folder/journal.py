@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from robust_train.files import LineFile, MalformedEvent, Spacing, json_lines, strict_json
+from robust_train.files import (
+    LineFile,
+    MalformedEvent,
+    Spacing,
+    json_lines,
+    strict_json,
+)
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     BatchSizeFound,
@@ -151,7 +157,9 @@ class Journal:
                 self._owed.append(line)
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("cannot write %s: %s; training goes on", self.path, error.strerror)
+                log.warning(
+                    "cannot write %s: %s; training goes on", self.path, error.strerror
+                )
 
 
 def _kind_of(event: Event) -> str:

@@ -184,7 +184,9 @@ def _in_use(run_dir: Path, holder: Holder | None) -> str:
     who = "another job"
     if holder is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-        gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
+        gone = (
+            ", which was killed, but its attempt still runs" if holder.is_dead else ""
+        )
         who = f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"
     return (
         f"run folder {run_dir} is in use by {who}; choose another hydra.run.dir, or stop that job: "

@@ -57,14 +57,22 @@ class Manifest:
 
 
 def record_checkpoint(
-    folder: Path, path: Path, *, job: str, attempt: int, step: int | None, seconds: float | None
+    folder: Path,
+    path: Path,
+    *,
+    job: str,
+    attempt: int,
+    step: int | None,
+    seconds: float | None,
 ) -> None:
     """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
     ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
     it is not there, or the manifest cannot be written."""
     path = path.absolute()
     _sync_all(path)
-    manifest = Manifest(job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds)
+    manifest = Manifest(
+        job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds
+    )
     beside = path.parent == folder.absolute()
     content = asdict(manifest) | {"path": path.name if beside else str(path)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +80,9 @@ def record_checkpoint(
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
-        if other.order < manifest.order and (newer >= _MOST or state_of(other) == "gone"):
+        if other.order < manifest.order and (
+            newer >= _MOST or state_of(other) == "gone"
+        ):
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
@@ -89,7 +99,9 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         elif state == "torn":
             log.warning("checkpoint %s is torn; it is passed over", manifest.path)
     if changed is not None:
-        log.warning("checkpoint %s has changed since it was reported; using it", changed.path)
+        log.warning(
+            "checkpoint %s has changed since it was reported; using it", changed.path
+        )
     return changed
 
 
@@ -187,7 +199,10 @@ def size_of(path: Path) -> tuple[str, int, int]:
 def _file_of(folder: Path, path: Path) -> Path:
     """Return the manifest of a checkpoint."""
     elsewhere = f"-{zlib.crc32(os.fsencode(path)):08x}"
-    return folder / f"{path.name}{'' if path.parent == folder.absolute() else elsewhere}{SUFFIX}"
+    return (
+        folder
+        / f"{path.name}{'' if path.parent == folder.absolute() else elsewhere}{SUFFIX}"
+    )
 
 
 UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", "~")
@@ -242,7 +257,9 @@ def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
             return False
         try:
             header = json.loads(file.read(header_bytes))
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            ends = [
+                v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"
+            ]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return False
     return bool(size == 8 + header_bytes + max(ends, default=0))

@@ -62,7 +62,9 @@ def public_command(words: Sequence[str]) -> list[str]:
 
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that matter to training, without secrets."""
-    names = [one for one in environ if _MATTERS.fullmatch(one) and not _SECRET.search(one)]
+    names = [
+        one for one in environ if _MATTERS.fullmatch(one) and not _SECRET.search(one)
+    ]
     return {name: public_text(environ[name]) for name in sorted(names)}
 
 
@@ -85,7 +87,9 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     listed = gpus if isinstance(gpus, list) else []
     names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
     words = {"gpu": ", ".join(names), **{name: content.get(name) for name in _SHORT}}
-    return {name.replace("_", " "): str(value) for name, value in words.items() if value}
+    return {
+        name.replace("_", " "): str(value) for name, value in words.items() if value
+    }
 
 
 class Provenance:
@@ -94,7 +98,9 @@ class Provenance:
     def __init__(self, run_dir: Path, gpus: Group, urls: Sequence[str] = ()) -> None:
         self._run_dir, self._gpus, self._urls = run_dir, gpus, urls
         self._short: dict[str, Json] | None = None
-        self._thread = threading.Thread(target=self._write, name="environment", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, name="environment", daemon=True
+        )
         self._thread.start()
 
     def short(self) -> dict[str, Json] | None:
@@ -117,7 +123,9 @@ class Provenance:
                 "executable": sys.executable,
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
-                "driver": _found(r"Kernel Module\D*?([\d.]+)", "/proc/driver/nvidia/version"),
+                "driver": _found(
+                    r"Kernel Module\D*?([\d.]+)", "/proc/driver/nvidia/version"
+                ),
                 "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
                 "variables": public_variables(os.environ),
                 "packages": packages,
@@ -136,7 +144,9 @@ def _changes(cwd: str, path: Path, urls: Sequence[str]) -> dict[str, Json]:
     changes = commit and _git(cwd, "status", "--porcelain", "--untracked-files=no")
     is_dirty = None if changes is None else bool(changes)
     path.unlink(missing_ok=True)  # of an earlier launch
-    if is_dirty and (diff := _git(cwd, "diff", "--no-ext-diff", "--no-textconv", "HEAD")):
+    if is_dirty and (
+        diff := _git(cwd, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    ):
         end = "\n[cut at 1 MiB]\n" if len(diff) > _MOST_DIFF_BYTES else ""
         text = diff[:_MOST_DIFF_BYTES].decode(errors="replace")
         path.write_text(public_text(text, urls) + end)
@@ -155,7 +165,11 @@ def _packages() -> dict[str, str]:
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
             # of hundreds of them only this is read: to parse all of each takes a tenth of a second
-            about = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+            about = (
+                distribution.read_text("METADATA")
+                or distribution.read_text("PKG-INFO")
+                or ""
+            )
             fields = dict(re.findall(r"^(Name|Version): *(.+?) *$", about, re.M)[:2])
             found.setdefault(fields["Name"], fields["Version"])
     return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))

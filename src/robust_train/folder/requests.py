@@ -174,7 +174,9 @@ def ask(
     """
     if verb == LAUNCHERS_VERB and run.is_stopped:
         raise _no_answer(run)
-    request = run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
+    request = (
+        run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
+    )
     try:
         write_json(request, {"verb": verb, "options": options})
     except OSError as error:
@@ -201,8 +203,12 @@ def ask(
 def _no_answer(run: Run) -> ControlError:
     if run.is_stopped:
         how = f"kill -CONT {run.pid}"
-        return ControlError(f"{run.id} is stopped (Ctrl-Z): continue it with fg or {how}")
-    return ControlError(f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)")
+        return ControlError(
+            f"{run.id} is stopped (Ctrl-Z): continue it with fg or {how}"
+        )
+    return ControlError(
+        f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
+    )
 
 
 def status(run: Run) -> dict[str, Json]:
@@ -220,13 +226,17 @@ def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | Non
     answer = request.with_suffix(ANSWER)
     has_ended = False
     while True:
-        names = os.listdir(answer.parent)  # not a look-up, which a network disk may have cached
+        names = os.listdir(
+            answer.parent
+        )  # not a look-up, which a network disk may have cached
         if answer.name in names:
             reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
             answer.unlink(missing_ok=True)
             return reply
         waited = time.monotonic() - started
-        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
+        if waited >= wait_seconds and (
+            request.name not in names or waited >= SEEN_SECONDS
+        ):
             return None
         if has_ended:
             raise ControlError(f"{run.id} has ended, or ends right now")

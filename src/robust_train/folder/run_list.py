@@ -105,7 +105,12 @@ class Run:
             known["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
                 known["last_state"] = self.state.state
-        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
+        return {
+            **known,
+            "run_dir": str(self.run_dir),
+            "alive": self.alive,
+            "state": status,
+        }
 
 
 def read_run(run_dir: Path) -> Run | None:
@@ -125,7 +130,11 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
     home = Path(environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/")
-    return Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "robust-train" / "runs"
+    return (
+        Path(environ.get("XDG_STATE_HOME") or home / ".local/state")
+        / "robust-train"
+        / "runs"
+    )
 
 
 def register(run_dir: Path, token: str) -> None:
@@ -134,7 +143,9 @@ def register(run_dir: Path, token: str) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         links = _links(directory)
-        kept = [name for name, to in links.items() if to != run_dir and not _is_gone(to)]
+        kept = [
+            name for name, to in links.items() if to != run_dir and not _is_gone(to)
+        ]
         for name in links.keys() - set(kept[-(MOST_LINKS - 1) :]):
             (directory / name).unlink(missing_ok=True)
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
@@ -199,7 +210,9 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
     listed = _listed([run for run in known if run.alive])
     kind = "run" if dead_too else "live run"
     listed = f"alive are {listed}" if listed else "none is alive on this machine"
-    raise NoLiveRun(f"{which}: no {kind} of yours has that id, folder, name or pid; {listed}")
+    raise NoLiveRun(
+        f"{which}: no {kind} of yours has that id, folder, name or pid; {listed}"
+    )
 
 
 def _run_at(path: Path) -> Run | None:
@@ -217,7 +230,9 @@ def _is_meant(run: Run, which: str) -> bool:
         attempt = None if state is None else state.attempt
         pids = (run.pid, None if attempt is None else attempt.pid)
         return run.alive and run.is_here and int(which) in pids
-    return which == run.id or (state is not None and which in (state.name, *state.earlier_ids))
+    return which == run.id or (
+        state is not None and which in (state.name, *state.earlier_ids)
+    )
 
 
 def _listed(runs: list[Run]) -> str:

@@ -61,7 +61,9 @@ class RunState:
     requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    resume_command: str | None = None  # what goes on with the job after it was interrupted
+    resume_command: str | None = (
+        None  # what goes on with the job after it was interrupted
+    )
 
     def seconds(self, now: float) -> float:
         """Return the duration of all launches of the job until ``now``."""
@@ -123,7 +125,11 @@ class RunState:
     def importance(self) -> tuple[object, ...]:
         """What is written at once when it changes."""
         attempt = self.attempt
-        own = None if attempt is None else (attempt.number, attempt.pid, attempt.micro_batch)
+        own = (
+            None
+            if attempt is None
+            else (attempt.number, attempt.pid, attempt.micro_batch)
+        )
         return self.id, self.state, self.checkpoint, own
 
 
@@ -171,9 +177,15 @@ class StateFile:
                 return
             self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
             try:
-                write_json(self._path, as_json(replace(self.state, updated=time.time())))
+                write_json(
+                    self._path, as_json(replace(self.state, updated=time.time()))
+                )
             except OSError as error:
                 self._is_due = True
                 if not self._has_warned:
                     self._has_warned = True
-                    log.warning("cannot write %s: %s; the job goes on", self._path, error.strerror)
+                    log.warning(
+                        "cannot write %s: %s; the job goes on",
+                        self._path,
+                        error.strerror,
+                    )

@@ -30,7 +30,9 @@ class Summary:
     wall_seconds: float | None = None  # from the launcher's start of the job to its end
     wait_seconds: float | None = None  # of those, waiting for a GPU
     checkpoint: Path | None = None  # the last one that a trainer reported
-    environment: Mapping[str, Json] | None = None  # the short form of `environment.json`
+    environment: Mapping[str, Json] | None = (
+        None  # the short form of `environment.json`
+    )
     advice: tuple[str, ...] = ()  # what would make the job faster, a sentence each
     attempts: tuple[Attempt, ...] = ()  # of this launch, first to last
     # --- of the job that has just ended, not in the file ---
@@ -54,9 +56,17 @@ class Summary:
         if last.failure is not None and last.failure.kind.is_memory:
             raise AttemptsExhausted(reason)
         text = reason
-        if last.traceback is not None:  # a crash's stack does not name the signal that ended it
-            text = last.traceback if text in last.traceback else f"{text}\n{last.traceback}"
-        raise TrainerFailed(text) if self.error is None else self.error from TrainerFailed(text)
+        if (
+            last.traceback is not None
+        ):  # a crash's stack does not name the signal that ended it
+            text = (
+                last.traceback
+                if text in last.traceback
+                else f"{text}\n{last.traceback}"
+            )
+        raise (
+            TrainerFailed(text) if self.error is None else self.error
+        ) from TrainerFailed(text)
 
     @property
     def objective(self) -> Any:

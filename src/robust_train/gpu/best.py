@@ -52,8 +52,13 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str | None]:
         # what the environment contains now no longer counts
         inventory = read_inventory(processes=False)
         here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
-        found = {here[uuid]: ordinal for ordinal, uuid in enumerate(started) if uuid in here}
-        return found, None if found else inventory.problem or "CUDA sees no GPU in this process"
+        found = {
+            here[uuid]: ordinal for ordinal, uuid in enumerate(started) if uuid in here
+        }
+        return (
+            found,
+            None if found else inventory.problem or "CUDA sees no GPU in this process",
+        )
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -45,13 +45,17 @@ class _Call:
     """A call in a thread of its own."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self.pid = os.getpid()  # a forked child has neither the thread nor what it holds
+        self.pid = (
+            os.getpid()
+        )  # a forked child has neither the thread nor what it holds
         self.since = time.monotonic()
         self.answer: Future[Any] = Future()
         self._call = call
         # the kernel hands a signal to any thread that takes it, also while the main one blocks it
         with stops_blocked():
-            _thread.start_new_thread(self._run, ())  # Thread.start() waits until it runs
+            _thread.start_new_thread(
+                self._run, ()
+            )  # Thread.start() waits until it runs
 
     def _run(self) -> None:
         try:
@@ -96,7 +100,8 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
 def run_command(
     command: Sequence[str],  # its standard input is empty, its session its own
     limit_seconds: float,  # after that it is killed
-    environ: Mapping[str, str] | None = None,  # its whole environment; None: this process's
+    environ: Mapping[str, str]
+    | None = None,  # its whole environment; None: this process's
     *,
     last_seconds: float = 1.0,  # how long a killed child may take to end
 ) -> subprocess.CompletedProcess[bytes]:
@@ -123,8 +128,12 @@ def run_command(
         try:
             child.communicate(timeout=last_seconds)
         except subprocess.TimeoutExpired:
-            log.warning("pid %d does not end after SIGKILL: it hangs in the kernel", child.pid)
-        raise NoAnswer(f"{command[0]} has not ended after {limit_seconds:g} s") from None
+            log.warning(
+                "pid %d does not end after SIGKILL: it hangs in the kernel", child.pid
+            )
+        raise NoAnswer(
+            f"{command[0]} has not ended after {limit_seconds:g} s"
+        ) from None
     except BaseException:
         child.kill()
         raise
@@ -132,7 +141,9 @@ def run_command(
 
 
 def printed_by(
-    command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
+    command: Sequence[str],
+    limit_seconds: float,
+    variables: Mapping[str, str] | None = None,
 ) -> bytes | None:
     """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
     fails or takes longer. ``variables`` are set beside this process's environment."""

@@ -65,7 +65,11 @@ def user_cache(environ: Mapping[str, str]) -> Path | None:
 def _read() -> dict[str, int]:
     path = _file()
     known = {} if path is None else read_object(path)
-    return {name: size for name, size in known.items() if type(size) is int and size in _PLAUSIBLE}
+    return {
+        name: size
+        for name, size in known.items()
+        if type(size) is int and size in _PLAUSIBLE
+    }
 
 
 def _file() -> Path | None:

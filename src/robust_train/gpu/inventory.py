@@ -37,7 +37,9 @@ _ANSWER_SECONDS = 5.0
 _COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
 # products that share the host's memory. A discrete card may lack its figures as well (no
 # permission, a fault), so the name decides
-_INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE)
+_INTEGRATED = re.compile(
+    r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE
+)
 
 
 class _Unreadable(Exception):
@@ -82,7 +84,9 @@ def _read_inventory(processes: bool) -> Inventory:
     # the sort is stable: the slices of a GPU stay in NVML's order
     gpus.sort(key=lambda gpu: gpu.pci_bus_id)
     is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
-    for number, gpu in enumerate(gpus):  # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
+    for number, gpu in enumerate(
+        gpus
+    ):  # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
         if gpu.cuda_index != (cuda_index := number if is_complete else None):
             gpus[number] = replace(gpu, cuda_index=cuda_index)
     return Inventory(
@@ -109,7 +113,9 @@ def _count() -> tuple[Session, int] | str:
     raise AssertionError
 
 
-def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -> str | None:
+def _problem(
+    session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]
+) -> str | None:
     if gpus:
         return None
     if not skipped:
@@ -118,7 +124,9 @@ def _problem(session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]) -
     return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
 
 
-def _read_gpu(session: Session, index: int, processes: bool) -> list[GpuInfo] | SkippedGpu:
+def _read_gpu(
+    session: Session, index: int, processes: bool
+) -> list[GpuInfo] | SkippedGpu:
     """Return one GPU, or its slices if it is cut into some."""
     nvml = session.nvml
     try:
@@ -149,7 +157,11 @@ def _read_gpu_once(session: Session, index: int, processes: bool) -> list[GpuInf
     else:
         devices = [_read_device(nvml, static, static.handle, index, processes)]
     why = _health(session, static, index)
-    return devices if why is None else [replace(device, unusable=why) for device in devices]
+    return (
+        devices
+        if why is None
+        else [replace(device, unusable=why) for device in devices]
+    )
 
 
 def _health(session: Session, static: Static, index: int) -> str | None:
@@ -177,17 +189,25 @@ def _read_static(nvml: Any, index: int) -> Static:
         handle=handle,
         uuid=uuid,
         name="unknown GPU" if name is None else str(name),
-        pci_bus_id="" if pci is None else f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0",
+        pci_bus_id=""
+        if pci is None
+        else f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0",
         can_be_sliced=optional(nvml, nvml.nvmlDeviceGetMigMode, handle) is not None,
     )
 
 
 def _is_sliced(nvml: Any, gpu: Static) -> bool:
-    mode = optional(nvml, nvml.nvmlDeviceGetMigMode, gpu.handle) if gpu.can_be_sliced else None
+    mode = (
+        optional(nvml, nvml.nvmlDeviceGetMigMode, gpu.handle)
+        if gpu.can_be_sliced
+        else None
+    )
     return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
 
 
-def _read_slices(nvml: Any, parent: Static, index: int, processes: bool) -> list[GpuInfo]:
+def _read_slices(
+    nvml: Any, parent: Static, index: int, processes: bool
+) -> list[GpuInfo]:
     """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
     slices: list[GpuInfo] = []
     reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
@@ -196,9 +216,14 @@ def _read_slices(nvml: Any, parent: Static, index: int, processes: bool) -> list
             static = replace(
                 parent,
                 uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-                name=str(optional(nvml, nvml.nvmlDeviceGetName, handle) or f"{parent.name} MIG"),
+                name=str(
+                    optional(nvml, nvml.nvmlDeviceGetName, handle)
+                    or f"{parent.name} MIG"
+                ),
             )
-            info = _read_device(nvml, static, handle, index, processes, mode_of=parent.handle)
+            info = _read_device(
+                nvml, static, handle, index, processes, mode_of=parent.handle
+            )
         except (nvml.NVMLError, _Unreadable) as error:
             reason = f"its MIG slices cannot be read: {error}"
             continue
@@ -209,7 +234,12 @@ def _read_slices(nvml: Any, parent: Static, index: int, processes: bool) -> list
 
 
 def _read_device(
-    nvml: Any, static: Static, handle: Any, index: int, processes: bool, mode_of: Any = None
+    nvml: Any,
+    static: Static,
+    handle: Any,
+    index: int,
+    processes: bool,
+    mode_of: Any = None,
 ) -> GpuInfo:
     total, free, used, is_unified = _read_memory(nvml, static, handle)
     utilization = optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -244,7 +274,10 @@ def _read_mode(nvml: Any, handle: Any, compute_mode: str) -> tuple[str | None, b
         if any(is_mps_server(owner.pid) for owner in owners):
             return None, True
         if owners:
-            return f"compute mode is {compute_mode} and pid {owners[0].pid} owns it", False
+            return (
+                f"compute mode is {compute_mode} and pid {owners[0].pid} owns it",
+                False,
+            )
     return None, False
 
 

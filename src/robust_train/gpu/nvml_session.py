@@ -114,7 +114,10 @@ def init_problem(nvml: Any, error: Exception) -> str:
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: NO_DRIVER,
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
-    }.get(code, f"the NVIDIA driver does not answer ({error}); see what nvidia-smi reports")
+    }.get(
+        code,
+        f"the NVIDIA driver does not answer ({error}); see what nvidia-smi reports",
+    )
 
 
 def optional(nvml: Any, call: Callable[..., _T], *arguments: Any) -> _T | None:

@@ -35,7 +35,9 @@ class CudaProcess:
     command: str
     started: float  # seconds since boot, against reused ids
     gpus: tuple[int, ...]  # NVML's indices of the GPUs that it is on
-    used_bytes: int | None  # its memory on all of them; None if the driver does not report it
+    used_bytes: (
+        int | None
+    )  # its memory on all of them; None if the driver does not report it
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
         others.pop(pid, None)
         found = _identify(pid, tuple(dict.fromkeys(on[pid])), used[pid])
         if found is None:
-            others[pid] = "is not visible from here (in another container, or it just ended)"
+            others[pid] = (
+                "is not visible from here (in another container, or it just ended)"
+            )
         elif needs_proof and not has_cuda_library(pid):
             others[pid] = (
                 "has not loaded CUDA's library: NVML means another process by that number, one "
@@ -154,7 +158,9 @@ def is_mps_server(pid: int) -> bool:
     return not sees_host_pids() and os.path.exists(os.path.join(pipes, "control"))
 
 
-def _identify(pid: int, gpus: tuple[int, ...], used_bytes: int | None) -> CudaProcess | None:
+def _identify(
+    pid: int, gpus: tuple[int, ...], used_bytes: int | None
+) -> CudaProcess | None:
     started = started_at(pid)
     if started is None:
         return None

@@ -12,7 +12,9 @@ from robust_train.readable import mib
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     """Return the GPUs that a job needing ``min_bytes`` could start on now, best first. Most free
     memory comes first, then the least busy (unknown last), then the lowest PCI address."""
-    suitable = [gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes]
+    suitable = [
+        gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes
+    ]
     return sorted(suitable, key=lambda gpu: (-gpu.free_bytes, *tie_breaker(gpu)))
 
 
@@ -46,7 +48,10 @@ def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
 
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
     """Return what is needed and why each GPU does not do, as one line."""
-    whys = (gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free" for gpu in gpus)
+    whys = (
+        gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+        for gpu in gpus
+    )
     parts = (f"{label(gpu)}: {why}" for gpu, why in zip(gpus, whys, strict=True))
     return f"needs {mib(min_bytes)} free; {'; '.join(parts)}"
 

@@ -25,7 +25,9 @@ class Visible:
 
     # in the order of CUDA's ordinals, with every MIG slice that may be used
     gpus: tuple[GpuInfo, ...] = ()
-    hidden_on_purpose: bool = False  # the variable asks for none (empty, `-1`, `NoDevFiles`)
+    hidden_on_purpose: bool = (
+        False  # the variable asks for none (empty, `-1`, `NoDevFiles`)
+    )
     # one sentence: the variable hides GPUs by a mistake, or is ambiguous
     warning: str | None = None
     problem: str | None = None  # one sentence: the machine itself has nothing to show
@@ -56,7 +58,9 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     mask = environ.get(VARIABLE)
     if not inventory.answered:
         hidden = mask is not None and _hides_all(mask)
-        return Visible(hidden_on_purpose=hidden, problem=inventory.problem, answered=False)
+        return Visible(
+            hidden_on_purpose=hidden, problem=inventory.problem, answered=False
+        )
     listed = _listed(inventory)
     warning = None
     counts = mask is None or names_integers(mask)
@@ -110,7 +114,9 @@ def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
 
 def names_integers(mask: str | None) -> bool:
     """Return whether a mask numbers GPUs, so that it depends on who counts."""
-    return mask is not None and _INTEGER.match(mask) is not None and not _hides_all(mask)
+    return (
+        mask is not None and _INTEGER.match(mask) is not None and not _hides_all(mask)
+    )
 
 
 def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
@@ -141,15 +147,23 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     for key, entry in zip(keys, entries, strict=False):
         found = there.find(key)
         if isinstance(found, str):
-            return Visible(tuple(shown), warning=_mistake(mask, entry, found, len(shown)))
+            return Visible(
+                tuple(shown), warning=_mistake(mask, entry, found, len(shown))
+            )
         if found in shown:
-            return Visible(warning=_mistake(mask, entry, "names a GPU for the second time", 0))
+            return Visible(
+                warning=_mistake(mask, entry, "names a GPU for the second time", 0)
+            )
         shown.append(found)
     ignored = entries[len(keys) :]
     # a trailing comma hides nothing
     if any(entry.strip() for entry in ignored) or not shown:
-        fault = "ends the list (a list holds numbers from 0, or GPU- UUIDs, or MIG- UUIDs)"
-        return Visible(tuple(shown), warning=_mistake(mask, ignored[0], fault, len(shown)))
+        fault = (
+            "ends the list (a list holds numbers from 0, or GPU- UUIDs, or MIG- UUIDs)"
+        )
+        return Visible(
+            tuple(shown), warning=_mistake(mask, ignored[0], fault, len(shown))
+        )
     return Visible(tuple(shown))
 
 
@@ -157,7 +171,9 @@ class _Machine:
     """Finds GPUs by the entries of a mask; ``find`` returns the reason where there is none."""
 
     def __init__(self, cuda_order: Sequence[GpuInfo]) -> None:
-        self._slices = {gpu.uuid: gpu for gpu in cuda_order if gpu.parent_uuid is not None}
+        self._slices = {
+            gpu.uuid: gpu for gpu in cuda_order if gpu.parent_uuid is not None
+        }
         self._first_parts: dict[str, GpuInfo] = {}
         for gpu in cuda_order:
             self._first_parts.setdefault(gpu.parent_uuid or gpu.uuid, gpu)
@@ -174,7 +190,9 @@ class _Machine:
         matches = [uuid for uuid in self._first_parts if uuid.startswith(key)]
         if len(matches) > 1:
             return f"begins the UUIDs of {len(matches)} GPUs"
-        return self._first_parts[matches[0]] if matches else "is the UUID of no GPU here"
+        return (
+            self._first_parts[matches[0]] if matches else "is the UUID of no GPU here"
+        )
 
 
 def _mistake(mask: str, entry: str, fault: str, shown: int) -> str:
@@ -203,7 +221,10 @@ def _listed(inventory: Inventory) -> list[GpuInfo]:
         # without even a UUID the GPU is lost or closed to us, for CUDA too
         if lost.uuid is not None:
             later = (i for i, gpu in enumerate(listed) if gpu.index > lost.index)
-            listed.insert(next(later, len(listed)), _unreadable(lost.uuid, lost.index, lost.reason))
+            listed.insert(
+                next(later, len(listed)),
+                _unreadable(lost.uuid, lost.index, lost.reason),
+            )
     return listed
 
 

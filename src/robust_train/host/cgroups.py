@@ -56,7 +56,9 @@ def parse_mounts(text: str) -> list[CgroupMount]:
         if separator and len(fields) >= 5 and kind[0] in ("cgroup", "cgroup2"):
             root, mount_point = (_unescaped(field) for field in fields[3:5])
             has_memory = "memory" in kind[-1].split(",")
-            mounts.append(CgroupMount(root, mount_point, kind[0] == "cgroup2", has_memory))
+            mounts.append(
+                CgroupMount(root, mount_point, kind[0] == "cgroup2", has_memory)
+            )
     return mounts
 
 

@@ -72,7 +72,9 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
         job = f"slurm-{environ['SLURM_JOB_ID']}"
     elastic = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
     return GuestRank(
-        engine="torchrun" if run_id is not None else "the engine that started this rank",
+        engine="torchrun"
+        if run_id is not None
+        else "the engine that started this rank",
         rank=rank,
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", 0),
@@ -90,7 +92,10 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
 def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
     """Return a task of srun, which sets neither LOCAL_RANK nor MASTER_ADDR."""
     job = environ.get("SLURM_JOB_ID", "0")
-    rank, tasks = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    rank, tasks = (
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_STEP_NUM_TASKS"),
+    )
     local_rank = _number(environ, "SLURM_LOCALID", 0)
     nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
     node = environ.get("SLURM_NODEID", "0")

@@ -45,7 +45,9 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
         if not logging.getLogger().handlers:
-            logging.basicConfig(level=logging.INFO, stream=sys.stdout, format=HYDRAS_FORMAT)
+            logging.basicConfig(
+                level=logging.INFO, stream=sys.stdout, format=HYDRAS_FORMAT
+            )
         shorten_lines_on_terminals()
         return
     setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them

@@ -76,7 +76,9 @@ def collect(pid: int) -> bool:
 
 
 def kill_descendants(
-    is_ours: Callable[[psutil.Process], bool] = lambda process: True,  # which descendants are meant
+    is_ours: Callable[[psutil.Process], bool] = lambda process: (
+        True
+    ),  # which descendants are meant
     *,
     # for this long there must be none: a process that is just dying leaves its own children a
     # moment later
@@ -89,7 +91,11 @@ def kill_descendants(
     quiet_since = time.monotonic()
     pause = 0.002
     while True:
-        left = [found.pid for found in children(recursive=True) if _is_killed(found, is_ours)]
+        left = [
+            found.pid
+            for found in children(recursive=True)
+            if _is_killed(found, is_ours)
+        ]
         now = time.monotonic()
         quiet_since = now if left else quiet_since
         if (not left and now - quiet_since >= quiet_seconds) or now >= deadline:
@@ -98,7 +104,9 @@ def kill_descendants(
         pause = min(2 * pause, 0.1)
 
 
-def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
+def _is_killed(
+    process: psutil.Process, is_ours: Callable[[psutil.Process], bool]
+) -> bool:
     """Kill a process that is ours and collect it if it is a child; return whether it is left."""
     try:
         if not is_ours(process):

@@ -29,7 +29,9 @@ _WIDEST = 8  # colours take room as well
 _CODE = re.compile(
     r"(\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\r\n\b])"
 )
-_UNFINISHED_CODE = re.compile(r"\x1b(?:[ -/]{0,9}|\[[ -?]{0,99}|\][^\x07\x1b]{0,999}\x1b?)\Z")
+_UNFINISHED_CODE = re.compile(
+    r"\x1b(?:[ -/]{0,9}|\[[ -?]{0,99}|\][^\x07\x1b]{0,999}\x1b?)\Z"
+)
 
 
 class Rows:
@@ -94,7 +96,10 @@ class Rows:
             self._style += code
         elif code.endswith("K") and (self._rewrites or code == "\x1b[2K"):
             self._rows[self._row] = ""
-        elif (code.endswith(("A", "B")) and code[2:-1].isdecimal()) or code in ("\x1b[A", "\x1b[B"):
+        elif (code.endswith(("A", "B")) and code[2:-1].isdecimal()) or code in (
+            "\x1b[A",
+            "\x1b[B",
+        ):
             steps = int(code[2:-1] or 1)
             if code.endswith("A"):
                 self._kept = min(max(self._kept, steps), _MOST_ROWS)
@@ -109,7 +114,9 @@ class _Finished:
     def __init__(self, lines: Sequence[str]) -> None:
         self._lines = lines
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
         from rich.segment import Segment
 
         yield Segment("".join(f"{line}\n" for line in self._lines))
@@ -195,7 +202,9 @@ class LiveArea:
     def take(self, data: bytes, source: object = None) -> None:
         """Handle what ``source`` writes: finished lines scroll above, the rest is rewritten."""
         finished = self._writers.setdefault(source, Rows()).take(data)
-        if finished or (time.monotonic() >= self._next_refresh and not self._screen.is_behind):
+        if finished or (
+            time.monotonic() >= self._next_refresh and not self._screen.is_behind
+        ):
             self._draw(finished)
 
     def settle(self, source: object) -> None:
@@ -211,7 +220,9 @@ class LiveArea:
             self._rows, self._writer.is_muted = [], True
             self._console.print()
             self._writer.is_muted = False
-            self._screen.write("".join(f"{line}\n" for line in finished).encode(errors="replace"))
+            self._screen.write(
+                "".join(f"{line}\n" for line in finished).encode(errors="replace")
+            )
             return
         columns, _ = self.size
         # a terminal that became narrower has broken the lines that did not fit
@@ -225,7 +236,9 @@ class LiveArea:
             row.truncate(columns)
         self._console.print(_Finished(finished), end="", crop=False)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
         yield from self._rows
 
     def _is_in_front(self) -> bool:

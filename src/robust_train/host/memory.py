@@ -65,7 +65,9 @@ def process_limits() -> list[tuple[int, str, str]]:
         (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
     )
-    limits = ((resource.getrlimit(kind)[0], used, command) for kind, used, command in kinds)
+    limits = (
+        (resource.getrlimit(kind)[0], used, command) for kind, used, command in kinds
+    )
     return [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
 
 

@@ -36,13 +36,19 @@ class OomKillWatch:
         if self._before is not None and now is not None:
             return now > self._before
         machine = _count(self._machine_counter)
-        return False if machine is not None and machine == self._machine_before else None
+        return (
+            False if machine is not None and machine == self._machine_before else None
+        )
 
 
 def _count(path: Path | None) -> int | None:
     """Return ``oom_kill`` of ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
     try:
-        found = None if path is None else _KILL_COUNT.search(path.read_text(errors="replace"))
+        found = (
+            None
+            if path is None
+            else _KILL_COUNT.search(path.read_text(errors="replace"))
+        )
     except OSError:
         return None
     return None if found is None else int(found[1])

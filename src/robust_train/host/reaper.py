@@ -101,7 +101,8 @@ class Reaper:
                 argv,
                 wanted["environ"],
                 file_actions=[
-                    (os.POSIX_SPAWN_DUP2, stream, number) for number, stream in enumerate(streams)
+                    (os.POSIX_SPAWN_DUP2, stream, number)
+                    for number, stream in enumerate(streams)
                 ],
                 setsid=True,
                 setsigmask=self._stop_signals,
@@ -131,7 +132,9 @@ class Reaper:
                     )
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone, which is seen by the loop
+        with contextlib.suppress(
+            OSError
+        ):  # the launcher is gone, which is seen by the loop
             self._control.send(json.dumps(message).encode())
 
     def _end(self) -> None:
@@ -191,7 +194,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     channel = socket.socket(fileno=int(control))
     channel.set_inheritable(False)
-    Reaper(channel, int(launcher), blocked, int(stop_signal), float(grace_seconds)).serve()
+    Reaper(
+        channel, int(launcher), blocked, int(stop_signal), float(grace_seconds)
+    ).serve()
 
 
 if __name__ == "__main__":

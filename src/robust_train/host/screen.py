@@ -54,7 +54,10 @@ class Screen:
             # a flag on the descriptor itself would hold for the shell that shares it
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             with contextlib.suppress(OSError):
-                copy, self._own_fd = self._own_fd, os.open(f"/proc/self/fd/{descriptor}", flags)
+                copy, self._own_fd = (
+                    self._own_fd,
+                    os.open(f"/proc/self/fd/{descriptor}", flags),
+                )
                 os.close(copy)
 
     @property
@@ -136,7 +139,9 @@ def screen_of(descriptor: int) -> Screen:
         if known not in others:
             known.close()
         known = None
-    shared = (one for one in others if one.target == target and stat.S_ISCHR(status.st_mode))
+    shared = (
+        one for one in others if one.target == target and stat.S_ISCHR(status.st_mode)
+    )
     found = _screens[descriptor] = known or next(shared, None) or Screen(descriptor)
     return found
 
@@ -197,7 +202,9 @@ def never_blocking_output() -> Iterator[None]:
     open_closed_streams()
     old = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = new = _unblocked(old[0]), _unblocked(old[1])
-    own = {one.fileno(): one for one, was in zip(new, old, strict=True) if one is not was}
+    own = {
+        one.fileno(): one for one, was in zip(new, old, strict=True) if one is not was
+    }
     moved = []
     for handler in log_handlers():
         with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -218,7 +225,10 @@ def never_blocking_output() -> Iterator[None]:
 
 def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
-    handlers = (*logging.getLogger().handlers, *logging.getLogger("robust_train").handlers)
+    handlers = (
+        *logging.getLogger().handlers,
+        *logging.getLogger("robust_train").handlers,
+    )
     return [one for one in handlers if isinstance(one, logging.StreamHandler)]
 
 
@@ -240,7 +250,9 @@ def open_closed_streams() -> None:
 
 
 def _unblocked(stream: TextIO) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # a notebook's descriptor is no part of the page
+    if not isinstance(
+        stream, io.TextIOWrapper
+    ):  # a notebook's descriptor is no part of the page
         return stream
     try:
         stream.flush()

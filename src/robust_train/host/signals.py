@@ -12,7 +12,13 @@ from typing import Any
 
 from robust_train.model.errors import WARNING_SIGNALS, JobInterrupted
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 """What stops an attempt. Whoever stops a whole job sends one to every process."""
 
 FORWARDED = {
@@ -30,7 +36,9 @@ UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 DUMP_STACKS = signal.SIGRTMAX - 1
 """Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
 
-ORPHAN_GRACE_SECONDS = 5.0  # Time that an attempt whose launcher is gone has for a last checkpoint
+ORPHAN_GRACE_SECONDS = (
+    5.0  # Time that an attempt whose launcher is gone has for a last checkpoint
+)
 
 
 def forwarded(signum: int) -> int:
@@ -43,7 +51,11 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
     whatever a shell's script starts with ``&``."""
     if UNDER_SUBMITIT not in environ:
         return signal.SIGTERM
-    return signal.SIGUSR2 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
+    return (
+        signal.SIGUSR2
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        else signal.SIGINT
+    )
 
 
 @contextlib.contextmanager
@@ -68,7 +80,9 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.received: int | None = None  # the first signal that came, None before
-        self.is_over = False  # training has completed, so a signal that comes now changes nothing
+        self.is_over = (
+            False  # training has completed, so a signal that comes now changes nothing
+        )
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
@@ -97,7 +111,9 @@ class SignalWatch:
         if self.received is None and self._previous:
             self._delivered = signum
             # any watched signal wakes the main thread; under submitit ``signum`` may not be one
-            signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
+            signal.pthread_kill(
+                threading.main_thread().ident or 0, next(iter(self._previous))
+            )
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
@@ -117,7 +133,9 @@ class SignalWatch:
     def pass_on(self) -> None:
         """Call whoever had handled the signal before us, now that the checkpoint is written.
         Submitit's handler puts the job back into the queue and ends the process."""
-        previous = self._previous.get(self.received) if self.received is not None else None
+        previous = (
+            self._previous.get(self.received) if self.received is not None else None
+        )
         if self.received in WARNING_SIGNALS and callable(previous):
             previous(self.received, None)
 

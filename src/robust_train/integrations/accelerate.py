@@ -61,7 +61,9 @@ class RobustLoop:
         _check(accelerator, run)
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
         if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
-            its_log.setLevel(logging.WARNING)  # it has twelve lines for a checkpoint, we one
+            its_log.setLevel(
+                logging.WARNING
+            )  # it has twelve lines for a checkpoint, we one
         self.accelerator = accelerator
         self.model = model
         self.run = run
@@ -89,7 +91,9 @@ class RobustLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
         if (path := self.run.resume_checkpoint) is not None:
-            if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
+            if self.accelerator.num_processes == 1 and any(
+                path.glob("pytorch_model_fsdp*")
+            ):
                 raise UserError(
                     f"{path}: has the shards of several ranks, which accelerate cannot read in one "
                     "process; go on with num_gpus=2 or more"
@@ -135,7 +139,9 @@ class RobustLoop:
             yield batch if is_whole else part_of(batch, 0, 0)
             self._has_samples = True
 
-    def backward(self, loss_of: Callable[[Any], Any], batch: Any, **options: Any) -> Any:
+    def backward(
+        self, loss_of: Callable[[Any], Any], batch: Any, **options: Any
+    ) -> Any:
         """Call ``run.backward`` for this loop's model, with the accelerator's backward pass."""
         if not self._has_samples:
             options["length"] = lambda batch: 0
@@ -144,7 +150,9 @@ class RobustLoop:
         self._loss = result[0] if isinstance(result, tuple) else result
         return result
 
-    def forward(self, function: Callable[[Any], T], batch: Any, **options: Any) -> list[T]:
+    def forward(
+        self, function: Callable[[Any], T], batch: Any, **options: Any
+    ) -> list[T]:
         """Call ``run.forward`` for this loop's model."""
         return self.run.forward(function, batch, self.model, **options)
 
@@ -167,7 +175,9 @@ class RobustLoop:
             together(lambda: self.run.is_main and unfinished.rename(path), of_all_ranks)
         except OSError as error:
             if self.run.is_main:
-                log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+                log.warning(
+                    "checkpoint: %s; training goes on, earlier ones are kept", error
+                )
             self.run.checkpoint_failed(str(error))
             return None
         self._saved_step = self.step
@@ -193,7 +203,10 @@ class RobustLoop:
 
     def _step_done(self) -> None:
         # reading the loss waits for the GPU
-        if self._loss is not None and self.step % max(self._cfg.log_every_steps, 1) == 0:
+        if (
+            self._loss is not None
+            and self.step % max(self._cfg.log_every_steps, 1) == 0
+        ):
             self._steps.log_loss(float(self._loss))
         self._loss = None
         self._steps.done(self.step, self._total)

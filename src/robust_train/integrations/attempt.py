@@ -18,7 +18,9 @@ from robust_train.model.events import BatchKept
 def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
     ranks = OmegaConf.select(cfg, "num_gpus") or 1
-    return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
+    return int(
+        cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks
+    )
 
 
 def machines() -> int:

@@ -34,7 +34,9 @@ class OpenStep(Step[Any]):
     after the step's last batch.
     """
 
-    refuses_collectives = False  # a framework may log through them; only a repeat may not
+    refuses_collectives = (
+        False  # a framework may log through them; only a repeat may not
+    )
 
     def begin(
         self, say: Callable[[str], None], on_rewind: Callable[[], None] = lambda: None
@@ -63,7 +65,9 @@ class OpenStep(Step[Any]):
 
         def on_original(part: Part) -> Any:
             is_whole = len(part) == parts.samples
-            return body(Part(data, part.weight, part.start, part.stop) if is_whole else part)
+            return body(
+                Part(data, part.weight, part.start, part.stop) if is_whole else part
+            )
 
         try:
             if only_evaluates:
@@ -74,7 +78,9 @@ class OpenStep(Step[Any]):
                 self.end()
         except CannotSplit as reason:
             self._say(str(reason))
-            raise like(None if self._ran_out is None else self._ran_out.failure) from None
+            raise like(
+                None if self._ran_out is None else self._ran_out.failure
+            ) from None
         return results
 
     def rewound(self) -> None:
@@ -98,7 +104,9 @@ class InStep:
     """Whether and how the steps and evaluations of a trainer are repeated in smaller parts."""
 
     def __init__(self, run: Run, framework: str) -> None:
-        self.is_on = True  # False once the model turned out to be one that cannot be split
+        self.is_on = (
+            True  # False once the model turned out to be one that cannot be split
+        )
         self._run = run
         self._framework = framework
         self._batcher = run.micro_batcher
@@ -110,7 +118,9 @@ class InStep:
             return
         kept = self._run.keeps_batch
         log.log(
-            logging.DEBUG if on_all_ranks and not self._run.is_main else logging.WARNING,
+            logging.DEBUG
+            if on_all_ranks and not self._run.is_main
+            else logging.WARNING,
             "%s: where memory runs out, a new attempt %s; no step is repeated in smaller "
             "parts: %s%s",
             self._framework,
@@ -132,7 +142,9 @@ class InStep:
         shared = self._shared(model) if self.is_on else None
         if shared is None:
             return None
-        step = self._batcher.open_step(OpenStep, model, shared, keeps_gradients=keeps_gradients)
+        step = self._batcher.open_step(
+            OpenStep, model, shared, keeps_gradients=keeps_gradients
+        )
         return step.begin(self.say, on_rewind)
 
     def samples_of(self, batch: Any) -> int | None:
@@ -145,7 +157,9 @@ class InStep:
         # a lone sample, or several that were packed into one
         return samples if samples > 1 else None
 
-    def evaluate(self, model: nn.Module, batch: Any, body: Body[Any]) -> list[tuple[Any, Part]]:
+    def evaluate(
+        self, model: nn.Module, batch: Any, body: Body[Any]
+    ) -> list[tuple[Any, Part]]:
         """Run a batch of a validation in parts that fit; return each part's result."""
         samples = self.samples_of(batch) if self.is_on else None
         shared = None if samples is None else self._shared(model)
@@ -187,7 +201,9 @@ def like(failure: Failure | None) -> Exception:
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if "c10d" in func.namespace:
             raise CannotSplit(
                 f"it calls the collective {func.name().partition('::')[2]}, for which the other "

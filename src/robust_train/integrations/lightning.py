@@ -45,7 +45,11 @@ def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     }
     if run.world_size > 1:
         # fit gives each rank its samples of every step
-        arguments |= {"num_nodes": nodes, "strategy": "ddp", "use_distributed_sampler": False}
+        arguments |= {
+            "num_nodes": nodes,
+            "strategy": "ddp",
+            "use_distributed_sampler": False,
+        }
     elif device.type == "cuda":
         arguments["devices"] = [device.index or 0]
     return arguments
@@ -168,7 +172,10 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
 
 def _give(owner: Any, name: str, value: int) -> bool:
     """Set an attribute or hyperparameter; return whether there is one."""
-    is_attribute, is_hyperparameter = hasattr(owner, name), name in getattr(owner, "hparams", {})
+    is_attribute, is_hyperparameter = (
+        hasattr(owner, name),
+        name in getattr(owner, "hparams", {}),
+    )
     if is_attribute:
         setattr(owner, name, value)
     if is_hyperparameter:
@@ -176,7 +183,9 @@ def _give(owner: Any, name: str, value: int) -> bool:
     return is_attribute or is_hyperparameter
 
 
-def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
+def _result(
+    trainer: Any, model: Any, data: Any, metric: str | None, validation: Any
+) -> Any:
     found = logged(trainer)
     inherited = _pytorch.LightningDataModule.val_dataloader
     can_validate = validation is not None or (
@@ -185,7 +194,11 @@ def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation:
     is_there = bool(found) if metric is None else metric in found
     if not is_there and trainer.enable_validation and can_validate:
         # an attempt that resumes after the last step trains and logs nothing
-        loaders = {"dataloaders": validation} if validation is not None else {"datamodule": data}
+        loaders = (
+            {"dataloaders": validation}
+            if validation is not None
+            else {"datamodule": data}
+        )
         trainer.validate(model, **loaders, verbose=False)
         found |= logged(trainer)
     return result_of(metric, found)

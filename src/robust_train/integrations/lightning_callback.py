@@ -26,7 +26,9 @@ from robust_train.step.rng import capture_rng, restore_rng
 log = logging.getLogger("robust_train.integrations")
 
 _NEEDED_BY = "robust_train.integrations.lightning"
-_Checkpoint: Any = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning").Checkpoint
+_Checkpoint: Any = require(
+    "lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning"
+).Checkpoint
 _plugins = require("lightning.pytorch.plugins.io", _NEEDED_BY, extra="lightning")
 
 
@@ -44,7 +46,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.run = run
         self.micro_batch: int = cfg.training.batch_size
         accumulation: int = cfg.training.gradient_accumulation_steps
-        self.shares = StepShares(self.micro_batch, accumulation, run.rank, run.world_size)
+        self.shares = StepShares(
+            self.micro_batch, accumulation, run.rank, run.world_size
+        )
         self.position = ResumePosition()
         self._order: SampleOrder | None = None
         self._cfg = cfg
@@ -52,7 +56,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._restored: Any = None
         self._saved_step: int | None = None
         self._is_saving = False
-        self._step = range(0)  # samples of the step in progress, by their place in the epoch
+        self._step = range(
+            0
+        )  # samples of the step in progress, by their place in the epoch
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
 
@@ -72,7 +78,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         position = self.position
         if self._order is not None:
             is_done = position.samples >= position.epoch_samples
-            self._order.begin(position.epoch + is_done, 0 if is_done else position.samples)
+            self._order.begin(
+                position.epoch + is_done, 0 if is_done else position.samples
+            )
 
     def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
@@ -113,7 +121,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             except OSError as error:
                 if not self._is_saving:
                     raise
-                log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+                log.warning(
+                    "checkpoint: %s; training goes on, earlier ones are kept", error
+                )
                 self.run.checkpoint_failed(str(error))
                 return  # the other ranks wait for this one
             # nothing resumes from weights alone
@@ -133,7 +143,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Restore random numbers and counters."""
         self.on_sanity_check_start(trainer, pl_module)
         batches = getattr(trainer.train_dataloader, "batch_sampler", None)
-        if self.shares.ranks > 1 and getattr(batches, "sampler", None) is not self._order:
+        if (
+            self.shares.ranks > 1
+            and getattr(batches, "sampler", None) is not self._order
+        ):
             raise UserError(
                 "Trainer: gives the ranks samples in an order of its own; pass "
                 "**trainer_arguments(cfg, run), which has use_distributed_sampler=False"
@@ -141,7 +154,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if self._restored is not None:
             restore_rng(self._restored["rng"], self._device)
             self._restored = None
-        self._begin_step(0 if self.position.is_between_epochs else self.position.samples)
+        self._begin_step(
+            0 if self.position.is_between_epochs else self.position.samples
+        )
         self.run.started(trainer.global_step)
         self.run.record_memory("fit begins")
 
@@ -175,7 +190,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             self._begin_step(seen)
         if trainer.global_step != self.position.step:
             self._after_step(trainer, outputs, seen)
-        elif seen == self.position.epoch_samples:  # manual optimization keeps its gradients
+        elif (
+            seen == self.position.epoch_samples
+        ):  # manual optimization keeps its gradients
             self.position = replace(self.position, samples=seen)
         self.run.speed.wait_begins()
 
@@ -199,7 +216,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the figures in the journal."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self.run.record("validation", {"step": trainer.global_step, **logged(trainer)})
+            self.run.record(
+                "validation", {"step": trainer.global_step, **logged(trainer)}
+            )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, unless another callback of the trainer has just done it."""
@@ -219,7 +238,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
         self._is_saving = True
-        trainer.save_checkpoint(self.run.checkpoint_dir / f"step-{self.position.step:08d}.ckpt")
+        trainer.save_checkpoint(
+            self.run.checkpoint_dir / f"step-{self.position.step:08d}.ckpt"
+        )
         self._is_saving = False
         if self.run.is_main:
             self.run.saving.rotate("step-*.ckpt", self._cfg.training.keep_checkpoints)
@@ -231,15 +252,21 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def _begin_step(self, start: int) -> None:
         self.done = 0
-        self._step = next(self.shares.steps(self.position.epoch_samples, start), range(0))
+        self._step = next(
+            self.shares.steps(self.position.epoch_samples, start), range(0)
+        )
 
     def _step_done(self, trainer: Any, outputs: Any) -> None:
         step, total = self.position.step, trainer.estimated_stepping_batches
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         # reading the loss, which Lightning has divided, waits for the GPU
         if step % max(self._cfg.training.log_every_steps, 1) == 0 and has_loss:
-            self._steps.log_loss(float(outputs["loss"]) * trainer.accumulate_grad_batches)
-        is_known = trainer.lightning_module.automatic_optimization and total != float("inf")
+            self._steps.log_loss(
+                float(outputs["loss"]) * trainer.accumulate_grad_batches
+            )
+        is_known = trainer.lightning_module.automatic_optimization and total != float(
+            "inf"
+        )
         self._steps.done(step, total if is_known else None)
 
     def _stop_if_requested(self, trainer: Any) -> None:

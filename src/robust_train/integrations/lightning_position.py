@@ -15,7 +15,9 @@ class ResumePosition:
     """A position between two optimizer steps."""
 
     epoch: int = 0  # the current one, from 0
-    samples: int = 0  # samples of this epoch that are done; all of them until the next one begins
+    samples: int = (
+        0  # samples of this epoch that are done; all of them until the next one begins
+    )
     epoch_samples: int = 0  # samples in an epoch; 0 if not known yet
     step: int = 0  # optimizer steps done
 
@@ -39,7 +41,11 @@ class ResumePosition:
 
 
 def loops_at(
-    fit_loop: Any, position: ResumePosition, micro_batch: int, *, is_manual: bool = False
+    fit_loop: Any,
+    position: ResumePosition,
+    micro_batch: int,
+    *,
+    is_manual: bool = False,
 ) -> Any:
     """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``micro_batch`` samples.
 
@@ -52,7 +58,9 @@ def loops_at(
     before = position.epoch * position.batches(micro_batch)
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     batches["is_last_batch"] = False
-    stepped = before + done if is_manual else position.step  # of any number of optimizers
+    stepped = (
+        before + done if is_manual else position.step
+    )  # of any number of optimizers
     validation = loops["epoch_loop.val_loop.batch_progress"]
     validation["total"] |= _counters(0, 0)
     validation["current"] |= _counters(0, 0)
@@ -64,7 +72,9 @@ def loops_at(
     else:
         batches["total"] |= _counters(before + done, before + done - 1)
         batches["current"] |= _counters(done, done - 1)
-        counters = _counters(position.epoch + 1, position.epoch) | {"processed": position.epoch}
+        counters = _counters(position.epoch + 1, position.epoch) | {
+            "processed": position.epoch
+        }
         stepped -= 1  # it counts this step again on resume
     epochs["total"] |= counters
     epochs["current"] |= counters
@@ -73,4 +83,9 @@ def loops_at(
 
 
 def _counters(begun: int, completed: int) -> dict[str, int]:
-    return {"ready": begun, "started": begun, "processed": begun, "completed": completed}
+    return {
+        "ready": begun,
+        "started": begun,
+        "processed": begun,
+        "completed": completed,
+    }

@@ -26,8 +26,12 @@ _NEEDED_BY = "robust_train.integrations.lightning"
 _automatic: Any = require(
     "lightning.pytorch.loops.optimization.automatic", _NEEDED_BY, extra="lightning"
 )
-_strategies: Any = require("lightning.pytorch.strategies", _NEEDED_BY, extra="lightning")
-_LightningModule: Any = require("lightning.pytorch", _NEEDED_BY, extra="lightning").LightningModule
+_strategies: Any = require(
+    "lightning.pytorch.strategies", _NEEDED_BY, extra="lightning"
+)
+_LightningModule: Any = require(
+    "lightning.pytorch", _NEEDED_BY, extra="lightning"
+).LightningModule
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
@@ -41,17 +45,23 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
         in_parts = _InParts(trainer, in_step, logged, callback)
         trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
     else:
-        reason = f"{type(model).__name__}.training_step runs the backward passes by itself"
+        reason = (
+            f"{type(model).__name__}.training_step runs the backward passes by itself"
+        )
         in_step.say(f"{reason} (automatic_optimization=False)", on_all_ranks=True)
     for name in ("validation_step", "test_step", "predict_step"):
-        step = partial(_evaluate, trainer, in_step, logged, getattr(trainer.strategy, name))
+        step = partial(
+            _evaluate, trainer, in_step, logged, getattr(trainer.strategy, name)
+        )
         setattr(trainer.strategy, name, step)
 
 
 class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     """Lightning's automatic optimization, whose closure may be run for parts of the batch."""
 
-    def __init__(self, trainer: Any, in_step: InStep, logged: _Logged, callback: Any) -> None:
+    def __init__(
+        self, trainer: Any, in_step: InStep, logged: _Logged, callback: Any
+    ) -> None:
         super().__init__(trainer)
         self._callback = callback
         self._in_step = in_step
@@ -66,7 +76,10 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._in_step.say("LBFGS runs the closure several times a step")
         # without a backward pass: weight averaging collects BatchNorm's statistics
         if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
-            whole, runs = closure.closure, iter([partial(self._run, kwargs, optimizer, batch_idx)])
+            whole, runs = (
+                closure.closure,
+                iter([partial(self._run, kwargs, optimizer, batch_idx)]),
+            )
             # only the first call is the step's: optimizers of two passes have another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
@@ -90,7 +103,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         number = self._callback.done
 
         def body(part: Part) -> Any:
-            self._callback.done = number  # an earlier batch that is repeated has its own weight
+            self._callback.done = (
+                number  # an earlier batch that is repeated has its own weight
+            )
             is_whole, weight = part.data is batch, part.weight
             inputs = kwargs if is_whole else type(kwargs)(kwargs, batch=part.data)
 
@@ -109,7 +124,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 return closure.closure()
 
         is_last = not accumulates_now(trainer)
-        found = self._step.run_batch(batch, self._in_step.samples_of(batch), body, is_last=is_last)
+        found = self._step.run_batch(
+            batch, self._in_step.samples_of(batch), body, is_last=is_last
+        )
         self._logged.batch_ends(batch, syncs=is_last)
         if is_last:
             self._step = None
@@ -117,7 +134,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
     def _merged(self, found: Sequence[tuple[Any, Part]]) -> Any:
         merged = _automatic.ClosureResult(None)
-        merged.extra = self._in_step.joined([(result.extra, part) for result, part in found])
+        merged.extra = self._in_step.joined(
+            [(result.extra, part) for result, part in found]
+        )
         losses = [result.loss for result, _ in found if result.loss is not None]
         merged.loss = functools.reduce(operator.add, losses) if losses else None
         return merged
@@ -197,7 +216,9 @@ class _Logged:
     def state(self) -> dict[str, dict[str, Any]]:
         """Return what was logged so far."""
         return {
-            key: {name: getattr(metric, name) for name in LOGGED if hasattr(metric, name)}
+            key: {
+                name: getattr(metric, name) for name in LOGGED if hasattr(metric, name)
+            }
             for key, metric in self._values()
         }
 
@@ -225,7 +246,10 @@ def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
 def why_not(trainer: Any, model: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
     strategy = trainer.strategy  # DeepSpeed's and XLA's derive from DDP's
-    if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):
+    if type(strategy) not in (
+        _strategies.SingleDeviceStrategy,
+        _strategies.DDPStrategy,
+    ):
         return f"{type(strategy).__name__} runs the model"
     name = "optimizer_zero_grad"
     if getattr(type(model), name, None) not in (None, getattr(_LightningModule, name)):

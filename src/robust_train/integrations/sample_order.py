@@ -90,7 +90,9 @@ class SampleOrder(Sampler[Any]):
                 # the order is as without one: accelerate adds one where there are ranks
                 is_random = isinstance(self._sampler, RandomSampler)
                 own.manual_seed(
-                    int(torch.empty((), dtype=torch.int64).random_()) if is_random else seed
+                    int(torch.empty((), dtype=torch.int64).random_())
+                    if is_random
+                    else seed
                 )
             return list(itertools.islice(self._sampler, self.samples))
         finally:
@@ -113,7 +115,9 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
             "earlier attempt stopped"
         )
     batches: Any = loader.batch_sampler
-    if type(batches).__name__ == "BatchSamplerShard":  # accelerate's, where there are ranks
+    if (
+        type(batches).__name__ == "BatchSamplerShard"
+    ):  # accelerate's, where there are ranks
         batches = batches.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not hasattr(sampler, "__len__"):
@@ -127,7 +131,9 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
             f"{shares.micro_batch}; take it from cfg.training when the loader is made"
         )
     samples = len(sampler)
-    limit = samples // shares.effective * shares.effective if batches.drop_last else samples
+    limit = (
+        samples // shares.effective * shares.effective if batches.drop_last else samples
+    )
     if not limit:
         raise UserError(
             f"{name}: {samples} samples make no step of {shares.effective} with drop_last; lower "
@@ -135,6 +141,8 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
         )
     if loader.generator is None:
         loader.generator = torch.Generator()
-    order = SampleOrder(sampler, seed=seed, limit=limit, generator=loader.generator, shares=shares)
+    order = SampleOrder(
+        sampler, seed=seed, limit=limit, generator=loader.generator, shares=shares
+    )
     batches.sampler = order
     return order

@@ -43,7 +43,9 @@ class StepShares:
         Frameworks step when so many micro-batches of the epoch are done: if another effective batch
         size came before, the first step is shorter.
         """
-        before = self.micro_batches(range(length)) - self.micro_batches(range(start, length))
+        before = self.micro_batches(range(length)) - self.micro_batches(
+            range(start, length)
+        )
         count = self.accumulation - before % self.accumulation
         while start < length:
             stop = min(start + count * self.at_once, length)

@@ -33,7 +33,9 @@ from robust_train.model.errors import Interrupted, UserError
 from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
-require("accelerate", _NEEDED_BY, extra="transformers")  # Trainer cannot be had without it
+require(
+    "accelerate", _NEEDED_BY, extra="transformers"
+)  # Trainer cannot be had without it
 _transformers = require("transformers", _NEEDED_BY, extra="transformers")
 
 log = logging.getLogger("robust_train.integrations")
@@ -94,7 +96,10 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     checkpoint = trainer.args.resume_from_checkpoint
     there = of_all_ranks(None if checkpoint is None else _marked(Path(checkpoint)))[0]
     if there is None and checkpoint == str(run.resume_checkpoint):
-        log.warning("checkpoint %s is incomplete: training starts from the beginning", checkpoint)
+        log.warning(
+            "checkpoint %s is incomplete: training starts from the beginning",
+            checkpoint,
+        )
         checkpoint = None
     if there is not None and there != effective_batch_size(cfg):
         log.warning(
@@ -136,7 +141,9 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self._cfg = cfg
         self._steps = Steps(cfg, run)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **others: Any
+    ) -> None:
         """Check that batches have this attempt's size, whatever the checkpoint has."""
         batches = getattr(others.get("train_dataloader"), "batch_sampler", None)
         size = getattr(batches, "batch_size", None)
@@ -149,7 +156,9 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self.run.started(state.global_step)
         self.run.record_memory("training begins")
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_epoch_begin(
+        self, args: Any, state: Any, control: Any, **others: Any
+    ) -> None:
         """Take the time: the epoch's first batches are read from here on."""
         self.run.speed.begin()
         self.run.speed.wait_begins()
@@ -177,12 +186,16 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         """Prepare for another save by the Trainer."""
         self._before_saving(args, state, control)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, **others: Any
+    ) -> None:
         """Stop during evaluation if requested; what it has computed is not kept."""
         if self.run.stop_requested:
             raise _StoppedInEvaluation
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any
+    ) -> None:
         """Record what the Trainer logs in the journal."""
         figures = _numbers(logs or {})
         if "loss" in figures:
@@ -265,7 +278,9 @@ def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
     if not cfg.training.get("gradient_checkpointing"):
         return
     if not getattr(trainer.model, "supports_gradient_checkpointing", False):
-        log.warning("training.gradient_checkpointing: this model has none, it has no effect")
+        log.warning(
+            "training.gradient_checkpointing: this model has none, it has no effect"
+        )
         return
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if hasattr(trainer.args, name):
@@ -281,7 +296,9 @@ def _marked(checkpoint: Path) -> int | None:
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
-    return {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+    return {
+        name: value for name, value in logs.items() if isinstance(value, (int, float))
+    }
 
 
 def _result(trainer: Any, metric: str | None) -> Any:

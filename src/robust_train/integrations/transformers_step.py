@@ -72,9 +72,14 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         """Run the Trainer's for each part; return what the step's loss has grown by."""
         if self._step is None:
             self._shares = []
-            self._step, self._logged = self._in_step.begin(model, on_rewind=self._shares.clear), 0.0
+            self._step, self._logged = (
+                self._in_step.begin(model, on_rewind=self._shares.clear),
+                0.0,
+            )
         if self._step is None:
-            loss: Tensor = self._training_step(model, inputs, num_items_in_batch, **more)
+            loss: Tensor = self._training_step(
+                model, inputs, num_items_in_batch, **more
+            )
             return loss
 
         def body(part: Part) -> None:
@@ -86,11 +91,17 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
                 self._weight = 1.0
             if not self._is_weighted:
                 name = type(self._trainer).__name__
-                raise CannotSplit(f"{name}.training_step does not call self.accelerator.backward")
+                raise CannotSplit(
+                    f"{name}.training_step does not call self.accelerator.backward"
+                )
             self._shares.append(_share(loss, part.weight).detach())
 
         def count(data: Any) -> float | Tensor:
-            return 1.0 if self.adds_up(model, data, num_items_in_batch) else self.items(data)
+            return (
+                1.0
+                if self.adds_up(model, data, num_items_in_batch)
+                else self.items(data)
+            )
 
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
         samples = self._in_step.samples_of(inputs)
@@ -103,7 +114,9 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             self._step = None
         return loss
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, *rest: Any, **more: Any
+    ) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
         found = self._in_step.evaluate(
             model,
@@ -117,20 +130,30 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         if losses[0] is not None:
             items = [float(self.items(part.data)) for _, part in found]
             shares = [
-                _share(one, n / max(sum(items), 1)) for one, n in zip(losses, items, strict=True)
+                _share(one, n / max(sum(items), 1))
+                for one, n in zip(losses, items, strict=True)
             ]
             loss = functools.reduce(operator.add, shares)
         concat = _transformers.trainer_pt_utils.nested_concat
         return loss, *(
-            None if parts[0] is None else functools.reduce(concat, parts) for parts in tensors
+            None if parts[0] is None else functools.reduce(concat, parts)
+            for parts in tensors
         )
 
     def items(self, data: Any) -> float | Tensor:
         """Return of how many items the loss over ``data`` is a mean."""
         labels = data.get("shift_labels", data.get("labels"))
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim:
+        if (
+            not isinstance(labels, Tensor)
+            or labels.is_floating_point()
+            or not labels.ndim
+        ):
             return length_of(data)
-        if "shift_labels" not in data and shifts_labels(self._trainer) and labels.ndim > 1:
+        if (
+            "shift_labels" not in data
+            and shifts_labels(self._trainer)
+            and labels.ndim > 1
+        ):
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
 
@@ -146,7 +169,9 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             model.eval()
             with torch.no_grad(), trainer.compute_loss_context_manager():
                 once, twice = (
-                    trainer.compute_loss(model, prepared_inputs(trainer, few), num_items_in_batch=n)
+                    trainer.compute_loss(
+                        model, prepared_inputs(trainer, few), num_items_in_batch=n
+                    )
                     for n in (items, items * 2)
                 )
             model.train()
@@ -157,7 +182,9 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
 
 def _share(loss: Tensor, weight: float) -> Tensor:
     # the mean of an empty part is NaN, also when multiplied by 0
-    return loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss)
+    return (
+        loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss)
+    )
 
 
 def _why_not(trainer: Any) -> str | None:
@@ -169,7 +196,10 @@ def _why_not(trainer: Any) -> str | None:
         return "parallelism_config: the ranks share a sample"
     if args.optim in ("lomo", "adalomo"):
         return f"optim={args.optim.value} updates weights within the backward pass"
-    if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
+    if args.torch_compile and args.torch_compile_mode in (
+        "reduce-overhead",
+        "max-autotune",
+    ):
         return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
     if prepares_inputs_itself(trainer, _transformers.Trainer):
         return f"{type(trainer).__name__}._prepare_inputs makes batches of its own"

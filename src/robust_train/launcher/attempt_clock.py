@@ -65,7 +65,11 @@ class AttemptClock:
 
     def seconds_left(self, most: float) -> float:
         """Return the seconds until something is due, at most ``most``."""
-        left = most if self._kill_at is None else min(most, self._kill_at - time.monotonic())
+        left = (
+            most
+            if self._kill_at is None
+            else min(most, self._kill_at - time.monotonic())
+        )
         return max(left, 0.0)
 
     def kill_in(self, seconds: float) -> None:

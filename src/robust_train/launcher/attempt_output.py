@@ -25,7 +25,9 @@ _TAIL_BYTES = 16_384
 _MOST_READS = 16
 _PIPE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
-_BAR_SECONDS = 1.0  # How often the log takes in the state of a line that is still being rewritten
+_BAR_SECONDS = (
+    1.0  # How often the log takes in the state of a line that is still being rewritten
+)
 
 
 def has_input() -> bool:
@@ -62,7 +64,9 @@ class OutputStream:
             self._size = _size_of(self._target)
         else:
             self.read_fd, self.child_fd = os.pipe()
-            with contextlib.suppress(OSError):  # room for what is printed while we are stopped
+            with contextlib.suppress(
+                OSError
+            ):  # room for what is printed while we are stopped
                 fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
 
@@ -105,7 +109,10 @@ class OutputPump:
     """Moves the output of attempts to our own streams and into the current attempt's log file."""
 
     def __init__(self) -> None:
-        self.streams = self.stdout, self.stderr = OutputStream(sys.stdout), OutputStream(sys.stderr)
+        self.streams = self.stdout, self.stderr = (
+            OutputStream(sys.stdout),
+            OutputStream(sys.stderr),
+        )
         self._log: AttemptLog | None = None
         self._tail = b""
         # what is not shown yet: a process may die in words that we can do better; None: all is
@@ -173,7 +180,7 @@ class OutputPump:
         """Pass on the rest and release everything."""
         self.drain()
         self.end_log()
-        screen.finish()
+        screen.show_waiting()
         for stream in self.streams:
             stream.close()
 
@@ -222,12 +229,16 @@ def _settled(line: bytes) -> bytes:
 def _copy_terminal(source: int, target: int) -> None:
     fcntl.ioctl(target, termios.TIOCSWINSZ, _size_of(source))
     attributes = termios.tcgetattr(target)
-    attributes[1] &= ~termios.OPOST  # the real terminal translates line ends, once is enough
+    attributes[
+        1
+    ] &= ~termios.OPOST  # the real terminal translates line ends, once is enough
     termios.tcsetattr(target, termios.TCSANOW, attributes)
 
 
 def _size_of(terminal: int) -> bytes:
     size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
-    if size[:4] == b"\0" * 4:  # a terminal that does not know its size: bars would be empty
+    if (
+        size[:4] == b"\0" * 4
+    ):  # a terminal that does not know its size: bars would be empty
         size = struct.pack("HHHH", 24, 80, 0, 0)
     return size

@@ -24,8 +24,21 @@ if TYPE_CHECKING:
 OUTPUT_FILE = "detached.log"
 _VARIABLE = "ROBUST_TRAIN_DETACHED"
 # with a description, because the system's journal would show the command, which may hold a secret
-_SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--description=job", "--"]
-_LOGIND = ["busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"]
+_SCOPE = [
+    "systemd-run",
+    "--user",
+    "--scope",
+    "--quiet",
+    "--collect",
+    "--description=job",
+    "--",
+]
+_LOGIND = [
+    "busctl",
+    "get-property",
+    "org.freedesktop.login1",
+    "/org/freedesktop/login1",
+]
 _LOGIND += ["org.freedesktop.login1.Manager", "KillUserProcesses"]
 _SECONDS = 10
 _MOST_BYTES = 1 << 20
@@ -74,7 +87,9 @@ def start() -> int:
             return 0
         code = process.wait()
         output.seek(0)
-        print(output.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
+        print(
+            output.read().decode(errors="replace"), end="", file=sys.stderr, flush=True
+        )
     return code if code >= 0 else 128 - code
 
 
@@ -94,7 +109,9 @@ def has_begun(folder: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         printed = os.pread(1, _MOST_BYTES, 0)
     try:
-        output = os.open(folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        output = os.open(
+            folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666
+        )
     except OSError:  # a full disk costs the output, not the training
         output = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):
@@ -141,6 +158,8 @@ def past_logout() -> tuple[list[str], str]:
         return _SCOPE, ""
     remedy = "before you log out: loginctl enable-linger"
     if not works:
-        remedy = "systemd-run --user --scope, which would prevent that, does not work here"
+        remedy = (
+            "systemd-run --user --scope, which would prevent that, does not work here"
+        )
     note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
     return (_SCOPE if works else []), note

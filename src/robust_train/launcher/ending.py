@@ -18,7 +18,9 @@ from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, Finished, ScriptEnded
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
+)
 _TRACEBACK = "Traceback (most recent call last)"
 _MOST_LINES = 40
 _LINES = 15
@@ -57,7 +59,9 @@ def ended(attempt: Attempt, seconds: float, *, log: Path, stacks: Path) -> Attem
     )
 
 
-def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:
+def _failure(
+    attempt: Attempt, crash: NativeStack | None, stacks: Path
+) -> Failure | None:
     """Return why it failed, None if it completed."""
     end, ending = attempt.exit, attempt.ending
     if isinstance(ending, Finished):
@@ -71,7 +75,9 @@ def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failu
         return ending.failure
     if end.was_stopped:
         return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
-    printed = f"{end.output}\n{crash}" if crash is not None and end.stacks else end.output
+    printed = (
+        f"{end.output}\n{crash}" if crash is not None and end.stacks else end.output
+    )
     died = attempt.rank_died
     if died is not None:
         return replace(_death(died.returncode, printed, end.oom_killed), rank=died.rank)
@@ -82,9 +88,13 @@ def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failu
 def _death(returncode: int, output: str, oom_killed: bool | None) -> Failure:
     """Return why a process ended that reported nothing."""
     if returncode == 0:
-        return Failure(FailureKind.BUG, "the trainer ended its process without returning")
+        return Failure(
+            FailureKind.BUG, "the trainer ended its process without returning"
+        )
     was_killed = returncode == -signal.SIGKILL
-    return classify_exit(returncode, output, oom_killed=oom_killed if was_killed else None)
+    return classify_exit(
+        returncode, output, oom_killed=oom_killed if was_killed else None
+    )
 
 
 def _stalled(end: Exit, stacks: Path) -> Failure:
@@ -100,16 +110,23 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     """Return why a script failed: by its own report, else as if its exit were the attempt's."""
     if ended.failure_kind is not None:
-        return Failure(ended.failure_kind, ended.message or "", Evidence(library="script"))
+        return Failure(
+            ended.failure_kind, ended.message or "", Evidence(library="script")
+        )
     was_killed = ended.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
     oom_killed = end.oom_killed if was_killed else None
-    return classify_exit(ended.returncode, without_escapes(end.output), oom_killed=oom_killed)
+    return classify_exit(
+        ended.returncode, without_escapes(end.output), oom_killed=oom_killed
+    )
 
 
 def last_words(output: str, log_name: str) -> str:
     """Return the end of what a script printed, for people: its last traceback or lines."""
     # of a line that was rewritten, as by a progress bar, what was there in the end
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in without_escapes(output).split("\n")]
+    lines = [
+        line.rstrip("\r").rpartition("\r")[2]
+        for line in without_escapes(output).split("\n")
+    ]
     lines = [line.rstrip() for line in lines if line.strip()]
     starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
     shown = lines[starts[-1] :] if starts else lines[-_LINES:]
@@ -130,7 +147,9 @@ def error_of(attempt: Attempt) -> BaseException | None:
     if not isinstance(attempt.ending, Failed) or attempt.ending.error is None:
         return None
     try:
-        error = _LoadedOnlyUnpickler(io.BytesIO(base64.b64decode(attempt.ending.error))).load()
+        error = _LoadedOnlyUnpickler(
+            io.BytesIO(base64.b64decode(attempt.ending.error))
+        ).load()
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None

@@ -49,7 +49,9 @@ def launch(
         try:
             summary = run_job(trainer, complete(cfg or {}), run_dir)
         except (ConfigError, JobInterrupted) as error:
-            raise error.with_traceback(None) from error.__cause__  # without our own frames
+            raise error.with_traceback(
+                None
+            ) from error.__cause__  # without our own frames
     summary.raise_unless_completed()
     return summary
 

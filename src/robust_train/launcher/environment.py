@@ -35,9 +35,19 @@ _NOT_READ_AT_IMPORT = (
     *("SLURM_", "SUBMITIT_"),
 )
 _SET_FOR_EACH_ATTEMPT = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "COLUMNS", "LINES", *trackers.VARIABLES}
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "COLUMNS",
+        "LINES",
+        *trackers.VARIABLES,
+    }
 )
-_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_ALLOCATORS = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
@@ -52,7 +62,9 @@ def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
     }
     for name in _ALLOCATORS:
         settings = environ.get(name, "").replace(" ", "").split(",")
-        backend = next((entry for entry in settings if entry.startswith("backend:")), None)
+        backend = next(
+            (entry for entry in settings if entry.startswith("backend:")), None
+        )
         if backend is not None:
             read[name] = backend
     return read

@@ -61,7 +61,9 @@ log = logging.getLogger("robust_train")
 _CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
 """What makes a run folder another one for each rank, or for each restart."""
 
-_START_SECONDS = 1800.0  # for rank 0, which may wait for a disk or for the last start's processes
+_START_SECONDS = (
+    1800.0  # for rank 0, which may wait for a disk or for the last start's processes
+)
 _POLL_SECONDS = 0.05
 
 
@@ -127,14 +129,18 @@ class Party:
         until = time.monotonic() + _START_SECONDS
         while not self._store.check(["start"]):
             if time.monotonic() > until:
-                raise ConfigError(f"rank 0 did not begin within {_START_SECONDS / 60:g} min")
+                raise ConfigError(
+                    f"rank 0 did not begin within {_START_SECONDS / 60:g} min"
+                )
             time.sleep(_POLL_SECONDS)
         start: dict[str, Any] = json.loads(self._store.get("start"))
         if start.get("refusal") is not None:
             raise ConfigError(start["refusal"])
         return start
 
-    def executor(self, trainer: Callable[..., Any], signals: SignalWatch) -> InlineExecutor:
+    def executor(
+        self, trainer: Callable[..., Any], signals: SignalWatch
+    ) -> InlineExecutor:
         """Return what runs this rank's part of an attempt."""
         return InlineExecutor(
             lambda: trainer,
@@ -161,7 +167,9 @@ def _open_store(guest: GuestRank) -> Store:
     agent = TCPStore(host, port, is_master=False, wait_for_workers=False)
     key = f"robust_train/{guest.restarts}/port"
     if guest.rank == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        store = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
         agent.set(key, str(store.port))
     else:
         port = int(agent.get(key))
@@ -228,17 +236,25 @@ class GuestJob(Job):
         )
         return first
 
-    def _after(self, history: tuple[EarlierStart, ...], first: Retry) -> tuple[Retry, bool]:
+    def _after(
+        self, history: tuple[EarlierStart, ...], first: Retry
+    ) -> tuple[Retry, bool]:
         """Return what follows the last start, and whether the history begins there again."""
         guest, last = self._party.guest, history[-1]
         if last.was_stopped:
-            return Retry(last.attempt.spec, "start", "goes on after a stop of all ranks"), False
+            return Retry(
+                last.attempt.spec, "start", "goes on after a stop of all ranks"
+            ), False
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
-        decision: Decision | None = decide(self.policy, attempts, Offers(last.attempt.spec.gpus))
+        decision: Decision | None = decide(
+            self.policy, attempts, Offers(last.attempt.spec.gpus)
+        )
         while isinstance(decision, Retry) and decision.room is not None:
             decision = decision.otherwise  # no GPU is waited for
         if isinstance(decision, Retry):
-            return replace(decision, reason=f"the last start failed: {decision.reason}"), False
+            return replace(
+                decision, reason=f"the last start failed: {decision.reason}"
+            ), False
         why = "every remedy has failed" if decision is None else decision.reason
         failure = last.attempt.failure
         is_bug = failure is not None and failure.kind is FailureKind.BUG
@@ -255,7 +271,9 @@ class GuestJob(Job):
             return None
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
-        return GiveUp(f"{failure.message}; the next start in this run folder decides what follows")
+        return GiveUp(
+            f"{failure.message}; the next start in this run folder decides what follows"
+        )
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Failed):
@@ -264,12 +282,21 @@ class GuestJob(Job):
 
 
 def _follow(
-    party: Party, trainer: Trainer | None, cfg: DictConfig, explain: Callable[[Summary], object]
+    party: Party,
+    trainer: Trainer | None,
+    cfg: DictConfig,
+    explain: Callable[[Summary], object],
 ) -> Summary:
     """Run another rank than the first, in the run folder that rank 0 names."""
-    log.setLevel(logging.WARNING)  # the same lines of every rank would hide what differs
+    log.setLevel(
+        logging.WARNING
+    )  # the same lines of every rank would hide what differs
     start = party.await_start()
-    run_dir, number, rank = Path(start["run_dir"]), int(start["number"]), party.guest.rank
+    run_dir, number, rank = (
+        Path(start["run_dir"]),
+        int(start["number"]),
+        party.guest.rank,
+    )
     hide_urls(cfg, {})
     config = replace(checked(cfg), isolation="none")
     trainer = trainer or target_of(config)
@@ -290,8 +317,12 @@ def _follow(
         longest_pause=0.0,
         has_live_status=False,
     )
-    environ = {k: v for k, v in request.environ.items() if k not in request.of_first_rank}
-    devices = _reserved(config, job_name_of(config, trainer), run_dir, time.sleep, group)
+    environ = {
+        k: v for k, v in request.environ.items() if k not in request.of_first_rank
+    }
+    devices = _reserved(
+        config, job_name_of(config, trainer), run_dir, time.sleep, group
+    )
     signals, attempt = SignalWatch(), Attempt(number, spec)
 
     def take(event: Event) -> None:

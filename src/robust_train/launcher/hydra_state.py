@@ -34,7 +34,9 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run folder {path}: cannot be made: {error.strerror}") from error
+        raise ConfigError(
+            f"run folder {path}: cannot be made: {error.strerror}"
+        ) from error
     return path.resolve()
 
 
@@ -51,7 +53,9 @@ def sweep_folder() -> Path | None:
 
 def about_job(config: RobustConfig, name: str) -> dict[str, str]:
     """Return what a launch records of its job: name, model, data set, overrides and command."""
-    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    overrides = (
+        list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    )
     about = {"name": name}
     for group, chosen in (("model", config.model), ("dataset", config.dataset)):
         # a user's own trainer need not use our defaults

@@ -75,7 +75,9 @@ class Interpreter:
         is_unfit: it can run no attempt: an import of its has started CUDA.
     """
 
-    def __init__(self, pid: int, channel: socket.socket, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, pid: int, channel: socket.socket, environ: Mapping[str, str]
+    ) -> None:
         self.pid = pid
         self.channel = channel
         self.ended: Ended | None = None
@@ -91,7 +93,9 @@ class Interpreter:
 
     def suits(self, environ: Mapping[str, str]) -> bool:
         """Return whether it can still run an attempt with this environment."""
-        is_same = self._read_at_import == read_at_import(shared_machine_environment(environ))
+        is_same = self._read_at_import == read_at_import(
+            shared_machine_environment(environ)
+        )
         return is_same and self.ended is None and not self.is_unfit
 
     def prepare(self, wanted: Preparation) -> None:
@@ -115,7 +119,9 @@ class Interpreter:
             self.refusal = self.refusal or event.refusal
             self.is_unfit |= event.is_unfit
 
-    def _send(self, message: Preparation | Begin, descriptors: Sequence[int] = ()) -> None:
+    def _send(
+        self, message: Preparation | Begin, descriptors: Sequence[int] = ()
+    ) -> None:
         with os.fdopen(os.memfd_create("message"), "wb") as file:
             pickle.dump(message, file)
             file.flush()
@@ -172,7 +178,10 @@ class Interpreters:
     @property
     def descriptors(self) -> list[int]:
         """What becomes readable when the reaper reports or an interpreter prints something."""
-        return [self.control.fileno(), *(stream.read_fd for stream in self.pump.streams)]
+        return [
+            self.control.fileno(),
+            *(stream.read_fd for stream in self.pump.streams),
+        ]
 
     def start(self, environ: Mapping[str, str]) -> Interpreter:
         """Start an interpreter in an environment.
@@ -272,9 +281,13 @@ class Interpreters:
             return is_in_session or process.environ().get(JOB_MARKER) == self._token
         return False
 
-    def _request(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
+    def _request(
+        self, message: Mapping[str, object], descriptors: Sequence[int] = ()
+    ) -> None:
         try:
-            socket.send_fds(self.control, [json.dumps(message).encode()], list(descriptors))
+            socket.send_fds(
+                self.control, [json.dumps(message).encode()], list(descriptors)
+            )
         except OSError as error:
             raise self._death() from error
 
@@ -313,7 +326,9 @@ def wait_until_prepared(
     tick: Callable[[], None],
 ) -> None:
     """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-    while pending := [one for one in waited_for if not one.is_prepared and one.ended is None]:
+    while pending := [
+        one for one in waited_for if not one.is_prepared and one.ended is None
+    ]:
         channels = [one.channel.fileno() for one in pending]
         readable([*interpreters.descriptors, *channels], TICK_SECONDS)
         interpreters.poll()

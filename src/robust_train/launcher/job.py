@@ -42,7 +42,12 @@ from robust_train.host.signals import SignalWatch
 from robust_train.host.waiting import sleep_with_ticks
 from robust_train.launcher import detach
 from robust_train.launcher.ending import ended, error_of
-from robust_train.launcher.hydra_state import about_job, owns_terminal, run_folder, sweep_folder
+from robust_train.launcher.hydra_state import (
+    about_job,
+    owns_terminal,
+    run_folder,
+    sweep_folder,
+)
 from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.launcher.policy_inputs import BatchKnowledge, policy_settings
 from robust_train.launcher.process import ProcessExecutor
@@ -106,10 +111,14 @@ class Job:
         runs_inline: bool = False,
     ) -> None:
         self.cfg = cfg = cfg.copy()
-        environ = dict(os.environ)  # for this job alone: a program may call launch() again
+        environ = dict(
+            os.environ
+        )  # for this job alone: a program may call launch() again
         hide_urls(cfg, environ)
         config = checked(cfg)
-        self.config = config = replace(config, isolation="none") if runs_inline else config
+        self.config = config = (
+            replace(config, isolation="none") if runs_inline else config
+        )
         if detach.is_due(config) and sweep_folder() is None:
             raise ConfigError(
                 "detach=true: only a command goes on in the background, not a call of launch(); "
@@ -154,7 +163,11 @@ class Job:
             except JobInterrupted as interruption:
                 # however often Ctrl-C is pressed: the end is recorded
                 with self.signals.handed_to(lambda signum: None):
-                    self._end("interrupted", str(interruption), exit_code=interruption.exit_code)
+                    self._end(
+                        "interrupted",
+                        str(interruption),
+                        exit_code=interruption.exit_code,
+                    )
                 self.signals.pass_on()
                 raise
             except NoDevice as error:
@@ -165,7 +178,9 @@ class Job:
                     self._end("failed", str(error), exit_code=error.exit_code)
                 raise
             except Exception as error:
-                self._end("failed", f"error in the launcher: {type(error).__name__}: {error}")
+                self._end(
+                    "failed", f"error in the launcher: {type(error).__name__}: {error}"
+                )
                 raise
 
     def _begin(self) -> None:
@@ -185,7 +200,10 @@ class Job:
         requested = self.folder.state.requested_micro_batch
         self.policy = self.batch.informed(self.policy, self.beginning.found, requested)
         if self.checkpoint is not None:
-            log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
+            log.info(
+                "this run folder holds an unfinished job: resuming from %s",
+                self.checkpoint,
+            )
 
     def _train(self) -> Summary:
         self.executor = executor = self._find_executor()
@@ -218,7 +236,9 @@ class Job:
             from robust_train.launcher.inline import InlineExecutor, function_of
 
             function = function_of(self.trainer, self.trainer_ref)
-            return InlineExecutor(lambda: function, self.signals, can_restart=self._has_remedies)
+            return InlineExecutor(
+                lambda: function, self.signals, can_restart=self._has_remedies
+            )
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
         return ProcessExecutor(
@@ -252,7 +272,9 @@ class Job:
         if first.reason:
             log.info("%s", first.reason)
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda decision: isinstance(decision, Retry)),
+            retry=tenacity.retry_if_result(
+                lambda decision: isinstance(decision, Retry)
+            ),
             wait=_decided_pause,
             sleep=self.sleep,
             stop=tenacity.stop_never,
@@ -281,7 +303,9 @@ class Job:
             self.wait_seconds += time.monotonic() - started
             if not isinstance(found, NoGpu):
                 if not room.gpu_uuids:
-                    self.decision = on_gpus(self.policy, tuple(self.attempts), retry, found)
+                    self.decision = on_gpus(
+                        self.policy, tuple(self.attempts), retry, found
+                    )
                 return
             self._decide_again(retry.otherwise, "waited_in_vain", found.reason)
 
@@ -289,7 +313,9 @@ class Job:
         assert decision is not None
         self.decision = decision
         self.attempts[-1] = last = concluded(self.attempts[-1], decision)
-        self.journal.write(DecidedAgain(why, problem, last.action, decision.reason), last.number)
+        self.journal.write(
+            DecidedAgain(why, problem, last.action, decision.reason), last.number
+        )
         log.warning("%s; %s", problem, decision.reason)
 
     def _attempt(self, spec: AttemptSpec) -> None:
@@ -307,7 +333,9 @@ class Job:
         number = self._first_number + len(self.attempts)
         narration.announce(number, spec)
         job = self.beginning.job
-        self.checkpoint = resume_from(self.run_dir, job, self.checkpoint, sleep=self.sleep)
+        self.checkpoint = resume_from(
+            self.run_dir, job, self.checkpoint, sleep=self.sleep
+        )
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
         attempt = Attempt(number, spec, time.time(), resumed_from)
         self.journal.write(AttemptStarted(spec, resumed_from), number)
@@ -319,7 +347,9 @@ class Job:
             self.cfg,
             self.config,
             trainer=self.trainer_ref,
-            device=devices.name_for_trainer(spec.gpus, os.environ, own_process=own_process),
+            device=devices.name_for_trainer(
+                spec.gpus, os.environ, own_process=own_process
+            ),
             number=number,
             run_dir=self.run_dir,
             job=job,
@@ -350,7 +380,9 @@ class Job:
         after = self.devices.ended(attempt, before)
         attempt = devices.with_free_bytes(attempt, before, after)
         attempt = with_advice(
-            attempt, is_script=self.config.is_script, is_built_in=self.policy.reports_start
+            attempt,
+            is_script=self.config.is_script,
+            is_built_in=self.policy.reports_start,
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
@@ -411,7 +443,9 @@ class Job:
         self.folder.waits(status, self.devices.job_id)
         self.live.log_waiting(status)
 
-    def _end(self, status: str, reason: str | None, exit_code: int | None = None) -> Summary:
+    def _end(
+        self, status: str, reason: str | None, exit_code: int | None = None
+    ) -> Summary:
         last = self.attempts[-1] if self.attempts else None
         summary = Summary(
             status=status,

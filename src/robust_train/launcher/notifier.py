@@ -57,11 +57,15 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
     if urls and importlib.util.find_spec("apprise") is None:
-        log.warning("notify.urls: not used: pip install 'robust-train[notify]' is missing")
+        log.warning(
+            "notify.urls: not used: pip install 'robust-train[notify]' is missing"
+        )
     return replace(config, urls=urls)
 
 
-def news(before: RunState, after: RunState, now: float, waiting_seconds: float) -> str | None:
+def news(
+    before: RunState, after: RunState, now: float, waiting_seconds: float
+) -> str | None:
     """Return the event that a change of a job's state is; None if no one is notified. ``before``
     is the state at the last look; of a job that waited, its ``waiting`` stays until it has a
     device."""
@@ -90,7 +94,9 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
         why = shortened(str((state.waiting or {}).get("reason", "")), 300)
         return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
     if event == "stalled":
-        return f"{job} made no progress in attempt {_number(state)}: the attempt is ended"
+        return (
+            f"{job} made no progress in attempt {_number(state)}: the attempt is ended"
+        )
     what = "was interrupted" if event == "interrupted" else "failed"
     return f"{job} {what} after {spent}: {reason or state.state}"
 
@@ -117,9 +123,14 @@ class Notifier:
         if not (self._settings.command or self._settings.urls):
             return
         with self._lock:
-            before, now = self._seen or replace(state, state="starting", attempt=None), time.time()
+            before, now = (
+                self._seen or replace(state, state="starting", attempt=None),
+                time.time(),
+            )
             waiting = state.waiting if state.state == "waiting" else before.waiting
-            self._seen = state if state.attempt is not None else replace(state, waiting=waiting)
+            self._seen = (
+                state if state.attempt is not None else replace(state, waiting=waiting)
+            )
             event = news(before, state, now, 60 * self._settings.waiting_minutes)
             if event == "waiting":
                 event = None if self._waited_since == state.since else event
@@ -139,12 +150,22 @@ class Notifier:
             with self._lock:
                 self._notify("stalled", state, time.time(), text)
 
-    def _notify(self, event: str, state: RunState, now: float, text: str | None = None) -> None:
-        summary = read_summary(self._run_dir) if event == "completed" and self._run_dir else None
+    def _notify(
+        self, event: str, state: RunState, now: float, text: str | None = None
+    ) -> None:
+        summary = (
+            read_summary(self._run_dir)
+            if event == "completed" and self._run_dir
+            else None
+        )
         result = None if summary is None else summary.objective
         known = state.about()
         about = {name: known.get(name) for name in _FIELDS}
-        about |= {"job": state.name, "result": result, "seconds": round(state.seconds(now), 1)}
+        about |= {
+            "job": state.name,
+            "result": result,
+            "seconds": round(state.seconds(now), 1),
+        }
         self.send(event, text or sentence(event, state, result, now), about)
 
     def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
@@ -152,7 +173,9 @@ class Notifier:
         if event not in self._settings.on and event != "test":
             return
         text = printable(shortened(text, 1000))
-        content = strict_json({"event": event, "text": text, "time": time.time(), **about})
+        content = strict_json(
+            {"event": event, "text": text, "time": time.time(), **about}
+        )
         command, urls = self._settings.command, self._settings.urls
         if command:
             self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
@@ -162,7 +185,12 @@ class Notifier:
             self.deliver(event, "notify.urls", child, message, {"PYTHONSAFEPATH": "1"})
 
     def deliver(
-        self, event: str, what: str, command: Sequence[str], given: Json, more: Mapping[str, str]
+        self,
+        event: str,
+        what: str,
+        command: Sequence[str],
+        given: Json,
+        more: Mapping[str, str],
     ) -> None:
         """Start a program that delivers what is ``given``."""
         delivery = _Delivery(f"({event}) not delivered by {what}", command, given, more)
@@ -209,7 +237,9 @@ class _Delivery(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.problem = "it took too long"
         self.until = time.monotonic() + _LIMIT_SECONDS
-        environ = {key: value for key, value in os.environ.items() if key != URLS_VARIABLE}
+        environ = {
+            key: value for key, value in os.environ.items() if key != URLS_VARIABLE
+        }
         self._command, self._environ = command, {**environ, **more}
         self._given = json.dumps(given, default=str).encode()
 
@@ -239,7 +269,11 @@ class _Delivery(threading.Thread):
                     return
                 errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
                 lines = errors.read().decode(errors="replace").strip().splitlines()
-            problem = shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+            problem = (
+                shortened(lines[-1], 300)
+                if lines
+                else f"exit code {process.returncode}"
+            )
             self.problem = problem if process.returncode else ""
         except (OSError, ValueError) as error:
             self.problem = getattr(error, "strerror", None) or str(error)

@@ -33,7 +33,9 @@ from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 
 
-def policy_settings(config: RobustConfig, *, can_checkpoint: bool = False) -> PolicySettings:
+def policy_settings(
+    config: RobustConfig, *, can_checkpoint: bool = False
+) -> PolicySettings:
     """Return the part of the config that decisions depend on.
 
     ``can_checkpoint``: the trainer supports ``training.gradient_checkpointing``.
@@ -48,7 +50,9 @@ def policy_settings(config: RobustConfig, *, can_checkpoint: bool = False) -> Po
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         ranks=config.num_gpus,
         min_ranks=config.min_num_gpus,
-        cpu_ranks=1 if config.auto_device or config.device != "cpu" else config.num_gpus,
+        cpu_ranks=1
+        if config.auto_device or config.device != "cpu"
+        else config.num_gpus,
         num_workers=training.num_workers,
         min_batch_size=config.min_batch_size,
         max_retries=config.max_retries,
@@ -116,14 +120,17 @@ class BatchKnowledge:
             requested_size=requested,
         )
 
-    def search_for(self, spec: AttemptSpec, policy: PolicySettings) -> BatchSearch | None:
+    def search_for(
+        self, spec: AttemptSpec, policy: PolicySettings
+    ) -> BatchSearch | None:
         """Return the search that an attempt begins with, None if its size is known."""
         if not spec.searches:
             return None
         return BatchSearch(
             effective_batch_size=spec.batch_size * spec.gradient_accumulation_steps,
             min_batch_size=policy.min_batch_size,
-            memory_share=self._config.memory.fraction / self._config.gpu_jobs_per_device,
+            memory_share=self._config.memory.fraction
+            / self._config.gpu_jobs_per_device,
             key=self._prefix + spec.device_kind,
         )
 

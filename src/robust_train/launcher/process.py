@@ -30,7 +30,13 @@ from robust_train.launcher.interpreters import (
 from robust_train.launcher.running_attempt import Exited, RunningAttempt
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import Event, Failed, LibrariesImported, ScriptStarted, Stalled
+from robust_train.model.events import (
+    Event,
+    Failed,
+    LibrariesImported,
+    ScriptStarted,
+    Stalled,
+)
 from robust_train.model.failure import FailureKind
 
 log = logging.getLogger("robust_train")
@@ -140,7 +146,9 @@ class ProcessExecutor:
                 running.unread_events()  # what was reported counts, whichever process was killed
             output = self._end()
         remove_pipes(request.run_dir)
-        if any(isinstance(event, Failed) and event.is_interruption for event in reported):
+        if any(
+            isinstance(event, Failed) and event.is_interruption for event in reported
+        ):
             self._await_signal()
         runs_script = any(isinstance(event, ScriptStarted) for event in reported)
         stacks = _stacks(request, keep=not runs_script or exited.stalled is not None)
@@ -179,7 +187,9 @@ class ProcessExecutor:
                 interpreters.pump.hold()  # what dies at an import is named in a line of ours
                 for one in found:
                     # those that import break off: the rest comes with the trainer
-                    one.prepare(preparation(()) if one.is_asked else self._preparation())
+                    one.prepare(
+                        preparation(()) if one.is_asked else self._preparation()
+                    )
                 wait_until_prepared(interpreters, found, tick)
             except ReaperDied as death:
                 self._on_death_at_import(death.returncode)
@@ -194,7 +204,9 @@ class ProcessExecutor:
                 return found
             # they did before they imported: a library has started CUDA, and would again
             if not self._modules:
-                raise ConfigError("an attempt's interpreter starts CUDA before its trainer runs")
+                raise ConfigError(
+                    "an attempt's interpreter starts CUDA before its trainer runs"
+                )
             log.info(
                 "importing %s early starts CUDA: attempts import by themselves",
                 ", ".join(self._modules),
@@ -230,7 +242,9 @@ class ProcessExecutor:
         """
         problem = no_room_to_import(next(iter(self._modules), "Python"), None)
         if problem is not None or not self._modules:
-            raise ConfigError(problem or f"an interpreter ends at its start ({returncode})")
+            raise ConfigError(
+                problem or f"an interpreter ends at its start ({returncode})"
+            )
         log.warning(
             "importing libraries early ended the process (%d): attempts import by themselves",
             returncode,
@@ -238,7 +252,9 @@ class ProcessExecutor:
         self._modules = ()
         self._end()
 
-    def _begin_standby(self, request: AttemptRequest, imported: LibrariesImported) -> None:
+    def _begin_standby(
+        self, request: AttemptRequest, imported: LibrariesImported
+    ) -> None:
         """Have the interpreters of the next attempt import what this one has, if there is room."""
         self._modules = imported.modules
         self._standby = Standby(imported.resident_bytes * request.ranks)

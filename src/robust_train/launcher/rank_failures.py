@@ -85,9 +85,15 @@ def cause_of(failures: Mapping[int, RankEnding], ranks: int) -> Failure:
     killed = sorted({*range(ranks)} - {*failures})
     if killed:
         names = ", ".join(map(str, killed))
-        who = f"rank {names} was killed" if len(killed) == 1 else f"ranks {names} were killed"
+        who = (
+            f"rank {names} was killed"
+            if len(killed) == 1
+            else f"ranks {names} were killed"
+        )
         rank = killed[0] if len(killed) == 1 else None
-        return Failure(FailureKind.INTERRUPTED, who, Evidence(clue=Clue.KILLED), rank=rank)
+        return Failure(
+            FailureKind.INTERRUPTED, who, Evidence(clue=Clue.KILLED), rank=rank
+        )
     lost = next((one for one in reports if not one.was_stopped), reports[0])
     return replace(lost.event.failure, rank=lost.rank)
 
@@ -99,7 +105,9 @@ class RankFailures:
         self._run_dir = run_dir
         self._folder = run_dir / "ranks"
 
-    def begin(self, number: int, job: str, spec: AttemptSpec, *, is_fresh: bool) -> None:
+    def begin(
+        self, number: int, job: str, spec: AttemptSpec, *, is_fresh: bool
+    ) -> None:
         """Record what attempt ``number`` begins with."""
         start = RankStart(job, replace(spec, gpus=()), is_fresh)
         self._write(f"attempt-{number}.json", asdict(start))
@@ -108,7 +116,9 @@ class RankFailures:
         """Record how this rank's part of attempt ``number`` failed."""
         content = {"at": time.time(), "rank": rank, "code": _code()}
         event = replace(event, error=None)
-        self._write(f"attempt-{number}.rank-{rank}.json", {**content, "event": event.as_json()})
+        self._write(
+            f"attempt-{number}.rank-{rank}.json", {**content, "event": event.as_json()}
+        )
 
     def history(self, job: str, gpus: Group) -> tuple[EarlierStart, ...]:
         """Return the job's earlier attempts that count, the last one last."""
@@ -145,7 +155,9 @@ class RankFailures:
                 if isinstance(event, Failed):
                     failures[rank] = RankEnding(rank, found["at"], event, found["code"])
         cause = cause_of(failures, ranks)
-        stopped = len(failures) == ranks and all(one.was_stopped for one in failures.values())
+        stopped = len(failures) == ranks and all(
+            one.was_stopped for one in failures.values()
+        )
         root = failures.get(-1 if cause.rank is None else cause.rank)
         attempt = replace(attempt, failure=cause, seconds=0.0)
         return EarlierStart(attempt, stopped, {} if root is None else root.code)
@@ -161,7 +173,9 @@ class RankFailures:
 def _code() -> dict[str, float]:
     """Return the files outside of the installed libraries that this process has imported."""
     paths = sysconfig.get_paths()
-    installed = tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = tuple(
+        paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
     ours = str(Path(__file__).parents[1])
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     found: dict[str, float] = {}

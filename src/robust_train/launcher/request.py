@@ -30,7 +30,8 @@ def request_for(
     run_dir: Path,
     job: str,  # its identity
     checkpoint: Path | None,  # what it resumes from
-    search: BatchSearch | None,  # the search for its micro-batch, None if the size is known
+    search: BatchSearch
+    | None,  # the search for its micro-batch, None if the size is known
     longest_pause: float,  # between two reports in the job so far, seconds
     has_live_status: bool,  # the launcher shows steps and loss on a terminal
 ) -> AttemptRequest:

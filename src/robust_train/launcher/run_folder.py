@@ -65,7 +65,9 @@ class Signals(Protocol):
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come."""
 
-    def handed_to(self, handler: Callable[[int], None]) -> AbstractContextManager[object]:
+    def handed_to(
+        self, handler: Callable[[int], None]
+    ) -> AbstractContextManager[object]:
         """Have signals call ``handler(signum)`` within a block."""
 
 
@@ -154,7 +156,9 @@ class RunFolder:
         run_list.register(self._run_dir, self.token)
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, frames: object
+    ) -> None:
         if not self.state.is_final:
             if isinstance(error, KeyboardInterrupt):
                 interruption = JobInterrupted(self._signals.received or signal.SIGINT)
@@ -163,7 +167,10 @@ class RunFolder:
                 self.ended("failed", str(error), error.exit_code)
             else:
                 self.ended("failed", f"{type(error).__name__}: {error}")
-        for request in (*find_requests(self._run_dir, TAKEN), *find_requests(self._run_dir)):
+        for request in (
+            *find_requests(self._run_dir, TAKEN),
+            *find_requests(self._run_dir),
+        ):
             request.answer({"error": "the run ended before it came to that"})
         # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
         with self._signals.handed_to(lambda signum: self._notifier.hurry()):
@@ -184,10 +191,16 @@ class RunFolder:
             if request.verb == LAUNCHERS_VERB:
                 self._stop(request)
             elif state not in _TAKING_REQUESTS and request.take():
-                problem = f"no attempt runs that could do that: the run is {state}; try later"
+                problem = (
+                    f"no attempt runs that could do that: the run is {state}; try later"
+                )
                 request.answer({"error": problem})
         sweep = self._sweep_folder
-        if sweep is not None and self._signals.received is None and sweep_stop_requested(sweep):
+        if (
+            sweep is not None
+            and self._signals.received is None
+            and sweep_stop_requested(sweep)
+        ):
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
@@ -227,7 +240,9 @@ class RunFolder:
         self._update(lambda state: state.after(event))
         self._notifier.on_event(event, self.state)
 
-    def decided(self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None) -> None:
+    def decided(
+        self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
+    ) -> None:
         """Record an attempt's end and what comes next; answer what it has not answered."""
         size = self.state.requested_micro_batch
         if isinstance(decision, Retry) and attempt.stopped_for is not None:
@@ -241,10 +256,14 @@ class RunFolder:
         for request in find_requests(self._run_dir, TAKEN):
             request.answer(_reply_after(request, attempt, decision, checkpoint))
 
-    def ended(self, status: str, reason: str | None, exit_code: int | None = None) -> None:
+    def ended(
+        self, status: str, reason: str | None, exit_code: int | None = None
+    ) -> None:
         """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
-        if self._is_counted and (code == EXIT_BAD_CONFIG or self._is_users_stop(status)):
+        if self._is_counted and (
+            code == EXIT_BAD_CONFIG or self._is_users_stop(status)
+        ):
             self._is_counted = False
             count_launch(self._run_dir, -1)
         self._change(state=status, reason=reason, exit_code=code, waiting=None)
@@ -254,12 +273,16 @@ class RunFolder:
         sweep, signum = self._sweep_folder, self._signals.received
         if status != "interrupted":
             return False
-        is_asked = self._was_asked_to_stop or (sweep is not None and sweep_stop_requested(sweep))
+        is_asked = self._was_asked_to_stop or (
+            sweep is not None and sweep_stop_requested(sweep)
+        )
         return is_asked or signum in (None, signal.SIGINT, signal.SIGHUP)
 
     def _detach(self) -> None:
         state = self.state
-        detach.has_begun(self._run_dir, detach.job_text(state.id, state.name, self._run_dir))
+        detach.has_begun(
+            self._run_dir, detach.job_text(state.id, state.name, self._run_dir)
+        )
 
     def _change(self, **changes: Any) -> None:
         self._update(lambda state: replace(state, **changes))
@@ -283,20 +306,30 @@ class RunFolder:
             problem = "this job takes no signals (it is under a scheduler, or not in its process's "
             problem += "main thread); stop it where it was started"
         elif self._signals.received is not None and not request.options.get("now"):
-            problem = "it is stopping already; --now ends it without waiting for a checkpoint"
+            problem = (
+                "it is stopping already; --now ends it without waiting for a checkpoint"
+            )
         if problem is not None:
             request.answer({"error": problem})
             return
         before, self._was_asked_to_stop = self.state.state, True
         self._change(state="stopping")
-        answer = {"before": before, "after": "stopping", "signal": "SIGTERM", "exit_code": 143}
+        answer = {
+            "before": before,
+            "after": "stopping",
+            "signal": "SIGTERM",
+            "exit_code": 143,
+        }
         request.answer({"answer": answer})
         # to the main thread: sent to another one, it would not wake a sleeping job
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _reply_after(
-    request: Request, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
+    request: Request,
+    attempt: Attempt,
+    decision: Decision | None,
+    checkpoint: Path | None,
 ) -> Reply:
     """Return the answer to a request that the attempt had taken when it ended."""
     is_restart = request.verb == "halve_batch" and attempt.stopped_for is not None
@@ -307,7 +340,9 @@ def _reply_after(
     if checkpoint is not None:
         where = f"from {checkpoint}"
     how = f"in a new attempt {where}; effective batch size {spec.effective_batch_size}"
-    return {"answer": {"before": _sizes(attempt.spec), "after": _sizes(spec), "how": how}}
+    return {
+        "answer": {"before": _sizes(attempt.spec), "after": _sizes(spec), "how": how}
+    }
 
 
 def _sizes(spec: AttemptSpec) -> dict[str, int]:

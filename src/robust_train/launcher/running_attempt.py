@@ -74,7 +74,9 @@ class RunningAttempt:
     def run(
         self,
         signals: SignalWatch,
-        hold: Sequence[int],  # descriptors that the attempt and all that it starts keep open
+        hold: Sequence[
+            int
+        ],  # descriptors that the attempt and all that it starts keep open
         tick: Callable[[], None],  # called at least twice a second
     ) -> Exited:
         """Run it to its end, whatever that is.
@@ -114,7 +116,10 @@ class RunningAttempt:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 for rank, one in enumerate(self._processes):
-                    own = [self._votes.descriptor, *(() if rank else (listener.fileno(),))]
+                    own = [
+                        self._votes.descriptor,
+                        *(() if rank else (listener.fileno(),)),
+                    ]
                     one.begin(Begin(request, rank, port), (*own, *hold))
         self._is_begun = True
         if self._clock.is_set:  # a signal that came before there was something to stop
@@ -123,13 +128,18 @@ class RunningAttempt:
     def _poll(self, wakeup: int) -> Exited | None:
         """Wait for something to happen and see to it; return how the attempt ended, if it did."""
         interpreters, clock = self._interpreters, self._clock
-        channels = [one.channel.fileno() for one in self._processes if one.ended is None]
+        channels = [
+            one.channel.fileno() for one in self._processes if one.ended is None
+        ]
         seconds = clock.seconds_left(TICK_SECONDS)
         readable([wakeup, *interpreters.descriptors, *channels], seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
         while self._unanswered:
-            log.info("%s", _stopping(self._unanswered.pop(), self._request.stop_grace_seconds))
+            log.info(
+                "%s",
+                _stopping(self._unanswered.pop(), self._request.stop_grace_seconds),
+            )
         if clock.kills_now():
             self._signal_all(signal.SIGKILL)
         # ends before events and output: what a process sent before it ended is then there already
@@ -148,7 +158,9 @@ class RunningAttempt:
             return self._exited()
         if not clock.is_set and (stalled := self._watch.poll()) is not None:
             self._stalled = stalled
-            clock.kill_in(dump_stacks(self._request, self._interpreters, self._processes))
+            clock.kill_in(
+                dump_stacks(self._request, self._interpreters, self._processes)
+            )
         return None
 
     def _read(self, rank: int, one: Interpreter, most: int | None) -> None:
@@ -163,7 +175,9 @@ class RunningAttempt:
     def _limit_other_ranks(self) -> None:
         """Limit the time of the others once a rank has failed, or all have reported their end."""
         ends = self._ends()
-        known = [end for end in ends if end.ending is not None or end.returncode is not None]
+        known = [
+            end for end in ends if end.ending is not None or end.returncode is not None
+        ]
         if all(end.returncode is not None for end in ends[1:]):
             # the first has served the store of the others, and may go now
             with contextlib.suppress(OSError):
@@ -182,7 +196,9 @@ class RunningAttempt:
     def _exited(self) -> Exited:
         interpreters = self._interpreters
         has_ended = len(self._dead) == len(self._processes)
-        kept = [one for one in interpreters.running.values() if one not in self._processes]
+        kept = [
+            one for one in interpreters.running.values() if one not in self._processes
+        ]
         left = interpreters.kill_leftovers(kept)
         interpreters.pump.drain()
         for one in self._processes:
@@ -203,7 +219,10 @@ class RunningAttempt:
         )
 
     def _ends(self) -> list[RankEnd]:
-        return [self._dead.get(rank) or self._end(rank) for rank in range(len(self._processes))]
+        return [
+            self._dead.get(rank) or self._end(rank)
+            for rank in range(len(self._processes))
+        ]
 
     def _end(self, rank: int) -> RankEnd:
         one, ending = self._processes[rank], self._endings.get(rank)
@@ -239,5 +258,9 @@ class RunningAttempt:
 
 
 def _stopping(signum: int, grace_seconds: float) -> str:
-    again = "press Ctrl-C" if signum == signal.SIGINT else f"send {signal.Signals(signum).name}"
+    again = (
+        "press Ctrl-C"
+        if signum == signal.SIGINT
+        else f"send {signal.Signals(signum).name}"
+    )
     return f"stopping: saving a checkpoint, at most {grace_seconds:g} s; {again} again to kill"

@@ -23,7 +23,9 @@ def main() -> None:
     for number, url in enumerate(given["urls"], start=1):
         try:
             target = apprise.Apprise()
-            sent = target.add(url) and target.notify(title=given["title"], body=given["body"])
+            sent = target.add(url) and target.notify(
+                title=given["title"], body=given["body"]
+            )
         except Exception:
             sent = False
         if not sent:

@@ -36,7 +36,9 @@ class Pulse:
             pause = (self.now - self.begun) / _LONGEST_PAUSES
         else:
             pause = self.now - self.reported
-        return replace(self, reported=self.now, alive=self.now, longest=max(self.longest, pause))
+        return replace(
+            self, reported=self.now, alive=self.now, longest=max(self.longest, pause)
+        )
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Standstill:
     def what(self) -> str:
         """What has been missing, and for how long."""
         if self.before_progress:
-            return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
+            return (
+                f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
+            )
         return f"no progress for {duration(self.seconds)}"
 
 

@@ -33,11 +33,15 @@ _DUMP_SECONDS = 5.0
 
 
 def dump_stacks(
-    request: AttemptRequest, interpreters: Interpreters, processes: Sequence[Interpreter]
+    request: AttemptRequest,
+    interpreters: Interpreters,
+    processes: Sequence[Interpreter],
 ) -> float:
     """Write what the processes of an attempt do; return the seconds that they need for theirs."""
     dumps = request_dumps(request.run_dir, request.attempt)
-    spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    spy = shutil.which("py-spy") or shutil.which(
+        "py-spy", path=str(Path(sys.executable).parent)
+    )
     until = time.monotonic() + _ALL_SECONDS
     sections = []
     own = [one.pid for one in processes]
@@ -64,7 +68,9 @@ def _have_it_write(
         interpreters.signal(one, DUMP_STACKS)
         return
     with contextlib.suppress(OSError, psutil.Error):
-        heading = f"rank {rank} (process {one.pid}, {psutil.Process(one.pid).status()})\n"
+        heading = (
+            f"rank {rank} (process {one.pid}, {psutil.Process(one.pid).status()})\n"
+        )
         with request.stacks_file.open("a") as file:
             file.write(heading)
         size = request.stacks_file.stat().st_size
@@ -76,7 +82,9 @@ def _have_it_write(
         time.sleep(_OF_A_RANK_SECONDS / 10)
 
 
-def _silent_processes(request: AttemptRequest, own: Sequence[int]) -> list[psutil.Process]:
+def _silent_processes(
+    request: AttemptRequest, own: Sequence[int]
+) -> list[psutil.Process]:
     """Return the processes that do not answer the signal."""
     found = trainers_processes(own, request)
     if request.runs_script:
@@ -98,7 +106,9 @@ def _threads(spy: str, process: psutil.Process) -> Iterator[str]:
     """Yield a process's threads as faulthandler writes them; none if py-spy finds none."""
     # one that is stopped cannot be paused
     pause = ("--nonblocking",) if process.status() in STOPPED else ()
-    printed = printed_by((spy, "dump", "--json", *pause, "--pid", str(process.pid)), _ONE_SECONDS)
+    printed = printed_by(
+        (spy, "dump", "--json", *pause, "--pid", str(process.pid)), _ONE_SECONDS
+    )
     try:
         threads = json.loads(printed or b"[]")
         for thread in threads:

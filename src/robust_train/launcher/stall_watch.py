@@ -66,17 +66,24 @@ class _Glance:
 
     def is_busier_than(self, before: _Glance) -> bool:
         least = _CPU_GRAIN_SECONDS + _CPU_SHARE * (self.at - before.at)
-        return self.pids != before.pids or self.cpu_seconds - before.cpu_seconds >= least
+        return (
+            self.pids != before.pids or self.cpu_seconds - before.cpu_seconds >= least
+        )
 
     def moves_data_since(self, before: _Glance) -> bool:
-        return self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * (self.at - before.at)
+        return self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * (
+            self.at - before.at
+        )
 
 
 class StallWatch:
     """Watches one attempt, whose interpreters have these process ids."""
 
     def __init__(
-        self, request: AttemptRequest, pids: Sequence[int], on_event: Callable[[Event], None]
+        self,
+        request: AttemptRequest,
+        pids: Sequence[int],
+        on_event: Callable[[Event], None],
     ) -> None:
         self._request, self._pids, self._on_event = request, pids, on_event
         self._pulse = Pulse(longest=request.longest_pause)
@@ -95,7 +102,9 @@ class StallWatch:
         self._let_time_pass()
         pulse = self._pulse
         has_begun = pulse.reported is not None
-        if isinstance(event, Progress) or (has_begun and isinstance(event, _OF_THE_LOOP)):
+        if isinstance(event, Progress) or (
+            has_begun and isinstance(event, _OF_THE_LOOP)
+        ):
             pulse = pulse.after_progress()
         elif isinstance(event, TrainingStarted) and not has_begun:
             pulse = replace(pulse, begun=pulse.now)
@@ -136,10 +145,15 @@ class StallWatch:
         self._next_look = self._ticked + every
         before, now = self._glance, self._take_glance()
         self._glance = now
-        was_suspended, self._is_suspended = self._is_suspended, 0 < len(now.pids) == now.stopped
+        was_suspended, self._is_suspended = (
+            self._is_suspended,
+            0 < len(now.pids) == now.stopped,
+        )
         if self._is_suspended:
             if not was_suspended:
-                log.info("the attempt is stopped by a signal: this time does not count as a stall")
+                log.info(
+                    "the attempt is stopped by a signal: this time does not count as a stall"
+                )
             return
         is_recent = before is not None and now.at - before.at <= 4 * max(every, 1.0)
         if now.stopped or before is None or not is_recent:
@@ -162,7 +176,9 @@ class StallWatch:
                 stopped += status in STOPPED
                 pids.add(process.pid)
                 moved_bytes += bytes_moved_by(process)
-        return _Glance(time.monotonic(), cpu_seconds, moved_bytes, frozenset(pids), stopped)
+        return _Glance(
+            time.monotonic(), cpu_seconds, moved_bytes, frozenset(pids), stopped
+        )
 
     def _gpu_is_busy(self) -> bool:
         uuids = self._request.gpu_uuids
@@ -172,7 +188,8 @@ class StallWatch:
         found = read_inventory(processes=False).gpus
         close_session()  # an open one blocks a reset of any GPU
         return any(
-            gpu.uuid in uuids and (gpu.utilization_percent or 0) >= _GPU_PERCENT for gpu in found
+            gpu.uuid in uuids and (gpu.utilization_percent or 0) >= _GPU_PERCENT
+            for gpu in found
         )
 
     def _warn(self, found: Standstill) -> None:
@@ -200,7 +217,9 @@ def bytes_moved_by(process: psutil.Process) -> int:
     return 0
 
 
-def trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[psutil.Process]:
+def trainers_processes(
+    pids: Sequence[int], request: AttemptRequest
+) -> list[psutil.Process]:
     """Return the processes that train: of a script without the one that only supervises it.
 
     What has lost its parent is a child of the reaper, the parent of the interpreters.
@@ -209,5 +228,7 @@ def trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[psu
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(pid)
-            found += ([] if request.runs_script else [one]) + one.children(recursive=True)
+            found += ([] if request.runs_script else [one]) + one.children(
+                recursive=True
+            )
     return found

@@ -70,12 +70,16 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
     if torch is not None:
         try:
             segments = memory_segments(torch) if workspaces else None
-            if segments is not None and not any(segment.is_private for segment in segments):
+            if segments is not None and not any(
+                segment.is_private for segment in segments
+            ):
                 clear_cublas_workspaces(torch)
             # what other processes have released becomes cache, which the next call returns
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        except RuntimeError as error:  # it synchronises, so it shows what else went wrong
+        except (
+            RuntimeError
+        ) as error:  # it synchronises, so it shows what else went wrong
             log.warning("cannot empty the CUDA cache: %s", first_line(error))
     trim = _malloc_trim()
     if trim is not None:
@@ -99,7 +103,9 @@ class KeptGradients:
         """Drop gradients that were not there, and give the others their values back."""
         for tensor in leaf_tensors():
             reference = self._kept[id(tensor)][0] if id(tensor) in self._kept else None
-            if tensor.grad is not None and (reference is None or reference() is not tensor):
+            if tensor.grad is not None and (
+                reference is None or reference() is not tensor
+            ):
                 tensor.grad = None
         for reference, gradient, values in self._kept.values():
             tensor = reference()
@@ -121,7 +127,9 @@ class StartingMemory:
     """
 
     def __init__(self, gradients: KeptGradients | None = None) -> None:
-        self.gradients = KeptGradients(leaf_tensors()) if gradients is None else gradients
+        self.gradients = (
+            KeptGradients(leaf_tensors()) if gradients is None else gradients
+        )
         alive = tensors.live_tensors()
         self._bytes_on = tensors.bytes_on(alive)
         self._storages = frozenset(tensors.storages(alive))
@@ -146,7 +154,8 @@ class StartingMemory:
 def release_and_check(
     error: BaseException,  # what ended the try
     start: StartingMemory | None,  # from before the first try; None skips the check
-    gradients: KeptGradients | None = None,  # from before the try; None for those of `start`
+    gradients: KeptGradients
+    | None = None,  # from before the try; None for those of `start`
     *,
     # False if it is not shown again. An emptied frame still keeps its function, and so the
     # variables of a closure.

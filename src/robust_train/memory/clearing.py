@@ -28,7 +28,9 @@ class Cleared:
 
     before: MemoryStats  # the current device's figures before
     after: MemoryStats  # and after
-    dropped_bytes: int = 0  # of tensors that no program could reach any more; only with ``force``
+    dropped_bytes: int = (
+        0  # of tensors that no program could reach any more; only with ``force``
+    )
     # the largest tensors that are still alive, with the variables that hold them; only with `force`
     held: tuple[tensors.HeldTensor, ...] = ()
     done: tuple[str, ...] = ()  # sentences about what else was done
@@ -41,7 +43,11 @@ class Cleared:
     @property
     def description(self) -> str:
         """The result in a line for people."""
-        what = self.after.device if self.after.on_gpu else "no CUDA in this process; host memory"
+        what = (
+            self.after.device
+            if self.after.on_gpu
+            else "no CUDA in this process; host memory"
+        )
         verb = "reserved" if self.after.on_gpu else "resident"
         parts = [
             f"{what}: {mib(self.freed, 1)} released, "
@@ -74,10 +80,14 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     held: list[tensors.HeldTensor] = []
     if force:
         held = tensors.largest_alive(_TOP)
-    return _logged(Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done)))
+    return _logged(
+        Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done))
+    )
 
 
-clear_cuda_memory = clear_gpu_memory  # The other name that people know `clear_gpu_memory` by
+clear_cuda_memory = (
+    clear_gpu_memory  # The other name that people know `clear_gpu_memory` by
+)
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
@@ -105,7 +115,9 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
             # in place: optimizers would keep parameters that are only replaced
             tensor.data = torch.empty(0, dtype=tensor.dtype)
     weights = "weights on the host" if keep_weights else "weights dropped"
-    done = (f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",)
+    done = (
+        f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",
+    )
     del optimizers
     return_memory(workspaces=True)
     return _logged(Cleared(before, get_gpu_memory_stats(), done=done))
@@ -121,7 +133,9 @@ def _optimizers_of(model: nn.Module, base: type) -> list[Any]:
     return [
         optimizer
         for optimizer in tensors.live_objects(base)
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if any(
+            id(p) in own for group in optimizer.param_groups for p in group["params"]
+        )
     ]
 
 
@@ -137,7 +151,9 @@ def _drop_unreachable(done: list[str]) -> int:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         clear_frames(error)
-        done.append(f"the frames of the last uncaught {type(error).__name__} were emptied")
+        done.append(
+            f"the frames of the last uncaught {type(error).__name__} were emptied"
+        )
     # with DEBUG_SAVEALL its user wants to look into it
     if gc.garbage and not gc.get_debug() & gc.DEBUG_SAVEALL:
         done.append(f"{len(gc.garbage)} objects removed from gc.garbage")

@@ -43,7 +43,9 @@ def ordinal_of(device: Any) -> int | None:
         return device
     match = re.fullmatch(r"(cpu)(?::0)?|cuda(?::(\d+))?", str(device))
     if match is None:
-        raise ValueError(f"device {str(device)!r}: accepted are cpu, cuda, cuda:<number>, a number")
+        raise ValueError(
+            f"device {str(device)!r}: accepted are cpu, cuda, cuda:<number>, a number"
+        )
     if match[1]:
         return HOST
     return None if match[2] is None else int(match[2])
@@ -63,14 +65,18 @@ def gpu_number(torch: Any, ordinal: int | None) -> int:
     if ordinal is None:
         return busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
-        raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
+        raise ValueError(
+            f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}"
+        )
     return ordinal
 
 
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds most; CUDA's current one if it holds nothing. A
     trainer may put its model on another GPU than the current one."""
-    held = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
+    held = [
+        torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())
+    ]
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
 
@@ -108,7 +114,9 @@ def alloc_retries() -> int | None:
     if torch is None:
         return None
     try:
-        figures = map(torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count()))
+        figures = map(
+            torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count())
+        )
         return sum(int(found.get("num_alloc_retries", 0)) for found in figures)
     except RuntimeError:  # after a fault
         return None
@@ -141,7 +149,9 @@ def _segment(entry: Mapping[str, Any]) -> Segment:
     return Segment(
         entry["device"],
         is_private=tuple(entry.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL,
-        unused=tuple(int(block["size"]) for block in blocks if block["state"] == "inactive"),
+        unused=tuple(
+            int(block["size"]) for block in blocks if block["state"] == "inactive"
+        ),
     )
 
 

@@ -49,7 +49,9 @@ class MemoryLimit:
             f"({self.fraction:g}), {self.in_use / MIB:,.0f} MiB in use"
         )
         if self.in_use > self.bytes:
-            text += "; that is more than the limit, so the next larger request will fail"
+            text += (
+                "; that is more than the limit, so the next larger request will fail"
+            )
         return text
 
 
@@ -131,7 +133,9 @@ def enable_memory_efficient_settings(
     elif exported is None:
         done = ["no expandable segments: WSL's driver lacks them"]
     else:
-        done = [f"{allocator.VARIABLE} has expandable_segments:{exported} already, which stays"]
+        done = [
+            f"{allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
+        ]
     torch = usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")
@@ -160,7 +164,9 @@ def apply_to_allocator(torch: Any, settings: str) -> str:
 
 def _limit_host(fraction: float) -> MemoryLimit:
     memory = read_host_memory()
-    limit = MemoryLimit("cpu", fraction, int(fraction * memory.total), memory.total, memory.data)
+    limit = MemoryLimit(
+        "cpu", fraction, int(fraction * memory.total), memory.total, memory.data
+    )
     if limit.in_use >= limit.bytes:
         raise ValueError(
             f"fraction={fraction:g}: that is {limit.bytes / MIB:,.0f} MiB of host memory, and this "

@@ -20,7 +20,9 @@ _OPTIONS = {
 }
 
 
-def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
+def perform(
+    verb: str, options: Mapping[str, object], run_dir: Path
+) -> dict[str, object]:
     """Carry out a request in this process.
 
     Returns:

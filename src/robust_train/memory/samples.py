@@ -101,7 +101,9 @@ class SampleFile:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                log.warning("cannot write %s: %s; training goes on", self._path, error.strerror)
+                log.warning(
+                    "cannot write %s: %s; training goes on", self._path, error.strerror
+                )
 
 
 @functools.lru_cache(maxsize=1)
@@ -137,7 +139,9 @@ class Sampler:
         attempt: int,  # number of the attempt
         device: str,  # what the attempt trains on, in this process's own numbering
         interval_seconds: float,  # see above
-        step: Callable[[], int | None],  # returns the last optimizer step that was reported
+        step: Callable[
+            [], int | None
+        ],  # returns the last optimizer step that was reported
         # all that this process has started counts, as where a script trains
         whole_tree: bool = False,
         # of the time, which samples may take: longer pauses follow expensive ones
@@ -155,7 +159,9 @@ class Sampler:
         self._cost_share = cost_share
         self._step = step
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="memory sampler", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name="memory sampler", daemon=True
+        )
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -191,7 +197,9 @@ class Sampler:
                 return
             # waking up counts as well, which is why it is measured from one to the next
             cost, spent = time.thread_time() - spent, time.thread_time()
-            is_last = self._ended.wait(max(self._interval_seconds, cost / self._cost_share))
+            is_last = self._ended.wait(
+                max(self._interval_seconds, cost / self._cost_share)
+            )
 
     def _sample(self) -> Sample:
         resident, anonymous = self._resident(self._process)

@@ -119,12 +119,16 @@ def write_snapshot(run_dir: Path) -> tuple[list[Path], str]:
     sentence = f"the {len(tensors)} largest live tensors are in {tensors_path}"
     torch = started_torch()
     if torch is None:
-        no_snapshot = "no CUDA in this process, so there is no snapshot of its allocator"
+        no_snapshot = (
+            "no CUDA in this process, so there is no snapshot of its allocator"
+        )
         return [tensors_path], f"{sentence}; {no_snapshot}"
     snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
     with replacing(snapshot_path) as path:
         compat.dump_allocator_snapshot(torch, str(path))
-    sentence += f"; torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
+    sentence += (
+        f"; torch's snapshot is in {snapshot_path}, for https://pytorch.org/memory_viz"
+    )
     if not compat.allocator_history_is_recorded(torch):
         compat.record_allocator_history(torch, _ENTRIES_ON_REQUEST)
         sentence += (
@@ -151,5 +155,7 @@ def _dump_snapshot(path: Path) -> str | None:
 
 def _describe(tensors: Sequence[HeldTensor], file: str | None) -> str:
     least = _WORTH_NAMING * tensors[0].bytes
-    largest = "; ".join(str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least)
+    largest = "; ".join(
+        str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least
+    )
     return f"the largest tensors are {largest}" + (f"; all in {file}" if file else "")

@@ -52,7 +52,9 @@ def stability(samples: Sequence[Sample]) -> Stability:
     although tensors do not is fragmentation. The process's own host memory counts on the CPU and on
     the GPU.
     """
-    own = [s for s in samples if s.attempt == samples[-1].attempt and s.step is not None]
+    own = [
+        s for s in samples if s.attempt == samples[-1].attempt and s.step is not None
+    ]
     own.sort(key=lambda sample: sample.step or 0)
     if not own:
         reason = "the trainer reported no steps" if samples else "no samples"
@@ -67,7 +69,9 @@ def stability(samples: Sequence[Sample]) -> Stability:
     if slope := _slope(_floors(own, lambda sample: sample.reserved), _GPU_BYTES):
         return _growing(slope, "fragmenting", "reserved but not in use: ")
     if slope := _slope(host, _HOST_BYTES):
-        return _growing(slope, "growing", f"leak suspected: {'host memory ' if on_gpu else ''}")
+        return _growing(
+            slope, "growing", f"leak suspected: {'host memory ' if on_gpu else ''}"
+        )
     return Stability("stable", "stable")
 
 

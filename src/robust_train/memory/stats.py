@@ -209,11 +209,15 @@ class GPUMemoryContext:
             _open_contexts.append(self)
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, frames: object
+    ) -> None:
         with _peaks_lock:
             _open_contexts.remove(self)
             # after a fault of the device it answers with the same error; the block's own counts
-            with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
+            with (
+                contextlib.suppress(RuntimeError) if error else contextlib.nullcontext()
+            ):
                 self._update()
         if self.name:
             log.info("%s: %s", self.name, self.description)
@@ -246,7 +250,10 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
             }
             return {**figures, **(beside_cache(torch, index) if context else {})}
     with contextlib.suppress(OSError, psutil.Error):
-        return {"resident": host.resident_bytes()[0], "max_resident": host.largest_resident()}
+        return {
+            "resident": host.resident_bytes()[0],
+            "max_resident": host.largest_resident(),
+        }
     return {}
 
 
@@ -273,7 +280,9 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
         for gpu in (gpu for gpu in gpus if gpu.uuid == uuid and not gpu.unified_memory):
             computing = [process for process in gpu.processes or () if process.computes]
             # in a container it may have another number, and is known only if it is alone
-            own = [process for process in computing if process.pid == os.getpid()] or computing
+            own = [
+                process for process in computing if process.pid == os.getpid()
+            ] or computing
             used = own[0].used_bytes if len(own) == 1 else None
             name = "context_at_most_bytes" if used is None else "context_bytes"
             size = gpu.used_bytes if used is None else used
@@ -285,7 +294,9 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
     segments = cuda.memory_segments(torch)
-    largest, unused = (None, None) if segments is None else cuda.unused_blocks(segments, ordinal)
+    largest, unused = (
+        (None, None) if segments is None else cuda.unused_blocks(segments, ordinal)
+    )
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=figures.get("allocated_bytes.all.current", 0),
@@ -295,7 +306,9 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
         free=free,
         total=total,
         largest_free_block=largest,
-        fragmentation=None if largest is None or unused is None else fragmentation(largest, unused),
+        fragmentation=None
+        if largest is None or unused is None
+        else fragmentation(largest, unused),
         retries=figures.get("num_alloc_retries", 0),
         oom_count=figures.get("num_ooms", 0),
     )
@@ -312,21 +325,28 @@ def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
     about = torch.cuda.get_device_properties(ordinal)
-    found = [g for g in read_inventory(processes=False).gpus if g.uuid == f"GPU-{about.uuid}"]
+    found = [
+        g for g in read_inventory(processes=False).gpus if g.uuid == f"GPU-{about.uuid}"
+    ]
     return found[0].free_bytes if found else None, about.total_memory
 
 
 def _of_nvml(ordinal: int) -> MemoryStats | None:
     """Return figures of the GPU that CUDA would call ``ordinal`` here, if there is one."""
     torch = sys.modules.get("torch")
-    if torch is not None and getattr(getattr(torch, "version", None), "cuda", "") is None:
+    if (
+        torch is not None
+        and getattr(getattr(torch, "version", None), "cuda", "") is None
+    ):
         return None
     gpus = visible_gpus(read_inventory(processes=False), os.environ).gpus
     if ordinal >= len(gpus):
         return None
     gpu = gpus[ordinal]
     note = f"this process has not started CUDA; GPU {gpu.index} ({gpu.name}) as NVML reports it"
-    return MemoryStats(f"cuda:{ordinal}", free=gpu.free_bytes, total=gpu.total_bytes, note=note)
+    return MemoryStats(
+        f"cuda:{ordinal}", free=gpu.free_bytes, total=gpu.total_bytes, note=note
+    )
 
 
 def _of_host(note: str) -> MemoryStats:
@@ -362,7 +382,10 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
         own = host.own_memory()
         return "cpu", own["VmRSS"], own["VmHWM"]
     torch, index = gpu
-    now, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
+    now, peak = (
+        torch.cuda.memory_allocated(index),
+        torch.cuda.max_memory_allocated(index),
+    )
     return f"cuda:{index}", now, peak
 
 

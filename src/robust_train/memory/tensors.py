@@ -57,7 +57,11 @@ def storage_of(tensor: Any) -> StorageKey | None:
 def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     """Return the bytes of each storage that the tensors share."""
     keys = ((storage_of(tensor), tensor) for tensor in tensors)
-    return {key: tensor.untyped_storage().nbytes() for key, tensor in keys if key is not None}
+    return {
+        key: tensor.untyped_storage().nbytes()
+        for key, tensor in keys
+        if key is not None
+    }
 
 
 def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
@@ -91,7 +95,9 @@ class HeldTensor:
     device: str  # `cuda:0`, `cpu`
     # `kept[0] (global of module x)`; None if no variable of a known function leads there
     owner: str | None
-    has_graph: bool  # it keeps the graph that it was computed by, and what that has saved
+    has_graph: (
+        bool  # it keeps the graph that it was computed by, and what that has saved
+    )
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
@@ -116,7 +122,9 @@ def largest(
         # of the tensors that share a storage, one that a variable holds
         if key not in by_storage or id(tensor) in owners:
             by_storage[key] = tensor
-    by_size = sorted(by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
+    by_size = sorted(
+        by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes()
+    )
     return [
         HeldTensor(
             bytes=tensor.untyped_storage().nbytes(),
@@ -142,7 +150,9 @@ def variables_of(frames: Iterable[FrameType]) -> dict[int, tuple[Any, str]]:
     todo = deque((value, name, where, 0) for value, name, where in _variables(frames))
     while todo and len(seen) < _MOST_VALUES:
         value, name, where, depth = todo.popleft()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, type(sys), type)):
+        if id(value) in seen or isinstance(
+            value, (str, bytes, int, float, type(sys), type)
+        ):
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -150,10 +160,14 @@ def variables_of(frames: Iterable[FrameType]) -> dict[int, tuple[Any, str]]:
             if value.is_leaf and value.grad is not None:
                 todo.append((value.grad, f"{name}.grad", where, depth))
         elif depth < _MOST_DEPTH:
-            with contextlib.suppress(Exception):  # another thread may change it meanwhile
+            with contextlib.suppress(
+                Exception
+            ):  # another thread may change it meanwhile
                 # memory may have run out, so the values that wait are few as well
                 room = max(_MOST_VALUES - len(todo), 0)
-                for item, step in itertools.islice(_items(value, torch.nn.Module), room):
+                for item, step in itertools.islice(
+                    _items(value, torch.nn.Module), room
+                ):
                     todo.append((item, name + step, where, depth + 1))
     return found
 
@@ -192,13 +206,16 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[Any, str, str]]:
             variables.clear()
     for module, content in modules.items():
         yield from [
-            (value, name, f"global of module {module}") for name, value in list(content.items())
+            (value, name, f"global of module {module}")
+            for name, value in list(content.items())
         ]
 
 
 def _is_ours(module: str) -> bool:
     """Return whether a module is the launcher's; the built-in trainer counts as a user's."""
-    return module.startswith("robust_train.") and not module.startswith("robust_train.vision.")
+    return module.startswith("robust_train.") and not module.startswith(
+        "robust_train.vision."
+    )
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:
@@ -218,7 +235,11 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(current))
         yield current
-        pending += [current.__cause__, current.__context__, *getattr(current, "exceptions", ())]
+        pending += [
+            current.__cause__,
+            current.__context__,
+            *getattr(current, "exceptions", ()),
+        ]
 
 
 def running_frames() -> list[FrameType]:
@@ -235,7 +256,9 @@ def running_frames() -> list[FrameType]:
 TensorFacts = dict[str, Json]  # The fields of `HeldTensor`
 
 
-def largest_tensors(top: int = 20, *, devices: Collection[str] | None = None) -> list[TensorFacts]:
+def largest_tensors(
+    top: int = 20, *, devices: Collection[str] | None = None
+) -> list[TensorFacts]:
     """Return the largest tensors that are alive, the largest first, in JSON's types.
 
     Tensors that share a storage count once. ``owner`` is the variable of a running function, or the
@@ -352,7 +375,9 @@ def copy_with_gaps(tensor: Any) -> Any:
     are picked out of it on the host."""
     torch = sys.modules["torch"]
     strides = tensor.stride()
-    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    span = 1 + sum(
+        (n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True)
+    )
     stretch = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).cpu()
     return torch.as_strided(stretch, tensor.shape, strides).contiguous()
 
@@ -361,7 +386,11 @@ def has_gaps(tensor: Any) -> bool:
     """Return whether torch would copy the tensor on its device before it copies it to the host."""
     torch = sys.modules["torch"]
     # a subclass (a distributed, a quantised tensor) has its own way to the host
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout is not torch.strided
+        or not tensor.numel()
+    ):
         return False
     expected = 1
     for size, stride in sorted(

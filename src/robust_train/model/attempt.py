@@ -41,11 +41,15 @@ COMPLETED = "completed"
 class Exit:
     """How an attempt's process ended, as the launcher saw it."""
 
-    returncode: int | None = None  # negative for a signal; None if the launcher itself ran it
+    returncode: int | None = (
+        None  # negative for a signal; None if the launcher itself ran it
+    )
     pid: int | None = None
     max_resident_bytes: int = 0  # its peak of host memory
     output: str = field(default="", repr=False)  # the end of what it printed
-    stacks: str = field(default="", repr=False)  # what its threads were doing at a stall or crash
+    stacks: str = field(
+        default="", repr=False
+    )  # what its threads were doing at a stall or crash
     stalled: str | None = None  # what stood still, for an attempt that was ended for it
     was_stopped: bool = False  # the launcher had asked it to stop
     oom_killed: bool | None = None  # by the kernel; None if unknown
@@ -66,7 +70,9 @@ class Attempt:
     resumed_from: str | None = None  # its first checkpoint
     # --- how far it came ---
     pid: int | None = None  # of rank 0
-    began_training: bool = False  # it reported that training begins, which some trainers never do
+    began_training: bool = (
+        False  # it reported that training begins, which some trainers never do
+    )
     start_step: int = 0  # optimizer step it started from (0 for a fresh start)
     end_step: int | None = None  # last optimizer step it reported
     total_steps: int | None = None
@@ -74,9 +80,13 @@ class Attempt:
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
     saves: int = 0  # number of checkpoints it reported
-    micro_batch: int | None = None  # the one in use, if the trainer itself has changed it
+    micro_batch: int | None = (
+        None  # the one in use, if the trainer itself has changed it
+    )
     keeps_batch: str | None = None  # why no attempt may split the batch in another way
-    batch_size_found: Mapping[str, Json] | None = None  # what probes before training have found
+    batch_size_found: Mapping[str, Json] | None = (
+        None  # what probes before training have found
+    )
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
     memory_returned: Mapping[str, Json] | None = None  # by the final clean-up
@@ -86,13 +96,19 @@ class Attempt:
     rank_died: RankDied | None = None  # what ended the group of its ranks
     script: ScriptStarted | ScriptEnded | None = None  # its program, if it runs one
     exit: Exit = Exit()
-    gpu_free_before_bytes: int | None = None  # of the GPU on which it failed, before the attempt
-    gpu_free_after_bytes: int | None = None  # the same when the attempt's process was gone
+    gpu_free_before_bytes: int | None = (
+        None  # of the GPU on which it failed, before the attempt
+    )
+    gpu_free_after_bytes: int | None = (
+        None  # the same when the attempt's process was gone
+    )
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
     traceback: str | None = None  # the trainer's own, or what a script printed last
-    peak_memory_bytes: int | None = None  # of the device, or of the process if it ran on the CPU
+    peak_memory_bytes: int | None = (
+        None  # of the device, or of the process if it ran on the CPU
+    )
     memory_stability: Mapping[str, Json] | None = None  # how its memory developed
     # --- what was decided after it ---
     rule: int | None = None  # number of the user's rule that applies, in `retry.rules`
@@ -107,17 +123,32 @@ class Attempt:
             case TrainingStarted():
                 return replace(self, start_step=event.step, began_training=True)
             case Progress():
-                total = self.total_steps if event.total_steps is None else event.total_steps
-                loss = finite(event.metrics.get("loss", self.loss))  # a metric may be anything
+                total = (
+                    self.total_steps if event.total_steps is None else event.total_steps
+                )
+                loss = finite(
+                    event.metrics.get("loss", self.loss)
+                )  # a metric may be anything
                 return replace(self, end_step=event.step, total_steps=total, loss=loss)
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step
                 saves = self.saves + 1
-                return replace(self, checkpoint=event.path, saved_step=step, saves=saves)
+                return replace(
+                    self, checkpoint=event.path, saved_step=step, saves=saves
+                )
             case SpeedMeasured():
-                speed = event.speed if self.spec.has_batch else event.speed.without_samples()
-                by_rank = {one.rank: one for one in (*self.speed, replace(speed, rank=event.rank))}
-                return replace(self, speed=tuple(by_rank[rank] for rank in sorted(by_rank)))
+                speed = (
+                    event.speed
+                    if self.spec.has_batch
+                    else event.speed.without_samples()
+                )
+                by_rank = {
+                    one.rank: one
+                    for one in (*self.speed, replace(speed, rank=event.rank))
+                }
+                return replace(
+                    self, speed=tuple(by_rank[rank] for rank in sorted(by_rank))
+                )
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
             case MemoryCleared(reason="end" | "failure"):
@@ -129,10 +160,14 @@ class Attempt:
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case BatchSizeFound():
-                spec = self.spec.with_batch(event.batch_size, event.gradient_accumulation_steps)
+                spec = self.spec.with_batch(
+                    event.batch_size, event.gradient_accumulation_steps
+                )
                 return replace(self, spec=spec, batch_size_found=event.figures)
             case RankDied():
-                return replace(self, rank_died=event, memory={**self.memory, **event.memory})
+                return replace(
+                    self, rank_died=event, memory={**self.memory, **event.memory}
+                )
             case ScriptStarted() | ScriptEnded():
                 return replace(self, script=event)
             case Finished() | Failed():

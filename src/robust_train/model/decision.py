@@ -15,7 +15,9 @@ class RetryRule:
     exit_code: int | None = None  # of a script
     message: str | None = None  # pattern that is found in message, traceback or output
     exception: str | None = None  # class, or dotted name of one, as `except` has it
-    times: int | None = None  # at most, without progress in between; None: `max_retries`
+    times: int | None = (
+        None  # at most, without progress in between; None: `max_retries`
+    )
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class Room:
     gpu_uuids: tuple[str, ...]
     free_bytes: int  # on each of them
     exclude: tuple[str, ...] = ()  # GPUs that will not do
-    counts: tuple[int, ...] = (1,)  # of GPUs where none are named: the first that can be had
+    counts: tuple[int, ...] = (
+        1,
+    )  # of GPUs where none are named: the first that can be had
 
 
 @dataclass(frozen=True)

@@ -301,13 +301,25 @@ class Failed(Event):
     failure: Failure  # why, classified
     step: int | None = None  # last optimizer step that was reported
     memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
-    traceback: str | None = None  # the trainer's own, as text; None for a mistake of the user's
-    config_error: str | None = None  # the message where the configuration cannot be used
-    error: str | None = None  # the exception, pickled, in base64, where it can be carried over
-    stopped_for: str | None = None  # what it was asked to stop for, so that another attempt goes on
+    traceback: str | None = (
+        None  # the trainer's own, as text; None for a mistake of the user's
+    )
+    config_error: str | None = (
+        None  # the message where the configuration cannot be used
+    )
+    error: str | None = (
+        None  # the exception, pickled, in base64, where it can be carried over
+    )
+    stopped_for: str | None = (
+        None  # what it was asked to stop for, so that another attempt goes on
+    )
     others_know: bool = False  # the other ranks end by themselves
-    caused_by_rank: int | None = None  # the failure is that of another rank, which is known
-    exceptions: tuple[str, ...] = ()  # dotted names of the exception's class and its bases
+    caused_by_rank: int | None = (
+        None  # the failure is that of another rank, which is known
+    )
+    exceptions: tuple[
+        str, ...
+    ] = ()  # dotted names of the exception's class and its bases
     at: float = 0.0  # when a rank sent it, by the monotonic clock of this machine
 
     @property
@@ -333,7 +345,9 @@ class Prepared(Event):
 
     name = "prepared"
     refusal: str | None = None  # why the trainer does not accept the config
-    is_unfit: bool = False  # an import has started CUDA, so the GPU can no longer be chosen
+    is_unfit: bool = (
+        False  # an import has started CUDA, so the GPU can no longer be chosen
+    )
 
 
 @dataclass(frozen=True)

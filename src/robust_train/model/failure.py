@@ -38,15 +38,23 @@ class Evidence:
 
     requested_bytes: int | None = None  # the allocation that failed
     allocated_bytes: int | None = None  # held by live tensors
-    reserved_unallocated_bytes: int | None = None  # held by the caching allocator but unused
+    reserved_unallocated_bytes: int | None = (
+        None  # held by the caching allocator but unused
+    )
     free_bytes: int | None = None  # free on the device at that moment
     total_bytes: int | None = None  # size of the device
-    allowed_bytes: int | None = None  # what `memory.fraction` lets this process have of it
-    fragmented: bool = False  # the allocator held at least as much unused memory as was asked for
+    allowed_bytes: int | None = (
+        None  # what `memory.fraction` lets this process have of it
+    )
+    fragmented: bool = (
+        False  # the allocator held at least as much unused memory as was asked for
+    )
     # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
     clue: str | None = None  # what message or stack show beyond the kind, one of Clue
-    library: str | None = None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
+    library: str | None = (
+        None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
+    )
     no_workers: bool = False  # the trainer has read no number of data-loader workers
 
 
@@ -58,13 +66,19 @@ class Clue:
     DRIVER = "driver"
     """The driver refused a call, as it does where it lacks virtual memory management."""
     IMPORT = "import"  # Memory ran out while a module was imported
-    MODEL = "model"  # Memory ran out while a model was made, loaded or moved to the device
+    MODEL = (
+        "model"  # Memory ran out while a model was made, loaded or moved to the device
+    )
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
     DOWNLOAD = "download"  # Data or weights could not be fetched
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
     STALLED = "stalled"  # No sign of life, or no progress, for too long
-    USER_ERROR = "user_error"  # A mistake of the user's that the trainer names in a line
-    UNCLEAR = "unclear"  # The message has other causes too, but memory had nearly run out
+    USER_ERROR = (
+        "user_error"  # A mistake of the user's that the trainer names in a line
+    )
+    UNCLEAR = (
+        "unclear"  # The message has other causes too, but memory had nearly run out
+    )
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,15 @@ class AttemptSpec:
     ranks: int = 1  # processes that share an optimizer step; one for each GPU
     num_workers: int = 0  # data-loader workers of each rank
     prefetch_factor: int = 2  # batches that each worker prepares ahead
-    expandable_segments: bool = True  # the CUDA allocator's setting against fragmentation
-    has_batch: bool = True  # False for a script that is given no batch size; it is 1 then
-    gradient_checkpointing: bool = False  # activations are recomputed in the backward pass
+    expandable_segments: bool = (
+        True  # the CUDA allocator's setting against fragmentation
+    )
+    has_batch: bool = (
+        True  # False for a script that is given no batch size; it is 1 then
+    )
+    gradient_checkpointing: bool = (
+        False  # activations are recomputed in the backward pass
+    )
     searches: bool = False  # the attempt finds its micro-batch before it trains
 
     @property
@@ -49,13 +55,16 @@ class AttemptSpec:
         """What the memory for a step depends on of the device: its model and size, or ``cpu``."""
         return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
 
-    def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
+    def with_batch(
+        self, batch_size: int | None, accumulation: int | None
+    ) -> AttemptSpec:
         """Return the same with another split of the batch; None leaves a figure as it is."""
         return replace(
             self,
             searches=False,
             batch_size=batch_size or self.batch_size,
-            gradient_accumulation_steps=accumulation or self.gradient_accumulation_steps,
+            gradient_accumulation_steps=accumulation
+            or self.gradient_accumulation_steps,
         )
 
     def as_json(self) -> dict[str, Json]:
@@ -77,7 +86,8 @@ class AttemptSpec:
     def parse(cls, data: Mapping[str, Json]) -> AttemptSpec:
         """Return the spec in :meth:`as_json`. Raises MalformedEvent if it is another thing."""
         batch = {
-            name: data.get(name) or 1 for name in ("batch_size", "gradient_accumulation_steps")
+            name: data.get(name) or 1
+            for name in ("batch_size", "gradient_accumulation_steps")
         }
         has_batch = data.get("batch_size") is not None and data.get("has_batch", True)
         return from_json(cls, {**data, **batch, "has_batch": has_batch})
@@ -93,7 +103,9 @@ class Speed:
     seconds_per_step_p95: float  # 95th percentile
     samples_per_second: float | None = None  # of this rank
     data_share: float | None = None  # of the time, waiting for data, from 0 to 1
-    seconds_alone_per_step: float | None = None  # mean, until the ranks wait for each other
+    seconds_alone_per_step: float | None = (
+        None  # mean, until the ranks wait for each other
+    )
     rank: int = 0
 
     def without_samples(self) -> Speed:

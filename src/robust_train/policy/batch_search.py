@@ -20,8 +20,12 @@ MARGIN = 0.05
 """Share of the room for a pass that a prediction leaves free; what was measured may take half."""
 
 _FIRST = 4
-_FARTHEST = 64  # times as many samples as the first probe had: so far may one point lead
-_NOISE_BYTES = 4 * MIB  # libraries' own small allocations, beside which activations do not show
+_FARTHEST = (
+    64  # times as many samples as the first probe had: so far may one point lead
+)
+_NOISE_BYTES = (
+    4 * MIB
+)  # libraries' own small allocations, beside which activations do not show
 _STEP_DOWN = 1.5  # from where memory ran out, with one probe left
 _BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran out
 
@@ -32,7 +36,9 @@ class BatchSearch:
 
     effective_batch_size: int  # samples of an optimizer step; no micro-batch is larger
     min_batch_size: int = 1  # nor smaller
-    memory_share: float = 1.0  # of the device's memory, the most to count on; above 0 to 1
+    memory_share: float = (
+        1.0  # of the device's memory, the most to count on; above 0 to 1
+    )
     key: str = ""  # names model, data and device, so that the result can be remembered
 
     def sizes(self, samples: int) -> tuple[int, ...]:
@@ -54,16 +60,24 @@ def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ..
     """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
     With them, and no other, accumulation makes up the effective batch exactly."""
     least = min(min_batch_size, effective_batch_size)
-    return tuple(n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0)
+    return tuple(
+        n
+        for n in range(least, effective_batch_size + 1)
+        if effective_batch_size % n == 0
+    )
 
 
-def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
+def micro_batch_sizes(
+    effective_batch_size: int, min_batch_size: int
+) -> tuple[int, ...]:
     """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
     its own batches, where divisors are far apart."""
     least = min(min_batch_size, effective_batch_size)
     settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
     halved = {size for size, _ in sizes(settings)}
-    return tuple(sorted(halved.union(exact_sizes(effective_batch_size, min_batch_size))))
+    return tuple(
+        sorted(halved.union(exact_sizes(effective_batch_size, min_batch_size)))
+    )
 
 
 def size_to_begin_with(
@@ -75,7 +89,9 @@ def size_to_begin_with(
     choices stand.
     """
     spec = replace(spec, searches=False)
-    own = [attempt for attempt in history if attempt.spec.device_kind == spec.device_kind]
+    own = [
+        attempt for attempt in history if attempt.spec.device_kind == spec.device_kind
+    ]
     if any(_settles_batch(attempt) for attempt in own):
         return spec, ""
     ranks = settings.for_ranks(spec.ranks)
@@ -92,7 +108,9 @@ def size_to_begin_with(
         return spec, ""
     earlier = settings.found_sizes.get(spec.device_kind)
     if earlier in exact:  # not if the ranks are others than then
-        why = f"training.batch_size=auto: {earlier}, as found earlier in this run folder"
+        why = (
+            f"training.batch_size=auto: {earlier}, as found earlier in this run folder"
+        )
         return spec.with_batch(*with_accumulation(ranks, earlier)), why
     whole = spec.with_batch(*with_accumulation(ranks, ranks.share))
     if settings.can_probe and spec.ranks == 1:
@@ -123,7 +141,9 @@ class Limits:
         return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
 
 
-def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> int | None:
+def next_size(
+    sizes: Sequence[int], probes: Sequence[Probe], limits: Limits
+) -> int | None:
     """Return the size to try next, None if nothing is to be gained by another probe.
 
     Args:
@@ -148,7 +168,9 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
     if not failed and _is_vague(probes, best):
         # workspaces and noise may hide a sample's share: not too far at once, but on
         doubled = next((size for size in between if size >= 2 * low), between[-1])
-        return max(doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low))
+        return max(
+            doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low)
+        )
     if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
         # the line was wrong by an unknown amount: the last probe must go through
         safe = [size for size in between if size <= high / _STEP_DOWN]
@@ -159,7 +181,9 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
 
 def fits(probe: Probe, limits: Limits) -> bool:
     """Return whether a probe went through and left half the margin free."""
-    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)
+    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(
+        MARGIN / 2
+    )
 
 
 def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
@@ -168,7 +192,9 @@ def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
     return max(good, key=lambda probe: probe.batch_size, default=None)
 
 
-def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int], float]:
+def _line(
+    probes: Sequence[Probe], best: Probe, limits: Limits
+) -> Callable[[int], float]:
     """Return the line between what fitted and what did not, else through what fitted."""
     assert best.peak_bytes is not None
     size = best.batch_size
@@ -182,7 +208,9 @@ def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int
     if before is not None and before.peak_bytes is not None:
         noise = _NOISE_BYTES if _is_vague(probes, best) else 0
         risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
-        return line((before.batch_size, best.peak_bytes - risen), (size, best.peak_bytes))
+        return line(
+            (before.batch_size, best.peak_bytes - risen), (size, best.peak_bytes)
+        )
     # all that one size has grown by, as if a sample's share were all of it: never too little
     rest = limits.rest_bytes
     growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
@@ -197,7 +225,9 @@ def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], fl
 
 def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:
     """Return the next smaller size that was measured."""
-    below = [p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None]
+    below = [
+        p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None
+    ]
     return max(below, key=lambda p: p.batch_size, default=None)
 
 

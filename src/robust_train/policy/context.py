@@ -21,8 +21,12 @@ class FailureContext:
 
     settings: PolicySettings  # what the user asked for
     history: tuple[Attempt, ...]  # every attempt so far; the last one has failed
-    gpus: tuple[GpuInfo, ...]  # those that could be taken now, best first, the job's own included
-    held: tuple[GpuInfo, ...] = ()  # those that the job may use, but others have them now
+    gpus: tuple[
+        GpuInfo, ...
+    ]  # those that could be taken now, best first, the job's own included
+    held: tuple[
+        GpuInfo, ...
+    ] = ()  # those that the job may use, but others have them now
 
     @property
     def attempt(self) -> Attempt:
@@ -90,7 +94,9 @@ class FailureContext:
     @property
     def nothing_was_reported(self) -> bool:
         """Whether no attempt reported anything that shows a step: the batch may be no matter."""
-        return self.settings.may_report and not any(one.has_begun for one in self.history)
+        return self.settings.may_report and not any(
+            one.has_begun for one in self.history
+        )
 
     @property
     def ran_out_alike_before(self) -> bool:
@@ -98,21 +104,33 @@ class FailureContext:
         much in use, and nothing was ever reported: the batch is no matter."""
 
         def figures(attempt: Attempt) -> tuple[object, ...]:
-            seen = Evidence() if (failure := attempt.failure) is None else failure.evidence
+            seen = (
+                Evidence() if (failure := attempt.failure) is None else failure.evidence
+            )
             lines = (attempt.traceback or "").splitlines()
             place = [line for line in lines if line.startswith("  File ")] or object()
             # a message rounds all but the last, so that a full GPU always looks alike
-            used = (seen.requested_bytes, seen.allocated_bytes, seen.reserved_unallocated_bytes)
+            used = (
+                seen.requested_bytes,
+                seen.allocated_bytes,
+                seen.reserved_unallocated_bytes,
+            )
             return attempt.spec.device_key, place, used
 
-        larger = (a for a in self.history[:-1] if a.spec.batch_size > self.last.batch_size)
-        is_known = self.nothing_was_reported and self.evidence.requested_bytes is not None
+        larger = (
+            a for a in self.history[:-1] if a.spec.batch_size > self.last.batch_size
+        )
+        is_known = (
+            self.nothing_was_reported and self.evidence.requested_bytes is not None
+        )
         return is_known and any(figures(a) == figures(self.attempt) for a in larger)
 
     @property
     def tried_devices(self) -> frozenset[str]:
         """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
-        return frozenset(key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",))
+        return frozenset(
+            key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",)
+        )
 
     @property
     def since_progress(self) -> tuple[Attempt, ...]:
@@ -139,7 +157,9 @@ class FailureContext:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
         attempt, step = self.attempt, self.attempt.saved_step
         is_first = len(self.history) == 1  # its first may be what it resumed from
-        has_saved = attempt.saves > is_first if step is None else step > attempt.start_step
+        has_saved = (
+            attempt.saves > is_first if step is None else step > attempt.start_step
+        )
         return has_saved and len(self.since_progress) == 1
 
     @property
@@ -156,7 +176,9 @@ class FailureContext:
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
         own = [one.failure for one in self.since_progress if one.stopped_for is None]
-        return sum(failure is not None and failure.kind is self.failure.kind for failure in own)
+        return sum(
+            failure is not None and failure.kind is self.failure.kind for failure in own
+        )
 
     def earlier_at_same_step(self) -> Iterable[Attempt]:
         """Return the attempts before that failed in the same way at the same step.
@@ -205,7 +227,9 @@ def failed_gpus(attempt: Attempt) -> Group:
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
-    if len(offers) < len(leaving) or not leaving:  # none is ours: it failed on another node
+    if (
+        len(offers) < len(leaving) or not leaving
+    ):  # none is ours: it failed on another node
         return None
     best = iter(offers)
     return tuple(next(best) if gpu in leaving else gpu for gpu in group)
@@ -223,8 +247,14 @@ def what_failed(context: FailureContext) -> str:
         device = "another node"
     rank = "" if failure.rank is None else f" (rank {failure.rank})"
     if failure.kind is FailureKind.DEVICE_OOM:
-        limit = " at this job's own limit (memory.fraction)" if failure.evidence.own_limit else ""
-        where = device if context.last.gpus else "the GPU"  # of a process that chose it itself
+        limit = (
+            " at this job's own limit (memory.fraction)"
+            if failure.evidence.own_limit
+            else ""
+        )
+        where = (
+            device if context.last.gpus else "the GPU"
+        )  # of a process that chose it itself
         return f"out of memory on {where}{rank}{limit}"
     if failure.kind is FailureKind.HOST_OOM:
         return f"out of memory on the host{rank}"
@@ -257,5 +287,7 @@ def excluded_after(
         return {}
     if len(suspects) == 1 and is_hardware_fault(failure.evidence):
         return {suspects[0].uuid: failure.message}
-    silent = (gpu for gpu, free in zip(suspects, free_bytes, strict=True) if free is None)
+    silent = (
+        gpu for gpu, free in zip(suspects, free_bytes, strict=True) if free is None
+    )
     return {gpu.uuid: f"does not answer after: {failure.message}" for gpu in silent}

@@ -93,7 +93,9 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
     )
 
 
-def decide(settings: PolicySettings, history: tuple[Attempt, ...], offers: Offers) -> Decision:
+def decide(
+    settings: PolicySettings, history: tuple[Attempt, ...], offers: Offers
+) -> Decision:
     """Choose the next attempt, or give up.
 
     A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
@@ -116,7 +118,9 @@ def on_gpus(
     """
     spec = replace(retry.spec, gpus=gpus)
     if len(gpus) != spec.ranks:
-        size, accumulation = largest_up_to(settings.for_ranks(len(gpus)), spec.batch_size)
+        size, accumulation = largest_up_to(
+            settings.for_ranks(len(gpus)), spec.batch_size
+        )
         spec = replace(spec.with_batch(size, accumulation), ranks=len(gpus))
     spec, _ = size_to_begin_with(settings, history, spec)
     return replace(retry, spec=spec)
@@ -141,7 +145,9 @@ def _with_first_size(
     if isinstance(decision, GiveUp):
         return decision
     spec, why = size_to_begin_with(settings, history, decision.spec)
-    otherwise = decision.otherwise and _with_first_size(settings, history, decision.otherwise)
+    otherwise = decision.otherwise and _with_first_size(
+        settings, history, decision.otherwise
+    )
     reason = f"{decision.reason}; {why}" if why else decision.reason
     return replace(decision, spec=spec, reason=reason, otherwise=otherwise)
 
@@ -153,7 +159,9 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
     """
     failure = attempt.failure
     if decision is None:
-        return replace(attempt, reason=attempt.outcome if failure is None else failure.message)
+        return replace(
+            attempt, reason=attempt.outcome if failure is None else failure.message
+        )
     attempt = replace(attempt, action=decision.action, reason=decision.reason)
     is_unclear = failure is not None and failure.evidence.clue == Clue.UNCLEAR
     if failure is None or not is_unclear or not isinstance(decision, GiveUp):
@@ -164,7 +172,9 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
-        if retry is None or (context.keeps_batch and not _has_same_split(retry, context)):
+        if retry is None or (
+            context.keeps_batch and not _has_same_split(retry, context)
+        ):
             continue
         if retry.room is not None:
             return replace(retry, otherwise=_first_remedy(context, rules[number:]))
@@ -175,12 +185,18 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
     specs = retry.spec, context.last
     splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
-    return len(splits) == 1 and retry.action != "fewer_gpus"  # have the others' samples as well
+    return (
+        len(splits) == 1 and retry.action != "fewer_gpus"
+    )  # have the others' samples as well
 
 
 def _why_give_up(context: FailureContext) -> str:
     """Return one sentence: what failed, and with what it was tried."""
-    kind, message, settings = context.failure.kind, context.failure.message, context.settings
+    kind, message, settings = (
+        context.failure.kind,
+        context.failure.message,
+        context.settings,
+    )
     if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         return message if rank is None else f"{message} (rank {rank})"
@@ -195,7 +211,9 @@ def _why_give_up(context: FailureContext) -> str:
     if kind is FailureKind.INTERRUPTED:
         return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
-        what = "hang" if context.evidence.library == "robust_train" else "network failure"
+        what = (
+            "hang" if context.evidence.library == "robust_train" else "network failure"
+        )
         attempts = "attempts" if count > 1 else "attempt"
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
@@ -203,7 +221,9 @@ def _why_give_up(context: FailureContext) -> str:
         size, reached = str(attempt.spec.batch_size), attempt.micro_batch
         reached_size = size if reached is None else f"{size} down to {reached}"
         tried.setdefault(attempt.spec.device, []).append(reached_size)
-    listed = "; ".join(f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items())
+    listed = "; ".join(
+        f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items()
+    )
     if kind.is_memory:
         hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
         if not any(attempt.has_begun for attempt in context.history):
@@ -217,7 +237,9 @@ def _why_give_up(context: FailureContext) -> str:
 # --- the user's own rules -------------------------------------------------------------------------
 
 
-def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
+def with_rule(
+    settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt
+) -> Attempt:
     """Return the attempt with the number of the user's rule that applies to it, if there is one.
 
     With the rule ``exclude_gpu`` it is a failure of the GPU.
@@ -227,7 +249,9 @@ def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: A
         return attempt
     context = FailureContext(settings, (*earlier, attempt), ())
     for number, rule in enumerate(settings.rules):
-        has_tries = rule.then == "stop" or _tries(context, number) < _most(settings, rule)
+        has_tries = rule.then == "stop" or _tries(context, number) < _most(
+            settings, rule
+        )
         if has_tries and _fits(rule, attempt) and _can(rule, context):
             break
     else:
@@ -238,7 +262,9 @@ def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: A
     why = _why(replace(context, history=(*earlier, attempt)))
     evidence = replace(failure.evidence, clue=Clue.HARDWARE)
     fault = FailureKind.DEVICE_FAULT
-    failure = replace(failure, kind=fault, message=f"{why}: {EXCLUDE_GPU}", evidence=evidence)
+    failure = replace(
+        failure, kind=fault, message=f"{why}: {EXCLUDE_GPU}", evidence=evidence
+    )
     return replace(attempt, failure=failure)
 
 
@@ -251,7 +277,9 @@ def _by_rule(context: FailureContext) -> Decision | None:
         case "stop":
             return GiveUp(f"{_why(context)}: stop")
         case "smaller_batch":
-            return remedies.halved(context, "halve_batch", f"{_why(context)}: micro-batch ")
+            return remedies.halved(
+                context, "halve_batch", f"{_why(context)}: micro-batch "
+            )
         case "retry":
             pause = remedies.pause_before(context.settings, _tries(context, number))
             reason = f"{_why(context)}: the same again in {pause:g} s"
@@ -282,7 +310,9 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
     failure = attempt.failure
     if failure is None or rule.exit_code not in (None, attempt.exit_code):
         return False
-    names = {name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])}
+    names = {
+        name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])
+    }
     if rule.exception is not None and rule.exception not in names:
         return False
     texts = (failure.message, attempt.traceback or "", attempt.exit.output)

@@ -37,7 +37,11 @@ Rule = Callable[[FailureContext], "Retry | None"]
 def room_taken_by_others(context: FailureContext) -> Retry | None:
     """Retry the same batch where others left room, or when there is room again."""
     settings, taken = context.settings, context.attempt.taken_by_others_bytes
-    if not context.last.gpus or taken < NOTABLE_BYTES or not _would_have_fitted(context, taken):
+    if (
+        not context.last.gpus
+        or taken < NOTABLE_BYTES
+        or not _would_have_fitted(context, taken)
+    ):
         return None
     if _tries_of_the_same(context) > settings.max_retries:
         return None
@@ -54,7 +58,9 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
     if not settings.may_wait:
         return None
     reason = f"{why}: same batch when {mib(needed)} are free there again"
-    return Retry(context.last, "wait", reason, room=Room(uuids(context.failed_gpus), needed))
+    return Retry(
+        context.last, "wait", reason, room=Room(uuids(context.failed_gpus), needed)
+    )
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
@@ -62,7 +68,9 @@ def expandable_segments(context: FailureContext) -> Retry | None:
     last = context.last
     if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
         return None
-    if not context.settings.may_use_expandable_segments or _driver_refused_segments(context):
+    if not context.settings.may_use_expandable_segments or _driver_refused_segments(
+        context
+    ):
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     reason = (
@@ -79,7 +87,9 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     if has_none or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
-    reason = f"{what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
+    reason = (
+        f"{what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
+    )
     if workers and prefetch != last.prefetch_factor:
         reason += f", {last.prefetch_factor} → {prefetch} batches ahead"
     spec = replace(last, num_workers=workers, prefetch_factor=prefetch)
@@ -106,10 +116,15 @@ def halve_batch(context: FailureContext) -> Retry | None:
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
     """Half the micro-batch on the same device because the user asks for it."""
-    action, why = "halve_batch_on_request", "requested by 'robust-train run halve-batch': "
+    action, why = (
+        "halve_batch_on_request",
+        "requested by 'robust-train run halve-batch': ",
+    )
     if context.last.batch_size <= context.settings.min_batch_size:
         size = context.last.batch_size
-        return Retry(context.last, action, f"{why}micro-batch {size} is the smallest already")
+        return Retry(
+            context.last, action, f"{why}micro-batch {size} is the smallest already"
+        )
     return halved(context, action, f"{why}micro-batch ")
 
 
@@ -131,7 +146,9 @@ def switch_gpu(context: FailureContext) -> Retry | None:
         f"{what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
         f"{mib(offered)} free ({mib(had)} were free on {device_name(context.failed_gpus)})"
     )
-    return Retry(spec, "switch_gpu", reason, effective_batch_warning(context.settings, spec))
+    return Retry(
+        spec, "switch_gpu", reason, effective_batch_warning(context.settings, spec)
+    )
 
 
 def second_opinion(context: FailureContext) -> Retry | None:
@@ -162,18 +179,25 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
     last = context.last
     if not last.gpus or not last.expandable_segments or context.attempt.has_begun:
         return None
-    if not context.settings.may_use_expandable_segments or context.evidence.clue != Clue.DRIVER:
+    if (
+        not context.settings.may_use_expandable_segments
+        or context.evidence.clue != Clue.DRIVER
+    ):
         return None
     reason = (
         f"{what_failed(context)} before the first step: the same again without expandable "
         "segments, which this driver may not support"
     )
-    return Retry(replace(last, expandable_segments=False), "no_expandable_segments", reason)
+    return Retry(
+        replace(last, expandable_segments=False), "no_expandable_segments", reason
+    )
 
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
     """Start over on the same GPU: most faults break the process's context, not the GPU."""
-    if not context.gpus_are_available or context.faulty().intersection(uuids(context.failed_gpus)):
+    if not context.gpus_are_available or context.faulty().intersection(
+        uuids(context.failed_gpus)
+    ):
         return None
     where = device_name(context.failed_gpus)
     reason = f"{what_failed(context)}: a new process on {where}"
@@ -185,7 +209,9 @@ def other_gpu(context: FailureContext) -> Retry | None:
     group = exchanged(context.last.gpus, context.failed_gpus, _untried(context))
     if not group:
         return None
-    reason = f"{what_failed(context)}: same batch on {device_name(context.new_in(group))}"
+    reason = (
+        f"{what_failed(context)}: same batch on {device_name(context.new_in(group))}"
+    )
     return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
 
 
@@ -236,7 +262,11 @@ def busy_gpu_again(context: FailureContext) -> Retry | None:
 def wait_for_turn(context: FailureContext) -> Retry | None:
     """Retry on the next available GPU: another job was faster on this one."""
     settings, ours = context.settings, uuids(context.last.gpus)
-    if not ours or not settings.may_wait or {gpu.uuid for gpu in context.gpus}.issuperset(ours):
+    if (
+        not ours
+        or not settings.may_wait
+        or {gpu.uuid for gpu in context.gpus}.issuperset(ours)
+    ):
         return None
     if context.failures_without_progress > settings.max_retries:
         return None
@@ -264,7 +294,9 @@ def killed_again(context: FailureContext) -> Retry | None:
     if context.failures_without_progress > context.settings.max_retries:
         return None
     where = device_name(context.last.gpus)
-    reason = f"{what_failed(context)}: the same again on {where} from the last checkpoint"
+    reason = (
+        f"{what_failed(context)}: the same again on {where} from the last checkpoint"
+    )
     return Retry(context.last, "retry", reason)
 
 
@@ -299,7 +331,9 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
         return None
     *_, (size, accumulation) = sizes(context.sizes)
     spec = replace(last.with_batch(size, accumulation), gradient_checkpointing=True)
-    change = f" at micro-batch {last.batch_size}: {size}" if last.has_batch else ": again"
+    change = (
+        f" at micro-batch {last.batch_size}: {size}" if last.has_batch else ": again"
+    )
     reason = (
         f"{what_failed(context)}{change} with gradient checkpointing: the same gradients in about "
         "a third more time (allow_gradient_checkpointing)"
@@ -331,7 +365,9 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
     why = f"{what_failed(context)} and no other GPU is available: on the CPU"
     if context.failure.kind is FailureKind.DEVICE_OOM:
         size = context.last.batch_size
-        why = f"{what_failed(context)} at micro-batch {size} and no GPU has more to offer"
+        why = (
+            f"{what_failed(context)} at micro-batch {size} and no GPU has more to offer"
+        )
     return Retry(spec, "cpu_fallback", why)
 
 
@@ -369,7 +405,10 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         if earlier.taken_by_others_bytes >= NOTABLE_BYTES:
             continue
         reached = earlier.micro_batch or earlier.spec.batch_size
-        if reached <= context.last.batch_size and min(gpu.free_bytes for gpu in there) >= had:
+        if (
+            reached <= context.last.batch_size
+            and min(gpu.free_bytes for gpu in there) >= had
+        ):
             return True
     return False
 
@@ -389,10 +428,14 @@ def _would_have_fitted(context: FailureContext, taken: int) -> bool:
 
 def _tries_of_the_same(context: FailureContext) -> int:
     here = (context.last.device_key, context.last.batch_size)
-    return sum((a.spec.device_key, a.spec.batch_size) == here for a in context.since_progress)
+    return sum(
+        (a.spec.device_key, a.spec.batch_size) == here for a in context.since_progress
+    )
 
 
-def _size_that_should_fit(context: FailureContext, *, had: int, offered: int) -> tuple[int, int]:
+def _size_that_should_fit(
+    context: FailureContext, *, had: int, offered: int
+) -> tuple[int, int]:
     """Return the largest size within the share by which ``offered`` bytes are more than ``had``.
 
     Memory is near-affine in the micro-batch with a constant part above zero, so ``k`` times the
@@ -414,7 +457,9 @@ def halved(context: FailureContext, action: str, why: str) -> Retry:
     batch_size, accumulation = next_smaller(context.sizes, last.batch_size)
     spec = last.with_batch(batch_size, accumulation)
     before = last.gradient_accumulation_steps
-    reason = f"{why}{last.batch_size} → {batch_size}, accumulation {before} → {accumulation}"
+    reason = (
+        f"{why}{last.batch_size} → {batch_size}, accumulation {before} → {accumulation}"
+    )
     return Retry(spec, action, reason, effective_batch_warning(context.settings, spec))
 
 

@@ -16,7 +16,9 @@ class PolicySettings:
     gradient_accumulation_steps: int = 1  # requested accumulation of each rank
     ranks: int = 1  # requested processes that share a step, one for each GPU
     cpu_ranks: int = 1  # processes on the CPU
-    min_ranks: int | None = None  # fewest GPUs to go on with; None: never fewer than `ranks`
+    min_ranks: int | None = (
+        None  # fewest GPUs to go on with; None: never fewer than `ranks`
+    )
     num_workers: int = 0  # requested data-loader workers
     min_batch_size: int = 4  # no attempt uses a smaller micro-batch
     # smaller micro-batches tried on one device, and failures in the same way, before something
@@ -27,16 +29,30 @@ class PolicySettings:
     # whether accumulation grows as the micro-batch shrinks
     preserve_effective_batch_size: bool = True
     min_gpu_memory_bytes: int = 0  # memory a GPU must have free to be taken
-    prefetch_factor: int = 2  # requested batches that each data-loader worker prepares ahead
+    prefetch_factor: int = (
+        2  # requested batches that each data-loader worker prepares ahead
+    )
     expandable_segments: bool = True  # what the allocator uses from the start
-    may_use_expandable_segments: bool = True  # False where the user's own environment settles it
-    may_wait: bool = True  # whether to wait for a GPU or for memory that other processes took
-    retry_pause_seconds: float = 10.0  # before the first retry of the same thing; doubles with each
+    may_use_expandable_segments: bool = (
+        True  # False where the user's own environment settles it
+    )
+    may_wait: bool = (
+        True  # whether to wait for a GPU or for memory that other processes took
+    )
+    retry_pause_seconds: float = (
+        10.0  # before the first retry of the same thing; doubles with each
+    )
     # `training.batch_size=auto`: `batch_size` is only the largest, so halving it is no retry
     finds_batch_size: bool = False
-    can_probe: bool = True  # an attempt can find the size before it trains; a script cannot
-    found_sizes: Mapping[str, int] = field(default_factory=dict)  # by earlier launches, by device
-    requested_size: int | None = None  # in an earlier launch, by `robust-train run halve-batch`
+    can_probe: bool = (
+        True  # an attempt can find the size before it trains; a script cannot
+    )
+    found_sizes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by earlier launches, by device
+    requested_size: int | None = (
+        None  # in an earlier launch, by `robust-train run halve-batch`
+    )
     may_report: bool = True  # an attempt can report its steps, if its trainer does
     reports_start: bool = False  # the trainer is known to report when training begins
     has_batch: bool = True  # the trainer is given a batch size
@@ -67,7 +83,9 @@ class PolicySettings:
         )
         size = next(exact, self.batch_size)
         steps = -(-total // (size * ranks))
-        return replace(self, batch_size=size, ranks=ranks, gradient_accumulation_steps=steps)
+        return replace(
+            self, batch_size=size, ranks=ranks, gradient_accumulation_steps=steps
+        )
 
     def fewer_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the allowed numbers of GPUs below ``ranks``, most first.

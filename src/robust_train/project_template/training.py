@@ -14,7 +14,11 @@ def train(cfg: DictConfig, run: Run) -> float:
     points, labels = two_spirals(cfg.spirals.samples)
     width = cfg.spirals.width
     model = nn.Sequential(
-        nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
+        nn.Linear(2, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 2),
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
 
@@ -51,11 +55,17 @@ def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return points + torch.randn_like(points) * 0.02, labels
 
 
-def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
     """Write a checkpoint, whole or not at all, and report it."""
     run.checkpoint_dir.mkdir(exist_ok=True)
     path = run.checkpoint_dir / "last.pt"
-    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
     run.checkpoint_saved(path, step)

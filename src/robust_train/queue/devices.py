@@ -50,7 +50,9 @@ class Devices:
         job_name: str,  # shown to the other jobs of the host
         environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
         run_dir: Path,
-        sleep: Callable[[float], None],  # how to wait; whatever it raises ends the waiting
+        sleep: Callable[
+            [float], None
+        ],  # how to wait; whatever it raises ends the waiting
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
         token: str = "",  # the last part of the job's id in the host's queue; empty: any
@@ -105,7 +107,9 @@ class Devices:
         if visible.warning is not None and visible.gpus:  # else it is the reason below
             log.warning("%s", visible.warning)
         if not visible.gpus and not config.auto_device and config.device != "auto":
-            raise ConfigError(f"device={config.device}: no such GPU here: {visible.why_none}")
+            raise ConfigError(
+                f"device={config.device}: no such GPU here: {visible.why_none}"
+            )
         if not visible.gpus:
             has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
@@ -114,7 +118,9 @@ class Devices:
         # an unreadable GPU may have more, and an administrator may open a prohibited one
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
-        asks_for_more = config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes
+        asks_for_more = (
+            config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes
+        )
         least = replace(request, count=min((request.count, *fewer)))
         if asks_for_more and not changes and (why := why_pointless(least, visible)):
             raise ConfigError(why)
@@ -127,13 +133,17 @@ class Devices:
                 request.count,
                 len(group),
             )
-        log.info("using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group))
+        log.info(
+            "using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group)
+        )
         return group
 
     def candidates(self) -> tuple[GpuInfo, ...]:
         """Return the GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
         count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
-        return tuple(rank([g for g in self._queue.open_gpus() if can_be_one_of(g, count)], least))
+        return tuple(
+            rank([g for g in self._queue.open_gpus() if can_be_one_of(g, count)], least)
+        )
 
     def held_by_others(self, candidates: Group) -> tuple[GpuInfo, ...]:
         """Return the healthy GPUs that the job may use and that are not among the candidates."""
@@ -168,13 +178,19 @@ class Devices:
         """Record that an attempt's processes are gone; wait for its memory if it failed. Returns
         bytes that are free on each of its GPUs after that; empty where it did not fail."""
         group, shown, failure = attempt.spec.gpus, attempt.memory, attempt.failure
-        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
+        peak = max(
+            shown.get("max_allocated", 0),
+            shown.get("reserved", 0),
+            self._other_ranks_bytes,
+        )
         self._other_ranks_bytes = 0
         if peak:
             name = group[0].name if group else None
             if name is not None:
                 learn_context_bytes(name, shown)
-            self._need_bytes = max(self._config.min_gpu_memory_bytes, footprint(peak, name))
+            self._need_bytes = max(
+                self._config.min_gpu_memory_bytes, footprint(peak, name)
+            )
         if failure is None:
             return ()
         self._queue.drain()
@@ -193,7 +209,9 @@ class Devices:
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
         # these are reserved already
-        return wait_for_gpu(request, read=self._read, on_status=self._on_wait, sleep=self._sleep)
+        return wait_for_gpu(
+            request, read=self._read, on_status=self._on_wait, sleep=self._sleep
+        )
 
     def _wait(self, request: GpuRequest, counts: Sequence[int]) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
@@ -246,7 +264,9 @@ class Devices:
         if not self._config.allow_cpu_fallback:
             raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
         if has_gpus:
-            log.warning("%s: training on the CPU, which may take many times as long", reason)
+            log.warning(
+                "%s: training on the CPU, which may take many times as long", reason
+            )
         else:
             why = "no GPU here" if reason == NO_DRIVER else reason
             log.info("%s: training on the CPU (details: robust-train doctor)", why)
@@ -276,10 +296,14 @@ def with_free_bytes(attempt: Attempt, before: FreeBytes, after: FreeBytes) -> At
     rank = 0 if attempt.failure is None else attempt.failure.rank or 0
     if attempt.failure is None or rank >= min(len(before), len(after)):
         return attempt
-    return replace(attempt, gpu_free_before_bytes=before[rank], gpu_free_after_bytes=after[rank])
+    return replace(
+        attempt, gpu_free_before_bytes=before[rank], gpu_free_after_bytes=after[rank]
+    )
 
 
-def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
+def name_for_trainer(
+    group: Group, environ: Mapping[str, str], *, own_process: bool
+) -> str:
     """Return the value of ``cfg.device`` for the trainer.
 
     Args:
@@ -301,7 +325,9 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
         return None
     owner = allocated_by(environ)
     if owner is not None:
-        log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
+        log.info(
+            "the GPUs are allocated by %s: the host's own queue is not used", owner
+        )
         return None
     return directory_for(config.gpu_queue_dir, environ)
 

@@ -67,7 +67,9 @@ class HostQueue:
         self.job_id: str | None = None
         """As ``robust-train queue`` shows it; None before the job had a ticket."""
         self._directory = directory
-        self._job = QueuedJob(name=name, run_dir=run_dir, jobs_per_device=jobs_per_device)
+        self._job = QueuedJob(
+            name=name, run_dir=run_dir, jobs_per_device=jobs_per_device
+        )
         self._token = token
         self._read_machine = read
         self._registry: Registry | None = None
@@ -138,7 +140,9 @@ class HostQueue:
             reserved_bytes=0,
             only=tuple(gpu.uuid for gpu in visible.gpus),
         )
-        return open_to(me, others, visible.machine or visible.gpus, time.monotonic(), limit)
+        return open_to(
+            me, others, visible.machine or visible.gpus, time.monotonic(), limit
+        )
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
@@ -163,7 +167,9 @@ class HostQueue:
             self._do_without(problem)
         return True
 
-    def announce(self, registry: Registry, uuids: Sequence[str], need_bytes: int) -> bool:
+    def announce(
+        self, registry: Registry, uuids: Sequence[str], need_bytes: int
+    ) -> bool:
         """Reserve GPUs if they have room: write it down first, then look who else did the same.
 
         Two jobs that announce the same room at once see each other, and both withdraw. Records are
@@ -177,7 +183,8 @@ class HostQueue:
         wanted = before.on(uuids, need_bytes)
         # a job that moves keeps what it has until it has the other
         both = before.on(
-            tuple(dict.fromkeys((*before.gpus, *uuids))), max(need_bytes, before.reserved_bytes)
+            tuple(dict.fromkeys((*before.gpus, *uuids))),
+            max(need_bytes, before.reserved_bytes),
         )
         self._reservation.update(both)
         others, limit = self.others(registry), read_gpu_limit(registry.directory)
@@ -189,7 +196,9 @@ class HostQueue:
         self._reservation.update(before)
         return False
 
-    def requeue(self, registry: Registry, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
+    def requeue(
+        self, registry: Registry, request: GpuRequest, only: tuple[str, ...]
+    ) -> QueuedJob:
         """Write down what the job waits for, under its old ticket if it has one."""
         wanted = replace(
             self._job,
@@ -206,7 +215,9 @@ class HostQueue:
         polled_at = job.polled_at
         if only and time.monotonic() - polled_at >= _SEEN_SECONDS:
             polled_at = time.monotonic()
-        self._reservation.update(replace(job, count=request.count, only=only, polled_at=polled_at))
+        self._reservation.update(
+            replace(job, count=request.count, only=only, polled_at=polled_at)
+        )
         return self._reservation.job
 
     def others(self, registry: Registry) -> list[QueuedJob]:
@@ -217,7 +228,9 @@ class HostQueue:
     def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
         fate = "failed, and other jobs do not know of it"
-        if self._registry is not None and exclude(self._registry.directory, uuid, reason):
+        if self._registry is not None and exclude(
+            self._registry.directory, uuid, reason
+        ):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
         log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
@@ -248,7 +261,9 @@ class HostQueue:
         job, busy_at = self._reservation.job, self._busy_at
         # one that does not report its utilisation counts as busy
         self._busy_at = {
-            gpu.uuid: busy_at.get(gpu.uuid, now) if gpu.utilization_percent == 0 else now
+            gpu.uuid: busy_at.get(gpu.uuid, now)
+            if gpu.utilization_percent == 0
+            else now
             for gpu in self.read().gpus
             if gpu.uuid in job.gpus
         }
@@ -268,7 +283,9 @@ class HostQueue:
     def read(self, processes: bool = False) -> Visible:
         """Return all GPUs that the job may use, excluded ones marked as unusable."""
         visible = self._read_machine(processes)
-        excluded = [] if self._registry is None else read_exclusions(self._registry.directory)
+        excluded = (
+            [] if self._registry is None else read_exclusions(self._registry.directory)
+        )
         if not excluded:
             return visible
         return replace(
@@ -314,7 +331,9 @@ class QueuePoll:
     """The polls of one waiting job. The records are read each time; the GPUs, which cost more, only
     if a record has changed, for some seconds after that, and once per check interval."""
 
-    def __init__(self, queue: HostQueue, registry: Registry, request: GpuRequest) -> None:
+    def __init__(
+        self, queue: HostQueue, registry: Registry, request: GpuRequest
+    ) -> None:
         self._queue = queue
         self._registry = registry
         self._request = request
@@ -328,10 +347,14 @@ class QueuePoll:
         started = time.monotonic()
         others = self._queue.others(self._registry)
         cost_seconds = time.monotonic() - started
-        seen = [replace(job, polled_at=float(job.is_polling(started))) for job in others]
+        seen = [
+            replace(job, polled_at=float(job.is_polling(started))) for job in others
+        ]
         if seen != self._seen:
             # the memory of a job that has ended comes back a little later
-            self._settle_until = started + (0.0 if self._seen is None else _SETTLE_SECONDS)
+            self._settle_until = started + (
+                0.0 if self._seen is None else _SETTLE_SECONDS
+            )
             self._seen = seen
             self._next_read = started
         if started >= self._next_read or started < self._settle_until:
@@ -340,7 +363,9 @@ class QueuePoll:
         else:
             self._queue.requeue(self._registry, self._request, self._only)
         ahead = self._result.position - 1
-        pause = min(_SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * ahead, _LONGEST_PAUSE_SECONDS)
+        pause = min(
+            _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * ahead, _LONGEST_PAUSE_SECONDS
+        )
         pause = max(pause, _LISTING_FACTOR * cost_seconds) * random.uniform(0.5, 1.0)
         is_settling = started < self._settle_until
         return replace(
@@ -366,7 +391,9 @@ class QueuePoll:
             uuids = [gpu.uuid for gpu in granted]
             if self._queue.announce(self._registry, uuids, me.reserved_bytes):
                 return PollResult(granted, position)
-            self._next_read = 0.0  # another job announced the same: try again at the next poll
+            self._next_read = (
+                0.0  # another job announced the same: try again at the next poll
+            )
         running = [job for job in others if job.gpus]
         in_the_way = any(set(job.gpus) & set(me.only) for job in running)
         return PollResult(

@@ -172,7 +172,9 @@ class GpuState:
 
     def is_unhealthy(self) -> bool:
         """Return whether it stays unusable when its jobs end; an exclusive one's owner may end."""
-        return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith("exclusive")
+        return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith(
+            "exclusive"
+        )
 
     def as_gpu(self) -> GpuInfo:
         """Return the GPU with the memory that a new job can count on as free."""
@@ -183,18 +185,26 @@ class GpuState:
         used = 0
         for job in self.jobs:
             taken = self.taken(job)
-            used += min(job.reserved_bytes, self.gpu.used_bytes) if taken is None else taken
+            used += (
+                min(job.reserved_bytes, self.gpu.used_bytes) if taken is None else taken
+            )
         return used
 
-    def distance(self, job: QueuedJob) -> tuple[bool, bool, float, int, int, float, str]:
+    def distance(
+        self, job: QueuedJob
+    ) -> tuple[bool, bool, float, int, int, float, str]:
         """Return a sort key; the GPU that suits the job soonest comes first.
 
         Programs outside of the queue end at an unknown time, so they count most. Then who overtook
         the job there, what is missing, and who began first.
         """
         after = min(self.gpu.free_bytes + self.in_use(), self.gpu.total_bytes)
-        slots = self.count - min(self.limit or job.jobs_per_device, job.jobs_per_device) + 1
-        began = min((0.0 if one.draining else one.since for one in self.jobs), default=0.0)
+        slots = (
+            self.count - min(self.limit or job.jobs_per_device, job.jobs_per_device) + 1
+        )
+        began = min(
+            (0.0 if one.draining else one.since for one in self.jobs), default=0.0
+        )
         return (
             after < job.reserved_bytes,
             self.gpu.unusable is not None,
@@ -213,12 +223,17 @@ class GpuState:
         later = [one for one in self.jobs if one.ticket > job.ticket]
         if not later:
             return 0.0
-        fits = sum(one.reserved_bytes for one in later) + job.reserved_bytes <= self.gpu.total_bytes
+        fits = (
+            sum(one.reserved_bytes for one in later) + job.reserved_bytes
+            <= self.gpu.total_bytes
+        )
         most = min(job.jobs_per_device, *(one.jobs_per_device for one in later))
         return 0.0 if fits and len(later) < most else max(one.since for one in later)
 
 
-def gpu_states(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> dict[str, GpuState]:
+def gpu_states(
+    jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
+) -> dict[str, GpuState]:
     """Return each GPU's state by its UUID."""
     by_gpu: dict[str, list[QueuedJob]] = {}
     for job in jobs:
@@ -267,7 +282,9 @@ class _Planner:
             self._groups[job.id] = tuple(state.as_gpu() for state in group)
             for state in group:
                 state.take(job)
-            self._held.setdefault(job.owner, set()).update(state.gpu.uuid for state in group)
+            self._held.setdefault(job.owner, set()).update(
+                state.gpu.uuid for state in group
+            )
         elif self._is_capped(job):
             held = len(self._held.get(job.owner, ()))
             self._capped[job.id] = (
@@ -280,14 +297,22 @@ class _Planner:
 
     def suitable(self, job: QueuedJob) -> list[GpuState]:
         """Return the GPUs that it may have now, best first."""
-        states = [state for state in self._states.values() if state.gpu.uuid not in self._kept]
+        states = [
+            state for state in self._states.values() if state.gpu.uuid not in self._kept
+        ]
         if self._is_capped(job):  # it may share those that its user holds
             held = self._held.get(job.owner, ())
             states = [state for state in states if state.gpu.uuid in held]
-        fullest = 1 if job.jobs_per_device > 1 else -1  # a tight fit leaves room for large jobs
+        fullest = (
+            1 if job.jobs_per_device > 1 else -1
+        )  # a tight fit leaves room for large jobs
         return sorted(
             (state for state in states if state.suits(job)),
-            key=lambda s: (self._first_could(s), fullest * s.usable, tie_breaker(s.gpu)),
+            key=lambda s: (
+                self._first_could(s),
+                fullest * s.usable,
+                tie_breaker(s.gpu),
+            ),
         )
 
     def _is_capped(self, job: QueuedJob) -> bool:
@@ -324,14 +349,17 @@ class _Planner:
         possible = [
             state
             for state in self._states.values()
-            if state.gpu.uuid in job.only and could_ever_fit(state.gpu, job.reserved_bytes)
+            if state.gpu.uuid in job.only
+            and could_ever_fit(state.gpu, job.reserved_bytes)
         ]
         unseen = len(set(job.only) - self._states.keys())
         if sum(not state.is_unhealthy() for state in possible) + unseen < job.count:
             return ()
         doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
-        nearest = heapq.nsmallest(count, possible, key=lambda state: state.distance(job))
+        nearest = heapq.nsmallest(
+            count, possible, key=lambda state: state.distance(job)
+        )
         return tuple(state.gpu.uuid for state in nearest)
 
 
@@ -376,15 +404,22 @@ def why_waiting(
     awaited = decided.kept[: job.count] if decided.first == job.id else ()
     groups = sorted(
         found.items(),
-        key=lambda group: (all(s.gpu.uuid not in awaited for s in group[1]), group[0][0]),
+        key=lambda group: (
+            all(s.gpu.uuid not in awaited for s in group[1]),
+            group[0][0],
+        ),
     )
-    parts = [_sentence(text, states, job, holders or {}) for (_, text), states in groups]
+    parts = [
+        _sentence(text, states, job, holders or {}) for (_, text), states in groups
+    ]
     if job.count > 1:
         parts.insert(0, f"{available} of {job.count} GPUs available")
     return shortened("; ".join(parts) or "its driver shows none of its GPUs", LONGEST)
 
 
-def _obstacle(state: GpuState, job: QueuedJob, promised_to: str | None) -> tuple[int, str] | None:
+def _obstacle(
+    state: GpuState, job: QueuedJob, promised_to: str | None
+) -> tuple[int, str] | None:
     """Return how far away a GPU is, for sorting, and why; None if the job could have it."""
     if state.gpu.unusable is not None:
         return 4, state.gpu.unusable
@@ -426,11 +461,15 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
     lines = []
     for state in gpu_states(jobs, gpus).values():
         gpu = state.gpu
-        parts = [gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"]
+        parts = [
+            gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+        ]
         for job in state.jobs:
             who = f"{job.name}, {user_name(job.owner)}"
             leaving = ", which is leaving" if job.draining else ""
-            parts.append(f"{mib(job.reserved_bytes)} reserved by job {job.id} ({who}){leaving}")
+            parts.append(
+                f"{mib(job.reserved_bytes)} reserved by job {job.id} ({who}){leaving}"
+            )
         others = gpu.used_bytes - state.in_use()
         if others >= MIB:
             parts.append(f"{mib(others)} used by others")

@@ -40,7 +40,9 @@ _MOST_BYTES = 4096
 _MOST_TEXT = 200
 _EXCLUSION_FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 # their locks may hang, or not reach other hosts
-_NOT_LOCAL = re.compile(r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda")
+_NOT_LOCAL = re.compile(
+    r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
+)
 _warned: set[str] = set()
 
 
@@ -61,12 +63,16 @@ class QueueDir:
         """Close the descriptor."""
         os.close(self.fd)
 
-    def matches(self, pattern: re.Pattern[str]) -> tuple[list[re.Match[str]], dict[int, int]]:
+    def matches(
+        self, pattern: re.Pattern[str]
+    ) -> tuple[list[re.Match[str]], dict[int, int]]:
         """Return the names that match, sorted, and how many are left out by user id.
 
         One user's files beyond a thousand are left out, so they delay no other user.
         """
-        found = [match for name in os.listdir(self.fd) if (match := pattern.fullmatch(name))]
+        found = [
+            match for name in os.listdir(self.fd) if (match := pattern.fullmatch(name))
+        ]
         found.sort(key=lambda match: match[0])
         if len(found) <= MOST_FILES_PER_USER:
             return found, {}
@@ -79,7 +85,9 @@ class QueueDir:
                 if count[owner] <= MOST_FILES_PER_USER:
                     kept.append(match)
         most = MOST_FILES_PER_USER
-        return kept, {owner: number - most for owner, number in count.items() if number > most}
+        return kept, {
+            owner: number - most for owner, number in count.items() if number > most
+        }
 
     def open(self, name: str) -> int | None:
         """Return a descriptor of a regular file, for reading; None if there is none."""
@@ -210,7 +218,9 @@ def _open_checked(path: Path | str, dir_fd: int | None, shown: Path) -> int:
     trouble = None
     if status.st_mode & 0o022 and not is_sticky:
         trouble = f"may be written by others without a sticky bit (chmod 1777 {shown})"
-    elif status.st_uid not in (0, os.geteuid()) and not (is_sticky and status.st_mode & 0o002):
+    elif status.st_uid not in (0, os.geteuid()) and not (
+        is_sticky and status.st_mode & 0o002
+    ):
         trouble = f"belongs to user {status.st_uid} and is not shared"
     if trouble is not None:
         os.close(fd)
@@ -226,7 +236,9 @@ def _open_or_make(path: Path | str, dir_fd: int | None) -> int:
         os.mkdir(path, _SHARED_MODE, dir_fd=dir_fd)
     except FileExistsError:
         is_new = False
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    fd = os.open(
+        path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd
+    )
     if is_new:
         try:
             os.fchmod(fd, _SHARED_MODE)  # whatever the umask
@@ -250,7 +262,11 @@ def _everyone_may_create_in(folder: Path) -> bool:
     except OSError:
         return False
     is_shared = status.st_mode & _SHARED_MODE == _SHARED_MODE
-    return stat.S_ISDIR(status.st_mode) and is_shared and os.access(folder, os.W_OK | os.X_OK)
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and is_shared
+        and os.access(folder, os.W_OK | os.X_OK)
+    )
 
 
 def _problem(path: Path, trouble: str) -> QueueProblem:
@@ -338,7 +354,9 @@ def read_exclusions(directory: QueueDir) -> list[Exclusion]:
             since = float(values["since"])
             if 0 <= now - since < EXCLUDED_SECONDS:
                 reason = str(values["reason"])[:_MOST_TEXT]
-                found.append(Exclusion(match[1], reason, since, user_name(read[0].st_uid)))
+                found.append(
+                    Exclusion(match[1], reason, since, user_name(read[0].st_uid))
+                )
     return found
 
 
@@ -348,7 +366,9 @@ def exclude(directory: QueueDir, uuid: str, reason: str) -> bool:
     if not _EXCLUSION_FILE.fullmatch(name):
         return False
     directory.remove(name)
-    content = json.dumps({"reason": reason[:_MOST_TEXT], "since": time.monotonic()}).encode()
+    content = json.dumps(
+        {"reason": reason[:_MOST_TEXT], "since": time.monotonic()}
+    ).encode()
     try:
         fd = directory.create(name, 0o644)
         try:
@@ -369,11 +389,15 @@ def clear(directory: QueueDir, uuid: str) -> bool:
     return bool([name for name in mine if directory.remove(name)])
 
 
-def mark_excluded(gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]) -> tuple[GpuInfo, ...]:
+def mark_excluded(
+    gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]
+) -> tuple[GpuInfo, ...]:
     """Return the GPUs, excluded ones marked as unusable."""
     now = time.monotonic()
     known = {item.uuid: item.sentence(now) for item in excluded}
     return tuple(
-        replace(gpu, unusable=known[gpu.uuid]) if gpu.uuid in known and not gpu.unusable else gpu
+        replace(gpu, unusable=known[gpu.uuid])
+        if gpu.uuid in known and not gpu.unusable
+        else gpu
         for gpu in gpus
     )

@@ -50,7 +50,9 @@ class QueuedJob:
 
     # from the file's name and owner, which a record cannot make up
     id: str = ""
-    ticket: int = 0  # orders the queue, lower goes first; kept for the whole life of the job
+    ticket: int = (
+        0  # orders the queue, lower goes first; kept for the whole life of the job
+    )
     owner: int = 0  # user id
     name: str = ""
     run_dir: str = ""
@@ -58,7 +60,9 @@ class QueuedJob:
     started: float = 0.0  # when that process started, seconds since boot
     reserved_bytes: int = 0  # memory that it needs on each of its `count` GPUs
     count: int = 1
-    jobs_per_device: int = 1  # maximum number of jobs per GPU that it accepts, including itself
+    jobs_per_device: int = (
+        1  # maximum number of jobs per GPU that it accepts, including itself
+    )
     # UUIDs of the GPUs that it may use; none while its driver does not answer
     only: tuple[str, ...] = ()
     # UUIDs of its GPUs in the order of its ranks, none while it waits; more than `count` for the
@@ -93,7 +97,9 @@ class QueuedJob:
             taken_bytes=(None,) * len(gpus),
             idle_seconds=(),
             draining=False,
-            reserved_bytes=self.reserved_bytes if reserved_bytes is None else reserved_bytes,
+            reserved_bytes=self.reserved_bytes
+            if reserved_bytes is None
+            else reserved_bytes,
         )
 
     def is_polling(self, now: float) -> bool:
@@ -127,7 +133,9 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
     """Return the job in a record's content; None for anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
-        if len(data) > _MOST_BYTES or int(data[: _CHECKSUM - 1], 16) != zlib.crc32(line):
+        if len(data) > _MOST_BYTES or int(data[: _CHECKSUM - 1], 16) != zlib.crc32(
+            line
+        ):
             return None
         values = parse_json(line)
         values = {**values, "id": job_id, "ticket": ticket, "owner": owner}
@@ -141,7 +149,9 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
         and 0 <= job.reserved_bytes <= 2**50
         and 1 <= job.count <= _MOST_GPUS
         and 1 <= job.jobs_per_device <= 2**20
-        and all(0 <= at < _LATEST_SECONDS for at in (job.started, job.queued_at, job.since))
+        and all(
+            0 <= at < _LATEST_SECONDS for at in (job.started, job.queued_at, job.since)
+        )
         and all(0 <= (size or 0) <= 2**50 for size in job.taken_bytes)
         and all(0 <= seconds < _LATEST_SECONDS for seconds in job.idle_seconds)
         and max(len(job.only), len(job.gpus)) <= _MOST_GPUS
@@ -173,7 +183,9 @@ class Registry:
 
     def jobs(self) -> list[QueuedJob]:
         """Return the living jobs in the order of their tickets; remove what own dead ones left."""
-        if os.fstat(self.directory.fd).st_nlink == 0:  # removed: newcomers see another one
+        if (
+            os.fstat(self.directory.fd).st_nlink == 0
+        ):  # removed: newcomers see another one
             found = open_queue_dir(self._path)
             self.directory.close()
             self.directory = found
@@ -186,7 +198,9 @@ class Registry:
             try:
                 owner = os.fstat(fd).st_uid
                 if is_locked(fd) or (match[1] == "job" and is_flocked(fd)):
-                    self._known[match[0]] = _read(fd, match, owner) or known.get(match[0])
+                    self._known[match[0]] = _read(fd, match, owner) or known.get(
+                        match[0]
+                    )
                 elif os.geteuid() in (0, owner):
                     self.directory.remove(match[0])
             finally:
@@ -298,7 +312,9 @@ class Reservation:
             lock(fd)
             self._write(fd, job)
             os.fchmod(fd, 0o644)
-            os.rename(temporary, self._name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+            os.rename(
+                temporary, self._name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd
+            )
         except BaseException as error:
             directory.remove(temporary)
             os.close(fd)

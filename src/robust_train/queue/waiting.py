@@ -41,7 +41,9 @@ class GpuRequest:
     def allows(self, gpu: GpuInfo) -> bool:
         """Return whether the job may use a GPU at all."""
         is_named = self.only is None or gpu.uuid in self.only
-        return is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
+        return (
+            is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
+        )
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,18 @@ class WaitStatus:
     seconds_left: float  # until the waiting ends
     checks: int  # grows by one with each poll that is reported
     obstacles: str  # why no GPU does now, the nearest obstacle first
-    position: int = 1  # in the queue of the host's jobs, 1 for the first; 0 without a queue
+    position: int = (
+        1  # in the queue of the host's jobs, 1 for the first; 0 without a queue
+    )
 
     def sentence(self) -> str:
         """Return one line of at most 120 characters for people."""
         left = f"{as_clock(math.ceil(self.seconds_left))} left"
-        where = f"{ordinal(self.position)} in queue" if self.position else "waiting for a GPU"
+        where = (
+            f"{ordinal(self.position)} in queue"
+            if self.position
+            else "waiting for a GPU"
+        )
         return shortened(f"{where}, {left}: {self.obstacles}", LONGEST)
 
 
@@ -78,7 +86,9 @@ class PollResult:
     # only programs outside of the queue are in the way: their names are worth a call of the driver
     strangers_only: bool = False
     pause_seconds: float = 0.0  # until the next poll
-    read_again_seconds: float = 0.0  # until the GPUs are read again, unless a record changes
+    read_again_seconds: float = (
+        0.0  # until the GPUs are read again, unless a record changes
+    )
 
 
 def wait_for_gpu(
@@ -86,7 +96,9 @@ def wait_for_gpu(
     *,
     # reads the GPUs; its argument asks for their processes too, once per report
     read: Callable[[bool], Visible],
-    on_status: Callable[[WaitStatus], None],  # called each second, and after each poll in vain
+    on_status: Callable[
+        [WaitStatus], None
+    ],  # called each second, and after each poll in vain
     # waits some seconds; what it raises (Ctrl-C) ends the waiting
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,  # seconds of a monotonic clock
@@ -133,7 +145,11 @@ class _Waiting:
             if found.gpus:
                 return found.gpus
             has_moved = found.position != self._status.position
-            if has_moved or self._clock() >= self._next_report or not self._request.wait:
+            if (
+                has_moved
+                or self._clock() >= self._next_report
+                or not self._request.wait
+            ):
                 self._report(found)
             if not self._request.wait:
                 return self._in_vain(timed_out=False)
@@ -193,7 +209,9 @@ class _Waiting:
 
     def _in_vain(self, *, timed_out: bool) -> NoGpu:
         count = self._request.count
-        what = "no GPU was available" if count == 1 else f"no {count} GPUs were available"
+        what = (
+            "no GPU was available" if count == 1 else f"no {count} GPUs were available"
+        )
         within = as_clock(math.ceil(self._request.timeout_seconds))
         when = f"within {within}" if timed_out else "now"
         return NoGpu(f"{what} {when}: {self._status.obstacles}", timed_out)

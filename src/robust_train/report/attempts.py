@@ -66,7 +66,11 @@ class TimedAttempt(Attempt):
     @property
     def stability(self) -> str | None:
         """How its memory developed, in a sentence."""
-        return None if self.memory_stability is None else self.memory_stability.get("sentence")
+        return (
+            None
+            if self.memory_stability is None
+            else self.memory_stability.get("sentence")
+        )
 
     def as_json(self) -> dict[str, Json]:
         """Return the record with the times."""
@@ -92,7 +96,9 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
             launch = replace(launch, status=event.status, reason=event.reason)
         elif isinstance(event, DeviceAcquired):
             waited = max(event.wait_seconds, 0.0)
-            launch = replace(launch, device_acquired=entry.time, device_wait_seconds=waited)
+            launch = replace(
+                launch, device_acquired=entry.time, device_wait_seconds=waited
+            )
         launches[-1] = launch
     return tuple(launches)
 
@@ -103,7 +109,11 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
     for entry in entries:
         if entry.attempt is not None:
             own.setdefault(entry.attempt, []).append(entry)
-    saved = {e.event.path: e.event.step for e in entries if isinstance(e.event, CheckpointSaved)}
+    saved = {
+        e.event.path: e.event.step
+        for e in entries
+        if isinstance(e.event, CheckpointSaved)
+    }
     found = [_attempt(number, group, saved) for number, group in own.items()]
     known = [attempt for attempt in found if attempt is not None]
     return tuple(sorted(known, key=lambda attempt: (attempt.started, attempt.number)))
@@ -123,7 +133,10 @@ def _attempt(
                 attempt = TimedAttempt(number, spec, entry.time, resumed_from)
                 attempt = replace(attempt, start_step=start_step)
             case AttemptEnded(record=record):
-                attempt, ended = TimedAttempt(**{**_fields(record), "number": number}), entry.time
+                attempt, ended = (
+                    TimedAttempt(**{**_fields(record), "number": number}),
+                    entry.time,
+                )
             case Progress(step=step):
                 progress.append((step, entry.time))
             case CheckpointSaved(step=int(step)):

@@ -153,7 +153,11 @@ class Clock:
 
     def __call__(self, time: float) -> float:
         """Return the seconds of the job until a moment."""
-        away = sum(min(stop.end, time) - stop.start for stop in self._stops if time > stop.start)
+        away = sum(
+            min(stop.end, time) - stop.start
+            for stop in self._stops
+            if time > stop.start
+        )
         return time - self._start - away
 
     def percent(self, seconds: float) -> float:
@@ -166,7 +170,10 @@ def timeline_of(story: Story) -> Timeline | None:
     if not story.spans:
         return None
     clock = Clock(story)
-    groups = [list(own) for _, own in itertools.groupby(story.spans, key=lambda span: span.use)]
+    groups = [
+        list(own)
+        for _, own in itertools.groupby(story.spans, key=lambda span: span.use)
+    ]
     whole = [Span(own[0].use, own[0].start, own[-1].end) for own in groups]
     rows = [Row("job", "", _bars(whole, clock))]
     shown = story.attempts[-_MOST_ROWS:]
@@ -180,7 +187,9 @@ def timeline_of(story: Story) -> Timeline | None:
         rows,
         ticks=[(clock.percent(at), _tick(at)) for at in ticks(clock.seconds)],
         legend=[Key(use.value, text) for use, text in USES.items() if use in used],
-        note=f"The first {left_out} attempts are only in the top row." if left_out else None,
+        note=f"The first {left_out} attempts are only in the top row."
+        if left_out
+        else None,
     )
 
 
@@ -203,7 +212,9 @@ def _bars(spans: Iterable[Span], clock: Clock) -> list[Bar]:
             left = clock.percent(clock(span.start))
             whose = "" if span.attempt is None else f"attempt {span.attempt}: "
             text = f"{whose}{USES[span.use]}, {duration(span.seconds)}"
-            bars.append(Bar(left, clock.percent(clock(span.end)) - left, span.use.value, text))
+            bars.append(
+                Bar(left, clock.percent(clock(span.end)) - left, span.use.value, text)
+            )
     return bars
 
 
@@ -234,7 +245,9 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
         peak = peaks[name]
         if peak is None:
             continue
-        lines.append(_memory_line(device.samples, name, label, style, clock, is_area=is_area))
+        lines.append(
+            _memory_line(device.samples, name, label, style, clock, is_area=is_area)
+        )
         if name == ("resident" if is_cpu else "allocated"):
             # the peak that an attempt reports may lie between two samples
             own = (a for a in story.attempts if a.device == device.device)
@@ -244,7 +257,9 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     level = total if total is not None and most > 0.5 * total else None
     if level is not None:
         legend.append(Key("level", f"{memory(level)} in all"))
-    bands = [Band(clock(a.started), clock(a.ended), str(a.number)) for a in story.attempts]
+    bands = [
+        Band(clock(a.started), clock(a.ended), str(a.number)) for a in story.attempts
+    ]
     note = None
     if not device.sampled:
         note = "Only what the trainer reported: these attempts have no samples."
@@ -304,7 +319,9 @@ def _lanes(
     for mark in marks:
         at = clock(mark.time)
         column = round(_MARKS_PER_LANE * clock.percent(at) / 100)
-        text = shortened(f"{mark.text} (attempt {mark.attempt}, {duration(at)})", _LONGEST_TEXT)
+        text = shortened(
+            f"{mark.text} (attempt {mark.attempt}, {duration(at)})", _LONGEST_TEXT
+        )
         lanes[mark.kind].setdefault(column, []).append(text)
     return [
         (
@@ -330,12 +347,19 @@ def curve_charts(story: Story) -> list[Chart]:
     groups: dict[str, list[Curve]] = {}
     drawn = {curve.name for curve in story.curves if len(curve.points) > 1}
     for curve in (curve for curve in story.curves if curve.name in drawn):
-        groups.setdefault("loss" if "loss" in curve.name else curve.name, []).append(curve)
+        groups.setdefault("loss" if "loss" in curve.name else curve.name, []).append(
+            curve
+        )
     # losses first, and the learning rate, which follows a known schedule, last
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
-    charts = [_curve_chart(name, groups[name], story.attempts) for name in order[:_MOST_CHARTS]]
+    charts = [
+        _curve_chart(name, groups[name], story.attempts)
+        for name in order[:_MOST_CHARTS]
+    ]
     if len(order) > _MOST_CHARTS:
-        charts[-1] = replace(charts[-1], note=f"Not drawn: {', '.join(order[_MOST_CHARTS:])}.")
+        charts[-1] = replace(
+            charts[-1], note=f"Not drawn: {', '.join(order[_MOST_CHARTS:])}."
+        )
     return charts
 
 
@@ -343,26 +367,42 @@ def reported_once(story: Story) -> list[tuple[str, str]]:
     """Return the metrics that have a single value, too few for a curve."""
     values = {curve.name: curve.points for curve in story.curves}
     several = {curve.name for curve in story.curves if len(curve.points) > 1}
-    return [(name, number(own[-1][1])) for name, own in values.items() if name not in several]
+    return [
+        (name, number(own[-1][1]))
+        for name, own in values.items()
+        if name not in several
+    ]
 
 
-def _curve_chart(name: str, curves: Sequence[Curve], attempts: Sequence[TimedAttempt]) -> Chart:
+def _curve_chart(
+    name: str, curves: Sequence[Curve], attempts: Sequence[TimedAttempt]
+) -> Chart:
     last = {curve.name: curve.points[-1][1] for curve in curves}
     styles = dict(zip(last, _styles(), strict=False))
     lines = [
         _curve_line(
-            f"{curve.name}, attempt {curve.attempt}" if len(attempts) > 1 else curve.name,
+            f"{curve.name}, attempt {curve.attempt}"
+            if len(attempts) > 1
+            else curve.name,
             styles[curve.name],
             curve,
         )
-        for curve in sorted(curves, key=lambda curve: not curve.lost)  # lost steps lie behind
+        for curve in sorted(
+            curves, key=lambda curve: not curve.lost
+        )  # lost steps lie behind
     ]
-    legend = [Key(styles[one], f"{one}, last {number(value)}") for one, value in last.items()]
+    legend = [
+        Key(styles[one], f"{one}, last {number(value)}") for one, value in last.items()
+    ]
     if any(curve.lost for curve in curves):
         legend.append(Key("lost-line", "lost: done again, or not saved"))
     plot = _plot_over_steps(lines, may_be_log=name == "loss")
     bands = _beginnings(attempts, {curve.attempt for curve in curves}, plot.high)
-    caption = "Learning rate" if name == "lr" else name[:1].upper() + name[1:].replace("_", " ")
+    caption = (
+        "Learning rate"
+        if name == "lr"
+        else name[:1].upper() + name[1:].replace("_", " ")
+    )
     return Chart(f"{caption} over steps", replace(plot, bands=bands), legend)
 
 
@@ -398,7 +438,9 @@ def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Chart | None:
     lines, legend = [], []
     styles = _styles()
     for label, story in stories:
-        own = [c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost]
+        own = [
+            c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost
+        ]
         if own:
             key = Key(next(styles), f"job {label}")
             legend.append(key)

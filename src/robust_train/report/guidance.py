@@ -49,23 +49,35 @@ def advice_of(
     )
 
 
-def _what_worked(attempts: Sequence[TimedAttempt], spans: Sequence[Span]) -> Iterator[Advice]:
+def _what_worked(
+    attempts: Sequence[TimedAttempt], spans: Sequence[Span]
+) -> Iterator[Advice]:
     """Advise to begin with the size that fitted."""
-    if not attempts or attempts[-1].outcome != "completed" or attempts[-1].batch_size is None:
+    if (
+        not attempts
+        or attempts[-1].outcome != "completed"
+        or attempts[-1].batch_size is None
+    ):
         return
     last = attempts[-1]
     failed = {
         a.number: str(a.batch_size)
         for a in attempts
-        if a.outcome in OOM and a.device == last.device and a.batch_size != last.batch_size
+        if a.outcome in OOM
+        and a.device == last.device
+        and a.batch_size != last.batch_size
     }
     if failed:
-        lost = sum(s.seconds for s in spans if s.use is Use.LOST and s.attempt in failed)
+        lost = sum(
+            s.seconds for s in spans if s.use is Use.LOST and s.attempt in failed
+        )
         sizes = ", ".join(dict.fromkeys(failed.values()))
         yield Advice(
             f"On {last.where} batch size {last.batch_size} fitted and {sizes} did not. Finding "
             f"this out cost {duration(lost)}.",
-            ("begin the next run with the size that fitted: the effective batch is the same",),
+            (
+                "begin the next run with the size that fitted: the effective batch is the same",
+            ),
             f"training.batch_size={last.batch_size} "
             f"training.gradient_accumulation_steps={last.spec.gradient_accumulation_steps}",
         )
@@ -103,7 +115,9 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
 
 def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:
     inside = sum(mark.is_inside_a_step for mark in marks)
-    changes = [mark.text for mark in marks if mark.kind == "batch" and " at step " in mark.text]
+    changes = [
+        mark.text for mark in marks if mark.kind == "batch" and " at step " in mark.text
+    ]
     if inside and changes:
         times = "once" if inside == 1 else f"{inside} times"
         yield Advice(
@@ -118,7 +132,9 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
         return
     fullest = max(device.samples, key=lambda s: (s.gpu_used or 0, s.reserved or 0))
     used = fullest.gpu_used or most
-    unused = max((s.reserved or 0) - (s.allocated or 0) for s in device.samples if s.reserved)
+    unused = max(
+        (s.reserved or 0) - (s.allocated or 0) for s in device.samples if s.reserved
+    )
     others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
     if used > _TIGHT * total:
         yield Advice(
@@ -132,13 +148,17 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
     if used > _TIGHT * total and unused > _FRAGMENTED * total:
         yield Advice(
             f"Up to {memory(unused)} of {name} was reserved but not in use.",
-            ("set memory.expandable_segments=true: freed blocks can then be used together",),
+            (
+                "set memory.expandable_segments=true: freed blocks can then be used together",
+            ),
         )
     if others > _OTHERS * total:
         yield Advice(
             f"Other processes used up to {memory(others)} of {name} (this process's CUDA context "
             "counts as well).",
-            ("robust-train gpus lists them; a higher min_gpu_memory_mb waits for a freer GPU",),
+            (
+                "robust-train gpus lists them; a higher min_gpu_memory_mb waits for a freer GPU",
+            ),
         )
 
 
@@ -159,17 +179,26 @@ def _speed(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
             yield Advice(f"{sentence[:1].upper()}{sentence[1:]}.")
 
 
-def _times(attempts: Sequence[TimedAttempt], seconds: Mapping[str, float]) -> Iterator[Advice]:
+def _times(
+    attempts: Sequence[TimedAttempt], seconds: Mapping[str, float]
+) -> Iterator[Advice]:
     wall, lost, wait = seconds["wall"], seconds["lost"], seconds["wait"]
     # checkpoints do not help attempts that never trained
-    trained = any(a.training_began is not None and a.outcome != "completed" for a in attempts)
+    trained = any(
+        a.training_began is not None and a.outcome != "completed" for a in attempts
+    )
     if trained and lost > max(_MUCH_LOST * wall, _LEAST_SECONDS):
         yield Advice(
             f"{duration(lost)} ({percent(lost / wall)}) was lost: repeated, or in no checkpoint.",
-            ("save more often: lower training.checkpoint_every_minutes or checkpoint_every_steps",),
+            (
+                "save more often: "
+                "lower training.checkpoint_every_minutes or checkpoint_every_steps",
+            ),
         )
     if wait > max(_MUCH_WAITING * wall, _LEAST_SECONDS):
         yield Advice(
             f"{duration(wait)} ({percent(wait / wall)}) was spent waiting.",
-            ("a lower min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",),
+            (
+                "a lower min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",
+            ),
         )

@@ -41,8 +41,15 @@ def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
         return save(path, page())
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror or error)
-    except Exception as error:  # a job that trained for days must not fail because of its report
-        log.warning("no report: %s: %s", type(error).__name__, error, exc_info=log.isEnabledFor(10))
+    except (
+        Exception
+    ) as error:  # a job that trained for days must not fail because of its report
+        log.warning(
+            "no report: %s: %s",
+            type(error).__name__,
+            error,
+            exc_info=log.isEnabledFor(10),
+        )
     return None
 
 
@@ -104,7 +111,9 @@ def template_environment() -> Environment:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
     )
-    environment.tests["in_attempt"] = lambda name, number: name.startswith(f"oom-attempt-{number}.")
+    environment.tests["in_attempt"] = lambda name, number: name.startswith(
+        f"oom-attempt-{number}."
+    )
     environment.filters.update(
         duration=readable.duration,
         memory=readable.memory,
@@ -117,7 +126,9 @@ def template_environment() -> Environment:
         words=lambda text: str(text).replace("_", " "),
         value=value_text,
         shares=shares,
-        json=lambda plot: htmlsafe_json_dumps(strict_json(asdict(plot)), separators=(",", ":")),
+        json=lambda plot: htmlsafe_json_dumps(
+            strict_json(asdict(plot)), separators=(",", ":")
+        ),
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
     return environment
@@ -148,7 +159,11 @@ def value_text(value: object) -> str:
 def _results(result: object) -> list[tuple[str, str]]:
     if isinstance(result, Mapping):
         return [(str(name), value_text(value)) for name, value in result.items()]
-    return [] if result is None or finite(result) is not None else [("result", value_text(result))]
+    return (
+        []
+        if result is None or finite(result) is not None
+        else [("result", value_text(result))]
+    )
 
 
 def _shortened(text: str | None) -> str | None:

@@ -14,7 +14,14 @@ from robust_train.model.decision import Decision, Retry
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import AttemptSpec
-from robust_train.readable import GIB, aligned, by_processes, changed, duration, shortened
+from robust_train.readable import (
+    GIB,
+    aligned,
+    by_processes,
+    changed,
+    duration,
+    shortened,
+)
 from robust_train.readable import number as number_text
 from robust_train.report.attempts import attempts_of
 from robust_train.report.sources import Entry, Sources
@@ -47,7 +54,10 @@ def announce(number: int, spec: AttemptSpec) -> None:
 
 
 def show_end(
-    summary: Summary, found: Sources, explain: Callable[[Summary], object], how_to_go_on: str | None
+    summary: Summary,
+    found: Sources,
+    explain: Callable[[Summary], object],
+    how_to_go_on: str | None,
 ) -> None:
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
     if summary.attempts:
@@ -62,7 +72,11 @@ def show_end(
 
 def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
     """Return what a journal has of the job's launches before the last one."""
-    starts = [number for number, one in enumerate(entries) if isinstance(one.event, JobStarted)]
+    starts = [
+        number
+        for number, one in enumerate(entries)
+        if isinstance(one.event, JobStarted)
+    ]
     jobs = [getattr(entries[start].event, "job", "") for start in starts]
     return entries[starts[jobs.index(jobs[-1])] : starts[-1]] if starts else ()
 
@@ -98,7 +112,9 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
 def _steps(attempt: Attempt) -> str:
     if attempt.end_step is None and not attempt.start_step:
         return "-"
-    return f"{attempt.start_step}-{'?' if attempt.end_step is None else attempt.end_step}"
+    return (
+        f"{attempt.start_step}-{'?' if attempt.end_step is None else attempt.end_step}"
+    )
 
 
 def ending_of(attempt: Attempt) -> str:
@@ -142,7 +158,10 @@ def speed_advice(attempts: Sequence[Attempt]) -> tuple[str, ...]:
 def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
     the job's, in all its launches."""
-    wall, last = summary.wall_seconds or 0.0, summary.attempts[-1] if summary.attempts else None
+    wall, last = (
+        summary.wall_seconds or 0.0,
+        summary.attempts[-1] if summary.attempts else None,
+    )
     ending = f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
     if summary.earlier_seconds:
         ending += f" (this launch: {duration(wall)})"
@@ -166,7 +185,9 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     if can_go_on and summary.status != "completed" and how_to_go_on:
         failure = None if last is None else last.failure
         is_bug = failure is not None and failure.kind is FailureKind.BUG
-        first = "after mending it" if is_bug and summary.status == "failed" else "to go on"
+        first = (
+            "after mending it" if is_bug and summary.status == "failed" else "to go on"
+        )
         log.info("%s: %s", first, how_to_go_on)
 
 

@@ -71,7 +71,9 @@ def memory_of(
     """Return memory over time, device by device in the order in which they were used."""
     sampled = {sample.attempt for sample in samples}
     devices = {a.number: a.device for a in attempts if a.number not in sampled}
-    everything = sorted([*samples, *_reported(entries, devices)], key=lambda s: (s.time, s.attempt))
+    everything = sorted(
+        [*samples, *_reported(entries, devices)], key=lambda s: (s.time, s.attempt)
+    )
     grouped: dict[str, list[Sample]] = {}
     for sample in everything:
         grouped.setdefault(sample.device, []).append(sample)
@@ -91,21 +93,32 @@ def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[
     for entry in entries:
         event, number = entry.event, entry.attempt or 0
         # of several ranks, the first one's memory is drawn
-        if isinstance(event, events.MemoryReported) and not event.rank and number in devices:
-            figures = {k: getattr(event, k) for k in ("allocated", "reserved", "resident")}
+        if (
+            isinstance(event, events.MemoryReported)
+            and not event.rank
+            and number in devices
+        ):
+            figures = {
+                k: getattr(event, k) for k in ("allocated", "reserved", "resident")
+            }
             if event.figures:
                 yield Sample(entry.time, number, devices[number], **figures)
 
 
 def curves_of(
-    entries: Sequence[Entry], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
+    entries: Sequence[Entry],
+    attempts: Sequence[TimedAttempt],
+    kept: Mapping[int, float],
 ) -> tuple[Curve, ...]:
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     known = {attempt.number for attempt in attempts}
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
         event, attempt = entry.event, entry.attempt
-        if not isinstance(event, (events.Progress, events.EpochEnded)) or attempt not in known:
+        if (
+            not isinstance(event, (events.Progress, events.EpochEnded))
+            or attempt not in known
+        ):
             continue
         for name, value in event.metrics.items():
             number = finite(value)
@@ -122,7 +135,9 @@ def curves_of(
     return tuple(curves)
 
 
-def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tuple[Mark, ...]:
+def marks_of(
+    entries: Sequence[Entry], attempts: Sequence[TimedAttempt]
+) -> tuple[Mark, ...]:
     """Return the marks of a journal, oldest first."""
     devices = {attempt.number: attempt.device for attempt in attempts}
     marks = [
@@ -153,14 +168,20 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
         case events.BatchSizeFound(batch_size=size):
             yield "batch", f"probes found micro-batch {size or 'that fits: none'}"
         case events.CheckpointSaved(step=step):
-            yield "checkpoint", "checkpoint" + ("" if step is None else f" at step {step}")
+            yield (
+                "checkpoint",
+                "checkpoint" + ("" if step is None else f" at step {step}"),
+            )
         case events.MemoryReported(milestone=milestone) if not event.rank:
             yield "milestone", milestone
         case events.MemoryCleared(reason=reason, returned_bytes=returned):
             yield "cleared", f"memory cleared ({reason}): {memory(returned)} returned"
         case events.UserEvent(event_name=name, fields=fields):
             values = ", ".join(f"{key}={value}" for key, value in fields.items())
-            yield "milestone", name + (f": {values[:_LONGEST_FIELDS]}" if values else "")
+            yield (
+                "milestone",
+                name + (f": {values[:_LONGEST_FIELDS]}" if values else ""),
+            )
 
 
 def _changes(before: TimedAttempt, after: TimedAttempt) -> Iterator[tuple[str, str]]:

@@ -65,7 +65,9 @@ def read_entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
         if event is None or time is None:
             unknown += 1
             continue
-        latest = max(latest, time)  # a clock that was set back must not reverse the story
+        latest = max(
+            latest, time
+        )  # a clock that was set back must not reverse the story
         yield Entry(latest, event, attempt if type(attempt) is int else None)
     if unknown:
         gaps.append(f"{path.name}: {_lines(unknown)} of an unknown kind skipped")
@@ -108,5 +110,7 @@ def _files(folder: Path) -> tuple[str, ...]:
         names = sorted(item.name for item in folder.iterdir() if item.is_file())
     except OSError:
         return ()
-    shown = [name for name in names if name != "report.html" and not name.endswith(".tmp")]
+    shown = [
+        name for name in names if name != "report.html" and not name.endswith(".tmp")
+    ]
     return tuple(shown[:_MOST_FILES])

@@ -25,7 +25,9 @@ def text_of(speed: Sequence[Speed], ranks: int) -> str | None:
     if not speed:
         return None
     slowest = max(speed, key=lambda one: one.seconds_per_step)
-    rates = [one.samples_per_second for one in speed if one.samples_per_second is not None]
+    rates = [
+        one.samples_per_second for one in speed if one.samples_per_second is not None
+    ]
     shares = [one.data_share for one in speed if one.data_share is not None]
     parts = (
         [f"{number(sum(rates) * ranks / len(speed))} samples/s while training"]
@@ -36,7 +38,9 @@ def text_of(speed: Sequence[Speed], ranks: int) -> str | None:
         f"{number(slowest.seconds_per_step)} s a step "
         f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"
     )
-    return ", ".join([*parts, *([f"{percent(max(shares))} waiting for data"] if shares else [])])
+    return ", ".join(
+        [*parts, *([f"{percent(max(shares))} waiting for data"] if shares else [])]
+    )
 
 
 def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
@@ -44,7 +48,10 @@ def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
         return
     worst = max(speed, key=lambda one: one.data_share or 0)
     share = worst.data_share or 0
-    if share <= _MUCH_WAITING or share * worst.steps * worst.seconds_per_step < _LEAST_SECONDS:
+    if (
+        share <= _MUCH_WAITING
+        or share * worst.steps * worst.seconds_per_step < _LEAST_SECONDS
+    ):
         return
     who = "training" if len(speed) == 1 else f"rank {worst.rank}"
     workers = "" if num_workers is None else f" (now {num_workers})"
@@ -55,11 +62,15 @@ def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
 
 
 def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
-    alone = {s.rank: s.seconds_alone_per_step for s in speed if s.seconds_alone_per_step}
+    alone = {
+        s.rank: s.seconds_alone_per_step for s in speed if s.seconds_alone_per_step
+    }
     if len(alone) < 2:
         return
     slow = max(alone, key=lambda rank: alone[rank])
-    usual = statistics.median(seconds for rank, seconds in alone.items() if rank != slow)
+    usual = statistics.median(
+        seconds for rank, seconds in alone.items() if rank != slow
+    )
     lost = (alone[slow] - usual) * min(one.steps for one in speed)
     if alone[slow] > _MUCH_SLOWER * usual and lost >= _LEAST_SECONDS:
         yield (

@@ -112,7 +112,9 @@ def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
     if speed is not None:
         is_known = all(one.samples_per_second is not None for one in attempt.speed)
         size = attempt.spec.effective_batch_size if attempt.speed and is_known else None
-        parts.append(f"{number(speed * (size or 1))} {'samples' if size else 'steps'}/s")
+        parts.append(
+            f"{number(speed * (size or 1))} {'samples' if size else 'steps'}/s"
+        )
     if speed is not None and attempt.total_steps and step is not None:
         left = math.ceil((attempt.total_steps - step) / speed)
         parts.append(f"{as_clock(max(left, 0))} left")
@@ -121,9 +123,13 @@ def _how_far(state: RunState, pace: Pace, now: float) -> list[str]:
     if used := attempt.memory.get("allocated", attempt.memory.get("resident")):
         parts.append(f"memory {memory(used)}")
     if state.checkpoint is not None:
-        saved = "" if state.checkpoint_step is None else f" step {state.checkpoint_step}"
+        saved = (
+            "" if state.checkpoint_step is None else f" step {state.checkpoint_step}"
+        )
         ago = (
-            "" if pace.checkpoint_at is None else f", {as_clock(int(now - pace.checkpoint_at))} ago"
+            ""
+            if pace.checkpoint_at is None
+            else f", {as_clock(int(now - pace.checkpoint_at))} ago"
         )
         parts.append(f"checkpoint{saved}{ago}")
     return parts

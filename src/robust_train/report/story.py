@@ -20,7 +20,14 @@ from robust_train.report.attempts import (
     attempts_of,
     launches_of,
 )
-from robust_train.report.series import Curve, DeviceMemory, Mark, curves_of, marks_of, memory_of
+from robust_train.report.series import (
+    Curve,
+    DeviceMemory,
+    Mark,
+    curves_of,
+    marks_of,
+    memory_of,
+)
 from robust_train.report.sources import Sources
 from robust_train.report.times import Span, kept_steps, spans_of, totals
 
@@ -42,7 +49,9 @@ class Story:
     sentence: str = "The folder holds no record of a job."
     result: Any = None
     objective: Any = None
-    started: float | None = None  # started, ended: seconds since the epoch, None in an empty folder
+    started: float | None = (
+        None  # started, ended: seconds since the epoch, None in an empty folder
+    )
     ended: float | None = None
     # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float] = field(default_factory=dict)
@@ -93,7 +102,9 @@ def story_of(sources: Sources) -> Story:
         sentence = "The journal is missing; of the job only summary.json is left."
         return replace(story, status=sources.summary.status, sentence=sentence)
     attempts = tuple(
-        _with_samples(attempt, [s for s in sources.samples if s.attempt == attempt.number])
+        _with_samples(
+            attempt, [s for s in sources.samples if s.attempt == attempt.number]
+        )
         for attempt in attempts_of(sources.entries)
     )
     *earlier, last = launches_of(sources.entries)
@@ -107,7 +118,9 @@ def story_of(sources: Sources) -> Story:
     marks = marks_of(sources.entries, attempts)
     memory = memory_of(sources.samples, sources.entries, attempts, marks)
     stable = _stability(sources.samples, attempts)
-    result = sources.summary.result if completed and sources.summary is not None else None
+    result = (
+        sources.summary.result if completed and sources.summary is not None else None
+    )
     return replace(
         story,
         about={
@@ -135,7 +148,9 @@ def story_of(sources: Sources) -> Story:
 
 def _job_of(sources: Sources) -> JobStarted | None:
     """Return the start that the last launch recorded."""
-    started = [one.event for one in sources.entries if isinstance(one.event, JobStarted)]
+    started = [
+        one.event for one in sources.entries if isinstance(one.event, JobStarted)
+    ]
     return started[-1] if started else None
 
 
@@ -149,12 +164,16 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
     return replace(attempt, ended=max([attempt.ended, *(s.time for s in samples)]))
 
 
-def _stability(samples: Sequence[Sample], attempts: Sequence[TimedAttempt]) -> str | None:
+def _stability(
+    samples: Sequence[Sample], attempts: Sequence[TimedAttempt]
+) -> str | None:
     """Return how memory developed in the last attempt that trained."""
     trained = [a for a in attempts if a.training_began is not None]
     if not trained:
         return None
     sentence = trained[-1].stability
     if sentence is None:  # its end was not recorded
-        sentence = stability([s for s in samples if s.attempt == trained[-1].number]).sentence
+        sentence = stability(
+            [s for s in samples if s.attempt == trained[-1].number]
+        ).sentence
     return None if sentence.startswith("unknown") else sentence

@@ -47,7 +47,9 @@ class Span:
 
 
 def spans_of(
-    launches: Sequence[Launch], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
+    launches: Sequence[Launch],
+    attempts: Sequence[TimedAttempt],
+    kept: Mapping[int, float],
 ) -> tuple[Span, ...]:
     """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. Launches and
     attempts are oldest first; ``kept`` is from :func:`kept_steps`."""
@@ -73,7 +75,9 @@ def totals(spans: Sequence[Span]) -> dict[str, float]:
     return {**seconds, "wall": wall}
 
 
-def kept_steps(attempts: Sequence[TimedAttempt], *, completed: bool) -> dict[int, float]:
+def kept_steps(
+    attempts: Sequence[TimedAttempt], *, completed: bool
+) -> dict[int, float]:
     """Return the last step of each attempt, by its number, that no later attempt repeated. If the
     job did not complete, steps after its last checkpoint are not kept either."""
     kept: dict[int, float] = {}
@@ -99,10 +103,17 @@ def _of_launch(
         yield Span(Use.WAIT, now, launch.end)
         return
     for index, attempt in enumerate(attempts):
-        yield Span(Use.WAIT if index else Use.STARTUP, now, attempt.started, attempt.number)
+        yield Span(
+            Use.WAIT if index else Use.STARTUP, now, attempt.started, attempt.number
+        )
         yield from _of_attempt(attempt, kept[attempt.number])
         now = attempt.ended
-    waits = bool(attempts) and attempts[-1].action not in (None, "none", "give_up", "stopped")
+    waits = bool(attempts) and attempts[-1].action not in (
+        None,
+        "none",
+        "give_up",
+        "stopped",
+    )
     yield Span(Use.WAIT if waits else Use.STARTUP, now, launch.end)
 
 

@@ -49,7 +49,9 @@ def sentence_of(
     """Return how the job ended, which attempts failed before, and the share of useful time."""
     wall = seconds["wall"]
     parts = [_ending(status, reason, attempts, wall)]
-    before = attempts[:-1] if status in ("completed", "failed", "interrupted") else attempts
+    before = (
+        attempts[:-1] if status in ("completed", "failed", "interrupted") else attempts
+    )
     failed = [a for a in before if a.outcome not in ("completed", UNFINISHED)]
     troubles = list(_troubles(failed))
     if more := len(troubles[_MOST_TROUBLES:]):
@@ -59,13 +61,17 @@ def sentence_of(
     inside = sum(mark.is_inside_a_step for mark in marks)
     if inside:
         times = "once" if inside == 1 else f"{inside} times"
-        parts.append(f"Memory ran out {times} inside a step, which was repeated in smaller parts.")
+        parts.append(
+            f"Memory ran out {times} inside a step, which was repeated in smaller parts."
+        )
     if status == "completed" and len(attempts) > 1 and wall > 0:
         parts.append(f"{percent(seconds['useful'] / wall)} of the time was useful.")
     return " ".join(parts)
 
 
-def _ending(status: str, reason: str | None, attempts: Sequence[TimedAttempt], wall: float) -> str:
+def _ending(
+    status: str, reason: str | None, attempts: Sequence[TimedAttempt], wall: float
+) -> str:
     last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
     why = "" if reason is None else f": {(reason.strip().splitlines() or [''])[0]}"
     if status == "completed" and last is not None:
@@ -96,7 +102,9 @@ def _setting(attempt: TimedAttempt) -> str:
 def _at(last: TimedAttempt | None) -> str:
     if last is None:
         return ", before any attempt had begun"
-    step = "before its first step" if last.end_step is None else f"at step {last.end_step}"
+    step = (
+        "before its first step" if last.end_step is None else f"at step {last.end_step}"
+    )
     return f", {step} on {last.where}"
 
 
@@ -108,7 +116,9 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
 
 
 def _troubles(failed: Sequence[TimedAttempt]) -> Iterator[str]:
-    for (outcome, where), group in itertools.groupby(failed, key=lambda a: (a.outcome, a.where)):
+    for (outcome, where), group in itertools.groupby(
+        failed, key=lambda a: (a.outcome, a.where)
+    ):
         own = list(group)
         *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
         listed = f"{', '.join(sizes)} and {last}" if sizes else last

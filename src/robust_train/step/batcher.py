@@ -207,7 +207,9 @@ class MicroBatcher:
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
-            loss, returns_more = step.end(loss, items=parts.items, returns_more=returns_more)
+            loss, returns_more = step.end(
+                loss, items=parts.items, returns_more=returns_more
+            )
         else:
             step.leave()
         return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss
@@ -244,7 +246,12 @@ class MicroBatcher:
         raise ConfigError(LOOP_IS_GONE)
 
     def open_step(
-        self, kind: type[S], model: nn.Module, shared: SharedStep, *, keeps_gradients: bool
+        self,
+        kind: type[S],
+        model: nn.Module,
+        shared: SharedStep,
+        *,
+        keeps_gradients: bool,
     ) -> S:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
@@ -254,7 +261,9 @@ class MicroBatcher:
     def open_evaluation(self, kind: type[S], shared: SharedStep) -> S:
         """Begin a batch of a framework's validation."""
         self._speed.pause()
-        return kind(self._other, None, shared, self._recorder, self._speed, training=False)
+        return kind(
+            self._other, None, shared, self._recorder, self._speed, training=False
+        )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split finer from the next batch on, on request; return (from, to), or None."""
@@ -274,7 +283,11 @@ class MicroBatcher:
         self._other.restore(state["other"])
 
     def _parts(
-        self, batch: Any, split: Split | None, length: Length | None, count: Count | None
+        self,
+        batch: Any,
+        split: Split | None,
+        length: Length | None,
+        count: Count | None,
     ) -> Parts:
         if length is None:
             length = splitting.length_of if split is None else len
@@ -306,15 +319,25 @@ class MicroBatcher:
         start = None
         if training or shared.is_sharded:
             start = StepStart(self._watch, models)
-        step: Step[Any] = Step(size, start, shared, self._recorder, self._speed, training=training)
+        step: Step[Any] = Step(
+            size, start, shared, self._recorder, self._speed, training=training
+        )
         return step, start
 
     def _probe(
-        self, step: Step[Any], parts: Parts, body: Callable[[Part], Any], start: StepStart
+        self,
+        step: Step[Any],
+        parts: Parts,
+        body: Callable[[Part], Any],
+        start: StepStart,
     ) -> None:
         """Search for the size before the first step, if one was asked for."""
         search, self._search = self._search, None
-        prober = None if search is None else prober_for(search, parts.samples, start.parameters())
+        prober = (
+            None
+            if search is None
+            else prober_for(search, parts.samples, start.parameters())
+        )
         if search is None or prober is None:
             return
         try:
@@ -340,4 +363,6 @@ def _loss_and_more(result: Any) -> tuple[Any, ...]:
 
 def _described(result: Any) -> str:
     kind = f"a {type(result).__name__}"
-    return f"{kind} of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind
+    return (
+        f"{kind} of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind
+    )

@@ -66,7 +66,9 @@ class Step(Generic[T]):
         self._host_ran_out = False
         self._agrees = True  # the other ranks come to the same agreement
 
-    def run(self, parts: Parts, body: Body[T], *, is_last: bool = True) -> list[tuple[T, Part]]:
+    def run(
+        self, parts: Parts, body: Body[T], *, is_last: bool = True
+    ) -> list[tuple[T, Part]]:
         """Run a batch; return what the body returned for each of its parts.
 
         If memory runs out, the step's batches so far go through their bodies again in smaller
@@ -99,7 +101,11 @@ class Step(Generic[T]):
         return self._shared.is_sharded
 
     def end(
-        self, loss: Tensor | None = None, *, items: float = 1.0, returns_more: bool = False
+        self,
+        loss: Tensor | None = None,
+        *,
+        items: float = 1.0,
+        returns_more: bool = False,
     ) -> tuple[Tensor | None, bool]:
         """End the step on all ranks; return the mean of their losses, each a mean of ``items``.
 
@@ -132,7 +138,9 @@ class Step(Generic[T]):
             generators = GeneratorStates()
             size = max(self._size.for_batch(parts.samples), 1)
             start, stop = bounds(parts.samples, size, done)[0]
-            if self._goes_through(parts.part(start, stop), body, min(size, stop - start), results):
+            if self._goes_through(
+                parts.part(start, stop), body, min(size, stop - start), results
+            ):
                 done = stop
             else:
                 generators.restore()
@@ -175,7 +183,9 @@ class Step(Generic[T]):
 
     # --- the passes ---
 
-    def _pass(self, batches: list[tuple[Parts, Body[T]]]) -> list[tuple[T, Part]] | None:
+    def _pass(
+        self, batches: list[tuple[Parts, Body[T]]]
+    ) -> list[tuple[T, Part]] | None:
         """Run batches; return the results of the last one, None if memory ran out."""
         results: list[tuple[T, Part]] = []
         for parts, body in batches:
@@ -188,7 +198,9 @@ class Step(Generic[T]):
                     return None
         return results
 
-    def _pass_with_others(self, parts: Parts, body: Body[T]) -> list[tuple[T, Part]] | None:
+    def _pass_with_others(
+        self, parts: Parts, body: Body[T]
+    ) -> list[tuple[T, Part]] | None:
         """Run as many parts as the other ranks; all agree after each of them."""
         results: list[tuple[T, Part]] = []
         used = max(self._size.for_batch(parts.samples), 1)
@@ -249,7 +261,9 @@ class Step(Generic[T]):
             self._recorder.on_oom(error, failure)
             return True
         if can_repeat:
-            self._recorder.exhausted(self._is_training, failure, used, self._size.tried, error)
+            self._recorder.exhausted(
+                self._is_training, failure, used, self._size.tried, error
+            )
         if self._agrees:
             self._give_up(error, failure)
         return False

@@ -101,7 +101,9 @@ class OOMHandler:
         self._history: tuple[Attempt, ...] = ()
         self._gradients = GradientsBefore()
         # without gradients: those of a try are restored
-        self._start = cleanup.StartingMemory(cleanup.KeptGradients(())) if check_memory else None
+        self._start = (
+            cleanup.StartingMemory(cleanup.KeptGradients(())) if check_memory else None
+        )
 
     def start_try(self, *trained: Any) -> None:
         """Keep the gradients of ``trained`` (models, or functions that close over them).
@@ -181,7 +183,9 @@ class OOMHandler:
 
         return self.run_call(call, GradientsBefore(), (train_fn, args, kwargs))
 
-    def run_call(self, call: Callable[[], T], gradients: GradientsBefore, trained: Any) -> T:
+    def run_call(
+        self, call: Callable[[], T], gradients: GradientsBefore, trained: Any
+    ) -> T:
         """Call ``call``, which reads the sizes here, until it fits; return what it returns.
 
         ``gradients`` are those of ``trained``, whatever modules it reaches.

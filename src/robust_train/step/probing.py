@@ -58,7 +58,9 @@ class FoundBatchSize:
 
     def __str__(self) -> str:
         limits = Limits(self.rest_bytes, self.limit_bytes)
-        tried = ", ".join(f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes)
+        tried = ", ".join(
+            f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes
+        )
         probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
             return f"{probes}: none fits into {shown(self.limit_bytes)}"
@@ -75,7 +77,9 @@ class FoundBatchSize:
 def _outcome(probe: Probe, limits: Limits) -> str:
     if probe.peak_bytes is None:
         return "out of memory"
-    return shown(probe.peak_bytes) + ("" if fits(probe, limits) else ", too near the limit")
+    return shown(probe.peak_bytes) + (
+        "" if fits(probe, limits) else ", too near the limit"
+    )
 
 
 class Prober:
@@ -193,9 +197,13 @@ def find_batch_size(
         ValueError: a size is below 1, or ``min_batch_size`` above ``at_most``.
     """
     if not 1 <= min_batch_size <= at_most:
-        raise ValueError(f"min_batch_size={min_batch_size}: must be from 1 to at_most={at_most}")
+        raise ValueError(
+            f"min_batch_size={min_batch_size}: must be from 1 to at_most={at_most}"
+        )
     if effective_batch_size is not None and effective_batch_size < 1:
-        raise ValueError(f"effective_batch_size={effective_batch_size}: must be 1 or more")
+        raise ValueError(
+            f"effective_batch_size={effective_batch_size}: must be 1 or more"
+        )
     sizes: tuple[int, ...] | range = range(min_batch_size, at_most + 1)
     if effective_batch_size is not None:
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
@@ -237,7 +245,9 @@ def _goes_through(run: Callable[[int], object], size: int) -> bool:
     return True
 
 
-def prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) -> Prober | None:
+def prober_for(
+    search: BatchSearch, samples: int, parameters: Iterable[Tensor]
+) -> Prober | None:
     """Return what finds the size in a step's first batch; None if it cannot be found there.
 
     That is with several processes or devices, or too small a batch.
@@ -251,7 +261,10 @@ def prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) 
     elif len(devices) > 1:
         why = "several devices share"
     if why is not None:
-        log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
+        log.info(
+            "training.batch_size=auto: no probes, since %s: sizes are halved instead",
+            why,
+        )
         return None
     meter = meter_of(devices.pop(), search.memory_share)
     state, step = optimizer_state_bytes(parameters), optimizer_step_bytes(parameters)
@@ -261,7 +274,8 @@ def prober_for(search: BatchSearch, samples: int, parameters: Iterable[Tensor]) 
 def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the bytes of optimizer state that the first step is going to make."""
     return sum(
-        (2 if optimizer is None else _states_per_parameter(optimizer)) * parameter.nbytes
+        (2 if optimizer is None else _states_per_parameter(optimizer))
+        * parameter.nbytes
         for parameter, optimizer in _with_optimizers(parameters)
         if optimizer is None or parameter not in optimizer.state
     )
@@ -291,7 +305,11 @@ def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     if "betas" in settings:  # Adam and its variants
         return 2 + bool(settings.get("amsgrad"))
     if "momentum" in settings:  # SGD, RMSprop (which has alpha)
-        return bool(settings["momentum"]) + ("alpha" in settings) + bool(settings.get("centered"))
+        return (
+            bool(settings["momentum"])
+            + ("alpha" in settings)
+            + bool(settings.get("centered"))
+        )
     return 2
 
 
@@ -308,7 +326,9 @@ def _copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> i
     uses_foreach = settings.get("foreach")
     if uses_foreach is None:
         uses_foreach = device == "cuda" and not settings.get("fused")
-    copies = "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
+    copies = (
+        "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
+    )
     return int(bool(uses_foreach) and copies)
 
 
@@ -332,7 +352,9 @@ class GpuMeter:
     def limit(self) -> int:
         free, total = torch.cuda.mem_get_info(self.index)
         # the allocator's limit by memory.fraction; torch before 2.8 does not say
-        known = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        known = getattr(
+            torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0
+        )
         share = min(self._share, known(self.index))
         return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
 

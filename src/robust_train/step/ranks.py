@@ -39,7 +39,9 @@ class RankReport:
 
     ran_out: RanOut | None  # None: it did not
     size: int | None  # most samples in a part from now on; None: the whole batch
-    has_gradient: tuple[bool, ...] = ()  # for each shared parameter whether it has a gradient
+    has_gradient: tuple[
+        bool, ...
+    ] = ()  # for each shared parameter whether it has a gradient
     returns_more: bool = False  # its function returned more than a loss
 
 
@@ -62,14 +64,18 @@ class Agreement:
 
 def agree(reports: Sequence[RankReport], items: float) -> Agreement:
     """Split finer on all ranks if one must; one that cannot go on ends the step for all."""
-    failed = [(rank, r.ran_out) for rank, r in enumerate(reports) if r.ran_out is not None]
+    failed = [
+        (rank, r.ran_out) for rank, r in enumerate(reports) if r.ran_out is not None
+    ]
     worst = max(failed, key=lambda pair: pair[1].is_exhausted, default=None)
     sizes = [report.size for report in reports if report.size is not None]
     return Agreement(
         rank=None if worst is None else worst[0],
         ran_out=None if worst is None else worst[1],
         size=min(sizes, default=None),
-        has_gradient=tuple(map(any, zip(*(r.has_gradient for r in reports), strict=True))),
+        has_gradient=tuple(
+            map(any, zip(*(r.has_gradient for r in reports), strict=True))
+        ),
         returns_more=any(report.returns_more for report in reports),
         items=items,
     )
@@ -106,7 +112,9 @@ class Ranks:
     def most_and_sum(self, parts: int, items: float) -> tuple[int, float]:
         """Return the most parts of any rank and the items of all. All ranks have to call it."""
         rows = torch.zeros(self.size, 2, dtype=torch.float64, device="cpu")
-        rows[self.rank] = torch.tensor([parts, items], dtype=torch.float64, device="cpu")
+        rows[self.rank] = torch.tensor(
+            [parts, items], dtype=torch.float64, device="cpu"
+        )
         dist.all_reduce(rows, group=self._group)
         return int(rows[:, 0].max()), float(rows[:, 1].sum())
 
@@ -115,7 +123,11 @@ class Ranks:
 
         Reports go around only if one of them has news; else the last agreement holds.
         """
-        has_news = self._agreed is None or report.ran_out is not None or report != self._reported
+        has_news = (
+            self._agreed is None
+            or report.ran_out is not None
+            or report != self._reported
+        )
         # on the host whatever the default device is
         sums = torch.tensor([float(has_news), items], dtype=torch.float64, device="cpu")
         dist.all_reduce(sums, group=self._group)
@@ -139,7 +151,11 @@ _here: Ranks | None = None
 def here() -> Ranks | None:
     """Return this process's ranks; None if it trains alone."""
     global _here
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if (
+        not dist.is_available()
+        or not dist.is_initialized()
+        or dist.get_world_size() == 1
+    ):
         return None
     if _here is None or _here.world is not dist.group.WORLD:
         _here = Ranks()
@@ -165,7 +181,9 @@ class SharedStep:
         UserError: a model that cannot be split here.
     """
 
-    def __init__(self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()
+    ) -> None:
         """Find what ranks share in ``models``, which learn; ``beside`` may hold their wrappers."""
         self._group = here()
         self._replicas: list[Replica] = []
@@ -240,16 +258,22 @@ class SharedStep:
             return None
         self._items = items
         present = tuple(parameter.grad is not None for parameter in self._parameters)
-        return self._group.exchange(RankReport(ran_out, size, present, returns_more), items)
+        return self._group.exchange(
+            RankReport(ran_out, size, present, returns_more), items
+        )
 
-    def sum_gradients(self, agreed: Agreement | None, loss: Tensor | None) -> Tensor | None:
+    def sum_gradients(
+        self, agreed: Agreement | None, loss: Tensor | None
+    ) -> Tensor | None:
         """Make one gradient for all; return the mean loss over all ranks' items."""
         if self._roots:  # the gradients are summed already
             return sharded.mean_loss(self._roots, loss)
         if agreed is None or not self._parameters or not agreed.items:
             return loss
         share, group = self._items / agreed.items, self._replicas[0].process_group
-        return replicas.sum_gradients(self._parameters, agreed.has_gradient, share, loss, group)
+        return replicas.sum_gradients(
+            self._parameters, agreed.has_gradient, share, loss, group
+        )
 
     def share_buffers(self) -> None:
         """Give every rank the buffers of the first."""

@@ -6,7 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from robust_train.model.events import BatchSizeFound, Event, MicroBatchChanged, MicroBatchExhausted
+from robust_train.model.events import (
+    BatchSizeFound,
+    Event,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+)
 from robust_train.model.failure import Failure
 from robust_train.policy.batch_search import BatchSearch
 from robust_train.readable import GIB
@@ -48,7 +53,9 @@ class Recorder:
         step: returns the number of the optimizer step, from 1.
     """
 
-    def __init__(self, on_event: OnEvent, on_oom: OnOom, step: Callable[[], int]) -> None:
+    def __init__(
+        self, on_event: OnEvent, on_oom: OnOom, step: Callable[[], int]
+    ) -> None:
         self.on_event = on_event
         self.on_oom = on_oom
         self._step = step
@@ -59,11 +66,15 @@ class Recorder:
         log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
         self.on_event(MicroBatchChanged(step, True, before, after, reason))
 
-    def repeated(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
+    def repeated(
+        self, training: bool, failure: Failure, before: int, after: int | None
+    ) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
         step = self._step()
         self.on_event(
-            MicroBatchChanged(step, training, before, after, failure.message, **_figures(failure))
+            MicroBatchChanged(
+                step, training, before, after, failure.message, **_figures(failure)
+            )
         )
         requested = failure.evidence.requested_bytes
         log.warning(
@@ -106,9 +117,14 @@ class Recorder:
         log.info("training.batch_size=auto: %s", result)
         effective, size = search.effective_batch_size, result.batch_size
         accumulation = None if size is None else -(-effective // size)
-        self.on_event(BatchSizeFound(size, accumulation, effective, search.key, result.as_json()))
+        self.on_event(
+            BatchSizeFound(size, accumulation, effective, search.key, result.as_json())
+        )
 
 
 def _figures(failure: Failure) -> dict[str, Any]:
     names = ("requested_bytes", "allocated_bytes", "free_bytes")
-    return {"kind": failure.kind, **{name: getattr(failure.evidence, name) for name in names}}
+    return {
+        "kind": failure.kind,
+        **{name: getattr(failure.evidence, name) for name in names},
+    }

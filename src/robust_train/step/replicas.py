@@ -56,7 +56,9 @@ class ReplicaFinder:
             weakref.WeakKeyDictionary()
         )
 
-    def of(self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()) -> list[Replica]:
+    def of(
+        self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()
+    ) -> list[Replica]:
         """Return the replicas in ``models`` at any depth, and those ``beside`` that wrap one.
 
         Raises:
@@ -70,8 +72,12 @@ class ReplicaFinder:
                 for module in (model, *replicas):
                     for name, part in module.named_modules():
                         refuse(name, part, _why_not(part))
-                self._known[model] = known = [weakref.ref(replica) for replica in replicas]
-            found |= {id(replica): replica for ref in known if (replica := ref()) is not None}
+                self._known[model] = known = [
+                    weakref.ref(replica) for replica in replicas
+                ]
+            found |= {
+                id(replica): replica for ref in known if (replica := ref()) is not None
+            }
         return list(found.values())
 
 
@@ -89,7 +95,9 @@ def shared_parameters(replicas: Iterable[Replica]) -> list[nn.Parameter]:
 @contextlib.contextmanager
 def without_collectives(replicas: Sequence[Replica]) -> Iterator[None]:
     """Let their passes send nothing within this block."""
-    wrappers = [replica for replica in replicas if isinstance(replica, DistributedDataParallel)]
+    wrappers = [
+        replica for replica in replicas if isinstance(replica, DistributedDataParallel)
+    ]
     with contextlib.ExitStack() as stack:
         for wrapper in wrappers:
             settle_buckets(wrapper)
@@ -164,7 +172,9 @@ def _receive(work: Any, flat: Tensor, bucket: list[Tensor]) -> None:
     work.wait()
     if flat.data_ptr() != bucket[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-        views = [part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)]
+        views = [
+            part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)
+        ]
         copy_at_once(torch, bucket, views)
 
 
@@ -172,7 +182,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors that can be sent as one."""
     filling: dict[Any, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        key, size = (
+            (tensor.dtype, tensor.device),
+            tensor.numel() * tensor.element_size(),
+        )
         if size >= BUCKET_BYTES:
             yield [tensor]
             continue
@@ -216,14 +229,21 @@ def _why_not(module: nn.Module) -> str | None:
         for parameter in module.parameters(recurse=False)
         for cls in type(parameter).__mro__
     )
-    if is_split or names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}:
+    if is_split or names & {
+        "FSDPModule",
+        "FullyShardedDataParallel",
+        "DeepSpeedEngine",
+    }:
         return f"gathers its weights {waiting}; use DistributedDataParallel, {WITHOUT}"
     if not isinstance(module, DistributedDataParallel):
         return None
     has_hook, delays = hook_and_delay(module)
     if has_hook:
         return "has a communication hook, which would be passed over; do without one of the two"
-    options = {name: getattr(module, name, None) for name in ("static_graph", "mixed_precision")}
+    options = {
+        name: getattr(module, name, None)
+        for name in ("static_graph", "mixed_precision")
+    }
     for option, is_on in {**options, "delay_all_reduce_params": delays}.items():
         if is_on:
             return (

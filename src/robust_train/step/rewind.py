@@ -50,7 +50,9 @@ class _Buffer:
 
     def _has_changed(self) -> bool:
         now = self.home.get(self.name)
-        return now is not self.tensor or (now is not None and version_of(now) != self.version)
+        return now is not self.tensor or (
+            now is not None and version_of(now) != self.version
+        )
 
 
 def _keep(buffers: Iterable[_Buffer]) -> None:
@@ -78,7 +80,11 @@ def _keep(buffers: Iterable[_Buffer]) -> None:
 def _restore(buffers: Iterable[_Buffer]) -> None:
     """Put the tensors and values of the step's start back."""
     changed = [buffer for buffer in buffers if buffer.is_due]
-    kept = [(b.tensor, b.values) for b in changed if b.tensor is not None and b.values is not None]
+    kept = [
+        (b.tensor, b.values)
+        for b in changed
+        if b.tensor is not None and b.values is not None
+    ]
     copy_all([tensor for tensor, _ in kept], [values for _, values in kept])
     for buffer in changed:
         buffer.home[buffer.name] = buffer.tensor
@@ -102,7 +108,9 @@ class Watch:
     """Remembers which buffers each model's forward pass changes, without keeping it alive."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def of(self, model: nn.Module) -> _Watched:
         """Return what is known about ``model``."""
@@ -132,7 +140,9 @@ class StepStart:
         self._keeps_gradients = keeps_gradients
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates()
-        self._buffers = [buffer for watched in self._watched for buffer in watched.buffers]
+        self._buffers = [
+            buffer for watched in self._watched for buffer in watched.buffers
+        ]
         _keep(self._buffers)
         # last: from here on end() has to be called
         self._lay_aside(self._known.values())

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from robust_train.compat import has_own_collectives, noted_collectives, sharding_has_begun
+from robust_train.compat import (
+    has_own_collectives,
+    noted_collectives,
+    sharding_has_begun,
+)
 from robust_train.model.errors import UserError
 
 WITHOUT = "or do without run.backward: then an attempt is repeated in place of a step"
@@ -83,7 +87,9 @@ class Ledger:
         """Begin to note the collectives of a part."""
         # modules that were left unsharded gather nothing: the next part may have another list
         parameters = (parameter for root in roots for parameter in root.parameters())
-        is_gathered = tuple(not hasattr(parameter, "device_mesh") for parameter in parameters)
+        is_gathered = tuple(
+            not hasattr(parameter, "device_mesh") for parameter in parameters
+        )
         self._now, self._part = [], (tuple(map(id, roots)), training, is_gathered)
 
     def end_part(self, *, ran_out: bool) -> None:
@@ -123,20 +129,31 @@ class Ledger:
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()
-        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        inner = {
+            id(part)
+            for module in modules
+            for part in module.modules()
+            if part is not module
+        }
         return tuple(module for module in modules if id(module) not in inner)
 
     def _before(
         self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
     ) -> None:
-        if self._now is not None and self._part not in self._records and self._vote(False):
+        if (
+            self._now is not None
+            and self._part not in self._records
+            and self._vote(False)
+        ):
             self._now = None
             raise RanOutElsewhere
         self.sent += group is dist.group.WORLD
         if self._now is None:  # outside of parts
             return
         sizes = output.numel(), given.numel()
-        self._now.append(Collective(is_gathered, *sizes, output.dtype, output.device, group, op))
+        self._now.append(
+            Collective(is_gathered, *sizes, output.dtype, output.device, group, op)
+        )
 
 
 def reset(roots: Iterable[Any]) -> None:
@@ -158,7 +175,11 @@ def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
 def _sharded_in(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
-    return [] if kind is None else [part for part in model.modules() if isinstance(part, kind)]
+    return (
+        []
+        if kind is None
+        else [part for part in model.modules() if isinstance(part, kind)]
+    )
 
 
 def refuse(name: str, module: nn.Module, reason: str | None) -> None:

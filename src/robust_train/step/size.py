@@ -78,7 +78,10 @@ class MicroBatchSize:
 
     def shrink(self) -> tuple[int, int] | None:
         """Use the next smaller size on request, and never more again: (from, to), or None."""
-        before = min(self.current or self._largest_batch, self._largest_batch) or self.current
+        before = (
+            min(self.current or self._largest_batch, self._largest_batch)
+            or self.current
+        )
         smaller = None if before is None else self.smaller_than(before)
         if before is None or smaller is None:
             return None
@@ -86,7 +89,9 @@ class MicroBatchSize:
         self._clean_steps = 0
         return before, smaller
 
-    def agree(self, size: int | None, *, failed: int = 0, is_known: bool = False) -> None:
+    def agree(
+        self, size: int | None, *, failed: int = 0, is_known: bool = False
+    ) -> None:
         """Take over what several ranks have agreed on.
 
         Args:
@@ -109,7 +114,9 @@ class MicroBatchSize:
         self._clean_steps += 1
         known = {*self._failures, self._requested or 0}
         most = self._limit or max(known)
-        larger = min((size for size in known if self.current < size <= most), default=None)
+        larger = min(
+            (size for size in known if self.current < size <= most), default=None
+        )
         if larger is None:
             return None
         times_failed = self._failures.get(larger, 1)

@@ -60,7 +60,9 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
         )
     if len({length for _, length in lengths}) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths)
-        raise ValueError(f"cannot count the samples: {listed}; give length=… and split=…")
+        raise ValueError(
+            f"cannot count the samples: {listed}; give length=… and split=…"
+        )
     return lengths[0][1]
 
 
@@ -89,7 +91,9 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
         part = copy.copy(batch)
         for entry in fields(batch):
             # also where the class is frozen
-            object.__setattr__(part, entry.name, part_of(getattr(batch, entry.name), start, stop))
+            object.__setattr__(
+                part, entry.name, part_of(getattr(batch, entry.name), start, stop)
+            )
         return part
     return batch
 
@@ -111,7 +115,9 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, float) or (
         _is_array(first) and torch.as_tensor(first).is_floating_point()
     ):
-        return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+        return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(
+            sizes
+        )
     if isinstance(first, Mapping):
         found = {key: joined([part[key] for part in parts], sizes) for key in first}
         return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
@@ -209,13 +215,17 @@ def _lengths(batch: Any, name: str, is_strict: bool) -> Iterator[tuple[str, int]
             yield from _lengths(item, f"{name}[{index}]", is_strict)
     elif is_dataclass(batch) and not isinstance(batch, type):
         for entry in fields(batch):
-            yield from _lengths(getattr(batch, entry.name), f"{name}.{entry.name}", is_strict)
+            yield from _lengths(
+                getattr(batch, entry.name), f"{name}.{entry.name}", is_strict
+            )
 
 
 def _is_array(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return True
-    return hasattr(item, "__array__") and hasattr(item, "shape") and hasattr(item, "dtype")
+    return (
+        hasattr(item, "__array__") and hasattr(item, "shape") and hasattr(item, "dtype")
+    )
 
 
 def _is_structure(items: Iterable[Any]) -> bool:

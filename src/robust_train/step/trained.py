@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from robust_train.compat import version_of
 from robust_train.memory.tensors import frames_of
 
-_MOST_STEPS = 4  # from the function to a module: attributes of attributes, items of lists
+_MOST_STEPS = (
+    4  # from the function to a module: attributes of attributes, items of lists
+)
 _MOST_ITEMS = 100  # longer lists hold samples
 
 
@@ -69,7 +71,9 @@ def leaves_in(error: BaseException) -> list[Tensor]:
         running.add(caller)
         caller = caller.f_back
     for frame in frames_of(error):
-        if frame in running:  # it may hold models of which the failed function knew nothing
+        if (
+            frame in running
+        ):  # it may hold models of which the failed function knew nothing
             continue
         for value in frame.f_locals.values():
             leaves: Iterable[Tensor] = ()
@@ -104,7 +108,11 @@ class _Gradient:
     def was_dropped(self) -> bool:
         """Whether the parameter has another gradient now, or none."""
         parameter = self.parameter()
-        return parameter is None or parameter.grad is None or parameter.grad is not self.gradient()
+        return (
+            parameter is None
+            or parameter.grad is None
+            or parameter.grad is not self.gradient()
+        )
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -145,7 +153,9 @@ class GradientsBefore:
                 self._known[id(parameter)] = weakref.ref(parameter)
                 if parameter.grad is not None:
                     copies = self._drops is not True
-                    self._before.append(_Gradient.of(parameter, parameter.grad, copies=copies))
+                    self._before.append(
+                        _Gradient.of(parameter, parameter.grad, copies=copies)
+                    )
 
     def end(self) -> None:
         """Learn from a complete call whether the next ones need copies."""
@@ -178,14 +188,19 @@ def _held_by(item: Any) -> list[Any]:
         return list(item.values())
     if isinstance(item, (list, tuple, set)):
         return list(item) if len(item) <= _MOST_ITEMS else []
-    is_plain = isinstance(item, (type, ModuleType, Tensor)) or not hasattr(item, "__dict__")
+    is_plain = isinstance(item, (type, ModuleType, Tensor)) or not hasattr(
+        item, "__dict__"
+    )
     if is_plain or type(item).__module__.partition(".")[0] == "torch":
         return []
     return list(vars(item).values())
 
 
 def _named_in(function: FunctionType) -> list[Any]:
-    held: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held: list[Any] = [
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]
     for cell in function.__closure__ or ():
         try:
             held.append(cell.cell_contents)
@@ -194,7 +209,10 @@ def _named_in(function: FunctionType) -> list[Any]:
     for name in _names_in(function.__code__):
         value = function.__globals__.get(name)
         # the functions of a library train nothing that they were not given
-        if not isinstance(value, FunctionType) or value.__module__ == function.__module__:
+        if (
+            not isinstance(value, FunctionType)
+            or value.__module__ == function.__module__
+        ):
             held.append(value)
     return held
 

@@ -56,11 +56,15 @@ class SweepCallback(Callback):
                 session.check_jobs(config)
             if detach.is_due(unchecked(config)):
                 raise SystemExit(detach.start())
-            with contextlib.suppress(OSError):  # Hydra fails at the same, with a message
+            with contextlib.suppress(
+                OSError
+            ):  # Hydra fails at the same, with a message
                 session.begin(config)
         except ConfigError as error:
             _refuse(str(error))
-        except Exception:  # Hydra would warn, and run a sweep of which there is no record
+        except (
+            Exception
+        ):  # Hydra would warn, and run a sweep of which there is no record
             traceback.print_exc()
             raise SystemExit(EXIT_FAILED) from None
 
@@ -68,10 +72,15 @@ class SweepCallback(Callback):
         """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
-            _hide_in(Path(str(config.hydra.runtime.output_dir)) / str(config.hydra.output_subdir))
+            _hide_in(
+                Path(str(config.hydra.runtime.output_dir))
+                / str(config.hydra.output_subdir)
+            )
         program.job = current.enter(config, self._launcher)
 
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+    def on_job_end(
+        self, config: DictConfig, job_return: JobReturn, **kwargs: Any
+    ) -> None:
         """Record the end of the job's function, unless it was interrupted."""
         job, program.job = program.job, None
         if job is None:

@@ -63,12 +63,21 @@ class CurrentJob:
         return no_objective(HydraConfig.get())
 
     def ended(
-        self, status: str, exit_code: int, *, reason: str | None = None, result: Any = None
+        self,
+        status: str,
+        exit_code: int,
+        *,
+        reason: str | None = None,
+        result: Any = None,
     ) -> None:
         """Record the job's end. The first call counts."""
         if self.record is not None and self.record.status == STARTED:
             self.record = replace(
-                self.record, status=status, exit_code=exit_code, reason=reason, result=result
+                self.record,
+                status=status,
+                exit_code=exit_code,
+                reason=reason,
+                result=result,
             )
             _write(self.record, self.folder)
 
@@ -104,7 +113,10 @@ def plan(config: DictConfig, folder: Path) -> tuple[JobStart, SweepJob]:
     own = identity(config)
     earlier = read_record(folder)
     summary = read_summary(folder)
-    completed = earlier is not None and COMPLETED in (earlier.status, summary and summary.status)
+    completed = earlier is not None and COMPLETED in (
+        earlier.status,
+        summary and summary.status,
+    )
     entry = decide(
         earlier,
         completed=completed,
@@ -115,7 +127,9 @@ def plan(config: DictConfig, folder: Path) -> tuple[JobStart, SweepJob]:
     if entry is not JobStart.REUSE or earlier is None:
         return entry, own
     result = earlier.result if summary is None else summary.objective
-    return entry, replace(own, status=COMPLETED, exit_code=0, result=result, reused=True)
+    return entry, replace(
+        own, status=COMPLETED, exit_code=0, result=result, reused=True
+    )
 
 
 def reuse(record: SweepJob, folder: Path) -> None:
@@ -135,8 +149,13 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         reuse(job.record, job.folder)
         return
     try:
-        if entry is JobStart.RUN_ANEW and (earlier := set_aside(job.folder, OF_HYDRA)) is not None:
-            log.info("what an earlier job left in this run folder is now in %s", earlier)
+        if (
+            entry is JobStart.RUN_ANEW
+            and (earlier := set_aside(job.folder, OF_HYDRA)) is not None
+        ):
+            log.info(
+                "what an earlier job left in this run folder is now in %s", earlier
+            )
         # else a job that dies early would seem to have ended as the one before it
         (job.folder / "summary.json").unlink(missing_ok=True)
     except OSError as error:

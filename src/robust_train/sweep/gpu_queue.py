@@ -36,7 +36,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
-from robust_train.folder.requests import Refused, request_sweep_stop, sweep_stop_requested
+from robust_train.folder.requests import (
+    Refused,
+    request_sweep_stop,
+    sweep_stop_requested,
+)
 from robust_train.folder.state import read_state
 from robust_train.folder.summary import read_summary
 from robust_train.gpu.bounded import NoAnswer, run_command
@@ -134,7 +138,9 @@ class GpuQueue:
         )
         with self._signals, LiveTable() as table:
             outputs = Path(str(self._config.hydra.sweep.dir)) / "*" / LOG_FILE
-            log.info("%d jobs, %d at once; they print to %s", len(self._jobs), slots, outputs)
+            log.info(
+                "%d jobs, %d at once; they print to %s", len(self._jobs), slots, outputs
+            )
             with self._signals.handed_to(self._received.append):
                 try:
                     self._run(slots, table)
@@ -161,7 +167,9 @@ class GpuQueue:
         if any(job.folder == other.folder for other in self._jobs if other is not job):
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            self._plan(job, job_record.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
+            self._plan(
+                job, job_record.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason
+            )
             log.error("job %d refused: %s", job.number, reason)
             job.folder, job.status = None, job_record.REFUSED
             return
@@ -171,13 +179,17 @@ class GpuQueue:
             job.status = job_record.COMPLETED
             job.result = self._return(job, record.result)
             return
-        job.process = JobProcess(partial(self._work, job), job.folder / LOG_FILE, self._detach)
+        job.process = JobProcess(
+            partial(self._work, job), job.folder / LOG_FILE, self._detach
+        )
         job.status = "running"
         self._running.append(job)
         log.info("job %d starts: %s", job.number, job.shown)
 
     def _compose(self, job: _Job) -> DictConfig:
-        config = self._context.config_loader.load_sweep_config(self._config, list(job.overrides))
+        config = self._context.config_loader.load_sweep_config(
+            self._config, list(job.overrides)
+        )
         with open_dict(config):
             config.hydra.job.id = job.number
             config.hydra.job.num = job.number
@@ -208,10 +220,18 @@ class GpuQueue:
         table.show(lambda: [job.row() for job in self._jobs])
         time.sleep(_POLL_SECONDS)
         self._pass_on_signals()
-        if self._stopping is None and sweep_stop_requested(Path(self._config.hydra.sweep.dir)):
+        if self._stopping is None and sweep_stop_requested(
+            Path(self._config.hydra.sweep.dir)
+        ):
             self._stopping = "request"  # which the jobs see as well
-            log.info("robust-train run stop: no more jobs start, running ones are stopped")
-        for job in [job for job in self._running if job.process and job.process.poll() is not None]:
+            log.info(
+                "robust-train run stop: no more jobs start, running ones are stopped"
+            )
+        for job in [
+            job
+            for job in self._running
+            if job.process and job.process.poll() is not None
+        ]:
             self._running.remove(job)
             self._take_result(job)
 
@@ -226,10 +246,14 @@ class GpuQueue:
         )
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
         if self._settings.sweep_fail_fast and not completed and self._stopping is None:
-            with contextlib.suppress(OSError, Refused):  # then it counts as a launch of theirs
+            with contextlib.suppress(
+                OSError, Refused
+            ):  # then it counts as a launch of theirs
                 request_sweep_stop(Path(self._config.hydra.sweep.dir))
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
-            log.info("sweep_fail_fast=true: no more jobs start, running ones are stopped")
+            log.info(
+                "sweep_fail_fast=true: no more jobs start, running ones are stopped"
+            )
 
     def _settled(self, job: _Job, folder: Path, returncode: int) -> SweepRow:
         """Return the row of a job that has ended, and record its end if the job could not."""
@@ -253,7 +277,9 @@ class GpuQueue:
                 signum = signal.SIGKILL
                 self._killed_at = time.monotonic()
             else:
-                log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
+                log.info(
+                    "stopping: each job saves a checkpoint; Ctrl-C again kills them"
+                )
             self._stop("signal", signum)
 
     def _stop(self, why: str, signum: int) -> None:
@@ -292,7 +318,11 @@ class GpuQueue:
         return done
 
     def _plan(
-        self, job: _Job, status: str, exit_code: int | None = None, reason: str | None = None
+        self,
+        job: _Job,
+        status: str,
+        exit_code: int | None = None,
+        reason: str | None = None,
     ) -> None:
         """List the job in the sweep's table even if it never leaves anything in a folder."""
         if (sweep := program.sweep) is not None:
@@ -309,7 +339,9 @@ def _run_folder(config: DictConfig) -> Path:
     try:
         HydraConfig.instance().set_config(config)  # ``${hydra:…}`` is resolved there
         folder = str(OmegaConf.select(config, "hydra.sweep.dir"))
-        return Path(os.path.abspath(os.path.join(folder, str(config.hydra.sweep.subdir))))
+        return Path(
+            os.path.abspath(os.path.join(folder, str(config.hydra.sweep.subdir)))
+        )
     finally:
         HydraConfig.instance().cfg = before
 

@@ -20,7 +20,9 @@ from robust_train.host.screen import flush_output
 from robust_train.host.signals import FORWARDED, forwarded
 from robust_train.model.errors import JobInterrupted
 
-Work = Callable[[], int]  # Runs the job; returns the exit code. The result is in the job's record.
+Work = Callable[
+    [], int
+]  # Runs the job; returns the exit code. The result is in the job's record.
 
 
 class JobProcess:
@@ -58,7 +60,12 @@ class JobProcess:
         return self.returncode
 
     def _be_the_job(
-        self, work: Work, log_path: Path, detach: Callable[[], None], parent: int, blocked: set[Any]
+        self,
+        work: Work,
+        log_path: Path,
+        detach: Callable[[], None],
+        parent: int,
+        blocked: set[Any],
     ) -> None:
         """Run in the child; never returns."""
         code = 1
@@ -78,7 +85,11 @@ class JobProcess:
         except KeyboardInterrupt:
             code = 130
         except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            code = (
+                error.code
+                if isinstance(error.code, int)
+                else int(error.code is not None)
+            )
         except BaseException:
             traceback.print_exc()
         finally:

@@ -67,7 +67,12 @@ class JobStart(enum.Enum):
 
 
 def decide(
-    record: SweepJob | None, *, completed: bool, overrides: Sequence[str], sweep: str, resume: bool
+    record: SweepJob | None,
+    *,
+    completed: bool,
+    overrides: Sequence[str],
+    sweep: str,
+    resume: bool,
 ) -> JobStart:
     """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
     ``record`` is that of an earlier job in the run folder; ``completed`` means that one."""

@@ -34,7 +34,15 @@ class LiveRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of the columns."""
-        shown: list[object] = [self.job, self.overrides, self.status, None, None, None, None]
+        shown: list[object] = [
+            self.job,
+            self.overrides,
+            self.status,
+            None,
+            None,
+            None,
+            None,
+        ]
         attempt = None if self.state is None else self.state.attempt
         if attempt is not None:
             of = f"/{attempt.total_steps}" if attempt.total_steps else ""
@@ -76,10 +84,14 @@ def table_lines(rows: Sequence[LiveRow], columns: int, lines: int) -> list[str]:
     """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
     shown = most_important(rows, lines - _OTHER_LINES)
     cells = [_COLUMNS, *(row.cells() for row in shown)]
-    others = sum(max(len(row[n]) for row in cells) + 2 for n in range(len(_COLUMNS)) if n != 1)
+    others = sum(
+        max(len(row[n]) for row in cells) + 2 for n in range(len(_COLUMNS)) if n != 1
+    )
     room = max(columns - others, _LEAST_COLUMNS)
     table = aligned([(job, shortened(own, room), *rest) for job, own, *rest in cells])
-    counts = ", ".join(f"{n} {status}" for status, n in Counter(r.status for r in rows).items())
+    counts = ", ".join(
+        f"{n} {status}" for status, n in Counter(r.status for r in rows).items()
+    )
     hidden = f" ({len(rows) - len(shown)} not shown)" if len(shown) < len(rows) else ""
     return [*table, f"{len(rows)} jobs: {counts}{hidden}"]
 

@@ -101,7 +101,11 @@ def _jobs(folder: Path, table: sweep_table.SweepTable | None) -> list[JobStory]:
         if record is not None and table is not None and record.sweep != table.sweep:
             continue
         row = sweep_table.read_row(job_dir)
-        story = story_of(read_sources(job_dir)) if (job_dir / "journal.jsonl").exists() else None
+        story = (
+            story_of(read_sources(job_dir))
+            if (job_dir / "journal.jsonl").exists()
+            else None
+        )
         jobs.append(JobStory(row, story))
         seen.add(row.job)
     rows = () if table is None else table.jobs
@@ -110,7 +114,9 @@ def _jobs(folder: Path, table: sweep_table.SweepTable | None) -> list[JobStory]:
 
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
-    differing = sweep_table.differing_overrides([job.row.overrides for job in sweep.jobs])
+    differing = sweep_table.differing_overrides(
+        [job.row.overrides for job in sweep.jobs]
+    )
     named = [(job.label, job.story) for job in sweep.jobs if job.story is not None]
     return render(
         "sweep.html.j2",
@@ -148,6 +154,9 @@ def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:
             whose.setdefault(advice.steps, []).append(job.label)
             first.setdefault(advice.steps, advice)
     return [
-        (f"{'jobs' if len(labels) > 1 else 'job'} {', '.join(dict.fromkeys(labels))}", first[steps])
+        (
+            f"{'jobs' if len(labels) > 1 else 'job'} {', '.join(dict.fromkeys(labels))}",
+            first[steps],
+        )
         for steps, labels in whose.items()
     ]

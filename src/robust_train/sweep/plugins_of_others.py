@@ -34,7 +34,9 @@ def known_problem(error: BaseException) -> tuple[str, int] | None:
             "are, or use hydra/launcher=gpu_queue on this machine",
             EXIT_BAD_CONFIG,
         )
-    if type(error).__name__ == "UncompletedJobError":  # of submitit; the table has the reason
+    if (
+        type(error).__name__ == "UncompletedJobError"
+    ):  # of submitit; the table has the reason
         return " ".join(str(error).splitlines()[:2]), EXIT_FAILED
     return None
 
@@ -70,7 +72,9 @@ def misplaced_launcher(
         option = next((o for o in overrides if o.startswith("hydra/launcher=")), None)
         if option is None or option == "hydra/launcher=basic":
             return None
-        return f"{option}: a launcher runs the jobs of a sweep, and this is none; add -m"
+        return (
+            f"{option}: a launcher runs the jobs of a sweep, and this is none; add -m"
+        )
     if running is None or chosen == running:
         return None
     # hydra#2946: a file that the sweep varies is read per job, long after the launcher was chosen

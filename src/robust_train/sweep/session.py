@@ -73,7 +73,11 @@ class Sweep:
         """Return the jobs so far, by number, with known ones that have not started."""
         rows = read_rows(self.folder, self.id, self.since_ns)
         seen = {row.job for row in rows}
-        rows += [row_of(None, r, None) for number, r in self.planned.items() if number not in seen]
+        rows += [
+            row_of(None, r, None)
+            for number, r in self.planned.items()
+            if number not in seen
+        ]
         return sorted(rows, key=lambda row: row.sort_key)
 
 
@@ -115,21 +119,35 @@ def check_jobs(config: DictConfig) -> None:
     seconds at most, and before a job starts. Raises ConfigError: no job can use a value."""
     fixed: list[str] = []
     swept: list[list[str]] = []
-    hydra: Any = OmegaConf.to_container(config.hydra)  # ``${hydra:job.num}`` is each job's own
+    hydra: Any = OmegaConf.to_container(
+        config.hydra
+    )  # ``${hydra:job.num}`` is each job's own
     params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
-    given = [f"{k}={value}" for k, value in params.items()] if isinstance(params, dict) else []
+    given = (
+        [f"{k}={value}" for k, value in params.items()]
+        if isinstance(params, dict)
+        else []
+    )
     parser = OverridesParser.create()
     for line in [*given, *hydra["overrides"]["task"]]:
-        with contextlib.suppress(Exception):  # an interval, a glob: the sweeper's to choose
+        with contextlib.suppress(
+            Exception
+        ):  # an interval, a glob: the sweeper's to choose
             override = parser.parse_override(line)
             if override.is_sweep_override():
-                values = itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS)
+                values = itertools.islice(
+                    override.sweep_string_iterator(), _MOST_CHECKS
+                )
                 own = [f"{override.get_key_element()}={value}" for value in values]
                 swept += [own] if own else []
             else:
                 fixed.append(line)
     until = time.monotonic() + _MOST_SECONDS
-    each = [[*swept[:n], [value], *swept[n + 1 :]] for n, own in enumerate(swept) for value in own]
+    each = [
+        [*swept[:n], [value], *swept[n + 1 :]]
+        for n, own in enumerate(swept)
+        for value in own
+    ]
     for columns in each[:_MOST_CHECKS] or [[]]:
         apart = [tuple(values[k % len(values)] for values in columns) for k in (0, 1)]
         all_jobs = itertools.islice(itertools.product(*columns), _MOST_CHECKS)
@@ -141,7 +159,10 @@ def check_jobs(config: DictConfig) -> None:
             except ConfigError as error:
                 problems.append(str(error))
                 # in every job, or whatever the values of all other keys
-                if len(problems) == len(jobs) < _MOST_CHECKS or problems == [str(error)] * 2:
+                if (
+                    len(problems) == len(jobs) < _MOST_CHECKS
+                    or problems == [str(error)] * 2
+                ):
                     raise
 
 
@@ -156,7 +177,11 @@ def _check_one(config: DictConfig, overrides: list[str]) -> None:
     before = HydraConfig.instance().cfg
     try:
         with open_dict(cfg):
-            cfg.hydra.job.num, cfg.hydra.job.id, cfg.hydra.runtime.output_dir = 0, "0", "."
+            cfg.hydra.job.num, cfg.hydra.job.id, cfg.hydra.runtime.output_dir = (
+                0,
+                "0",
+                ".",
+            )
             HydraConfig.instance().set_config(cfg)
             del cfg["hydra"]
         cfg = complete(cfg)
@@ -206,18 +231,24 @@ def _show_and_write(sweep: Sweep) -> None:
     code = exit_code_of(rows)
     program.note(code)
     wall_seconds = time.monotonic() - sweep.started
-    table = SweepTable(sweep.id, sweep.launcher, ENDED, code, round(wall_seconds, 3), tuple(rows))
+    table = SweepTable(
+        sweep.id, sweep.launcher, ENDED, code, round(wall_seconds, 3), tuple(rows)
+    )
     try:
         table.write(sweep.folder)
         (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
     except OSError as error:
-        log.warning("cannot write the sweep's table to %s: %s", sweep.folder, error.strerror)
+        log.warning(
+            "cannot write the sweep's table to %s: %s", sweep.folder, error.strerror
+        )
     write_sweep_report(sweep.folder)
     _notify(sweep, rows, code, wall_seconds)
     # not through logging: after an interruption that may still write into a job's log file
     with contextlib.suppress(OSError, ValueError):
         print(f"sweep:\n{screen_table(rows)}")
-        print(f"{tally(rows)} in {duration(wall_seconds)}\nsweep folder: {sweep.folder}")
+        print(
+            f"{tally(rows)} in {duration(wall_seconds)}\nsweep folder: {sweep.folder}"
+        )
         if code:
             print(f"to go on: {this_command('hydra.sweep.dir', sweep.folder)}")
         sys.stdout.flush()
@@ -230,5 +261,7 @@ def _notify(sweep: Sweep, rows: list[SweepRow], code: int, wall_seconds: float) 
     host = socket.gethostname()
     text = f"sweep on {host}: {tally(rows)} in {duration(wall_seconds)}; {sweep.folder}"
     about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": code}
-    jobs = [{"job": row.job, "status": row.status, "result": row.result} for row in rows]
+    jobs = [
+        {"job": row.job, "status": row.status, "result": row.result} for row in rows
+    ]
     sweep.notifier.send(event, text, {**about, "host": host, "jobs": jobs})

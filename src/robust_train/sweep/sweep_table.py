@@ -35,7 +35,16 @@ from robust_train.sweep.job_record import (
 
 FILE = "sweep.json"
 RUNNING, ENDED = "running", "ended"
-COLUMNS = ("job", "overrides", "status", "attempts", "devices", "batch", "result", "wall")
+COLUMNS = (
+    "job",
+    "overrides",
+    "status",
+    "attempts",
+    "devices",
+    "batch",
+    "result",
+    "wall",
+)
 _LONGEST_RESULT = 40
 _EXIT_CODES = {COMPLETED: 0, "no_device": 75, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,7 +125,9 @@ def _ended(record: SweepJob, summary: Summary | None) -> SweepJob:
         reason = "its process ended without a summary"
         return replace(record, status=DIED, exit_code=1, reason=reason)
     exit_code = _EXIT_CODES.get(summary.status, 1)
-    return replace(record, status=summary.status, exit_code=exit_code, reason=summary.reason)
+    return replace(
+        record, status=summary.status, exit_code=exit_code, reason=summary.reason
+    )
 
 
 def ending_of_process(record: SweepJob, returncode: int) -> SweepJob:
@@ -161,7 +172,9 @@ def has_failed(sweep_folder: Path, sweep: str) -> bool:
 
 def exit_code_of(rows: Sequence[SweepRow]) -> int:
     """Return the code of the first job that failed by itself, else of the first stopped one."""
-    codes = [row.exit_code for row in rows if row.exit_code and row.status != INTERRUPTED]
+    codes = [
+        row.exit_code for row in rows if row.exit_code and row.status != INTERRUPTED
+    ]
     stopped = [row.exit_code for row in rows if row.exit_code]
     return next(iter(codes + stopped), 0)
 
@@ -252,7 +265,9 @@ def tally(rows: Sequence[SweepRow]) -> str:
     """Return one line: how many jobs ended how."""
     counts = Counter(row.status for row in rows)
     done = counts.pop(COMPLETED, 0)
-    others = "".join(f", {n} {status.replace('_', ' ')}" for status, n in sorted(counts.items()))
+    others = "".join(
+        f", {n} {status.replace('_', ' ')}" for status, n in sorted(counts.items())
+    )
     return f"{done} of {len(rows)} completed{others}"
 
 
@@ -261,7 +276,10 @@ def differing_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, .
     if len(overrides) < 2:
         return [tuple(own) for own in overrides]
     common = set(overrides[0]).intersection(*overrides[1:])
-    return [tuple(override for override in own if override not in common) for own in overrides]
+    return [
+        tuple(override for override in own if override not in common)
+        for own in overrides
+    ]
 
 
 def as_csv(rows: Sequence[SweepRow]) -> str:
@@ -275,7 +293,9 @@ def as_csv(rows: Sequence[SweepRow]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value):
+    if isinstance(value, (tuple, list)) and all(
+        isinstance(item, str) for item in value
+    ):
         return " ".join(value)
     if isinstance(value, (dict, list, tuple, bool)):
         return json.dumps(value, ensure_ascii=False)

@@ -45,7 +45,9 @@ class BatchPlan:
 
     def order(self, epoch: int) -> list[int]:
         """Return the shuffled sample indices of an epoch."""
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        generator = torch.Generator().manual_seed(
+            (self.seed * 1_000_003 + epoch) % 2**63
+        )
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
@@ -54,7 +56,9 @@ class BatchPlan:
         may have none."""
         order = self.order(epoch)
         for first in range(start, self.num_samples, self.effective_batch):
-            group = share_of(order[first : first + self.effective_batch], self.rank, self.ranks)
+            group = share_of(
+                order[first : first + self.effective_batch], self.rank, self.ranks
+            )
             yield in_order(group, self.micro_batch)
 
     def samples_in_step(self, start: int) -> int:
@@ -96,7 +100,9 @@ class Loading:
         iterator, so those of training and of validation never hold memory at the same time."""
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset,
-            batch_sampler=[[(epoch, index) for index in chunk] for chunk in micro_batches],
+            batch_sampler=[
+                [(epoch, index) for index in chunk] for chunk in micro_batches
+            ],
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
             pin_memory=self.device.type == "cuda",

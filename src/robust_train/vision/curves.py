@@ -50,7 +50,9 @@ def open_curves(cfg: DictConfig, run: Run, step: int) -> Curves | None:
         wandb: Any = require("wandb", "logger=wandb", extra="wandb")
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         made = wandb.init(name=run.run_dir.name, dir=str(run.run_dir), config=config)
-        return Curves(made.log, lambda has_failed: made.finish(exit_code=int(has_failed)))
+        return Curves(
+            made.log, lambda has_failed: made.finish(exit_code=int(has_failed))
+        )
     if name == "mlflow":
         mlflow: Any = require("mlflow", "logger=mlflow", extra="mlflow")
         mlflow.start_run(run_name=run.run_dir.name)
@@ -69,7 +71,9 @@ def _tensorboard(run_dir: Path, step: int) -> Curves | None:
     except ImportError:
         log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
         return None
-    board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else None)
+    board = SummaryWriter(
+        str(run_dir / "tensorboard"), purge_step=step + 1 if step else None
+    )
 
     def add(values: dict[str, float], step: int) -> None:
         for name, value in values.items():

@@ -21,7 +21,18 @@ from robust_train.vision.published import open_cub200, open_flowers102
 _DIGITS = Shape(num_classes=10, size=8, channels=1)
 _DIGITS_WHITE = 16
 _DIGITS_HELD_OUT = 0.2
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,9 @@ def _read(folder: Path, classes: list[str]) -> ImageFiles:
             raise ConfigError(
                 f"dataset=image_folder: {class_folder} is of a class that has no training images"
             )
-        found = sorted(f for f in class_folder.rglob("*") if f.suffix.lower() in _SUFFIXES)
+        found = sorted(
+            f for f in class_folder.rglob("*") if f.suffix.lower() in _SUFFIXES
+        )
         if not found:
             raise ConfigError(
                 f"dataset=image_folder: {class_folder} has no images ({', '.join(_SUFFIXES)})"
@@ -103,7 +116,9 @@ def _read(folder: Path, classes: list[str]) -> ImageFiles:
 
 
 def _class_folders(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
+    return sorted(
+        f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")
+    )
 
 
 _DATASETS: Mapping[str, Callable[[Any], Splits]] = {
@@ -121,7 +136,9 @@ def open_data(cfg: Any) -> Splits:
     for what in ("training", "validation", "test"):
         source = splits.train if what == "training" else getattr(splits, what)
         if not len(source.labels):
-            raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} has no {what} images there")
+            raise ConfigError(
+                f"dataset.root={cfg.root}: {cfg.name} has no {what} images there"
+            )
         for index, label in enumerate(source.labels):
             if not 0 <= label < known:
                 raise ConfigError(
@@ -131,5 +148,7 @@ def open_data(cfg: Any) -> Splits:
     if cfg.num_classes is None:
         return splits
     if cfg.num_classes < known:
-        raise ConfigError(f"dataset.num_classes={cfg.num_classes}: {cfg.name} has {known} classes")
+        raise ConfigError(
+            f"dataset.num_classes={cfg.num_classes}: {cfg.name} has {known} classes"
+        )
     return replace(splits, shape=replace(splits.shape, num_classes=cfg.num_classes))

@@ -40,7 +40,12 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
     ``dataset.augment``."""
 
     def __init__(
-        self, source: ImageSource, spec: ImageSpec, *, augment: str = "none", seed: int = 0
+        self,
+        source: ImageSource,
+        spec: ImageSpec,
+        *,
+        augment: str = "none",
+        seed: int = 0,
     ) -> None:
         self.source = source
         self.spec = spec
@@ -61,7 +66,9 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         if self.augment == "crop_flip":
             image = _crop_and_flip(image, self.spec.size, rng)
         else:
-            image = self._centre(_shift(image, rng) if self.augment == "shift" else image)
+            image = self._centre(
+                _shift(image, rng) if self.augment == "shift" else image
+            )
         return self._tensor(image), int(self.source.labels[index])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
@@ -77,14 +84,21 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         try:
             with self.source.image(index) as image:
                 return image.convert("L" if self.spec.channels == 1 else "RGB")
-        except (Image.DecompressionBombError, SyntaxError, ValueError, OSError) as error:
+        except (
+            Image.DecompressionBombError,
+            SyntaxError,
+            ValueError,
+            OSError,
+        ) as error:
             # PIL's own OSErrors have no number; others than "no such file" are the disk's
             is_of_the_disk = getattr(error, "errno", None) is not None
             if is_of_the_disk and not isinstance(error, FileNotFoundError):
                 raise
             name = self.source.describe(index)
             reason = first_line(error)
-            raise ConfigError(f"dataset: cannot read the image {name}: {reason}") from error
+            raise ConfigError(
+                f"dataset: cannot read the image {name}: {reason}"
+            ) from error
 
     def _centre(self, image: Any) -> Any:
         """Cut out the middle square, ``spec.crop`` of the shorter side."""
@@ -135,14 +149,20 @@ def _crop_and_flip(image: Any, size: int, rng: random.Random) -> Any:
     box = (0.0, 0.0, float(width), float(height))
     for _ in range(_CROP_TRIES):
         area = width * height * rng.uniform(_LEAST_CROP_AREA, 1.0)
-        ratio = math.exp(rng.uniform(math.log(_CROP_RATIOS[0]), math.log(_CROP_RATIOS[1])))
+        ratio = math.exp(
+            rng.uniform(math.log(_CROP_RATIOS[0]), math.log(_CROP_RATIOS[1]))
+        )
         w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if w <= width and h <= height:
             left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
             box = (left, top, left + w, top + h)
             break
     image = _resize(image, size, box)
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image
+    return (
+        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if rng.random() < 0.5
+        else image
+    )
 
 
 # not the job's seed: runs with different seeds are compared on the same test images

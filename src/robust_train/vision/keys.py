@@ -84,7 +84,9 @@ class LoraModelConfig(BackboneConfig):
     name: str = key("lora", "name of the model")
     backbone: str = key(_VIT, "the backbone, a name of timm's")
     lora_r: int = key(8, "rank of the adapters", range=FROM_1)
-    lora_alpha: int = key(16, "adapters are scaled by lora_alpha / lora_r", range=FROM_1)
+    lora_alpha: int = key(
+        16, "adapters are scaled by lora_alpha / lora_r", range=FROM_1
+    )
     lora_dropout: float = key(0.1, "dropout of the adapters", range=_BELOW_1)
     target_modules: tuple[str, ...] = key(
         ("attn.qkv", "attn.proj"),
@@ -110,7 +112,9 @@ class DatasetConfig:
     name: str = key(MISSING, "name of the data set")
     root: str = key("data", "folder of the data, relative to the working directory")
     download: bool = key(True, "download what is missing")
-    num_classes: int | None = key(None, "number of classes; `null`: the data's", range=_FROM_2)
+    num_classes: int | None = key(
+        None, "number of classes; `null`: the data's", range=_FROM_2
+    )
     augment: str = key(
         "crop_flip",
         "random changes of the training images: `crop_flip`, `shift` or `none`",
@@ -126,10 +130,14 @@ class ImageFolderConfig(DatasetConfig):
 
     name: str = key("image_folder", "name of the data set")
     root: str = key(MISSING, "folder of the data: `<root>/train/<class>/<image>`")
-    train: str = key("train", "subfolder with the training images, one folder per class")
+    train: str = key(
+        "train", "subfolder with the training images, one folder per class"
+    )
     test: str = key("test", "subfolder with the test images")
     test_fraction: float = key(
-        0.2, "share of each class held out where there is no test folder", range=_BETWEEN
+        0.2,
+        "share of each class held out where there is no test folder",
+        range=_BETWEEN,
     )
 
 
@@ -152,7 +160,9 @@ def check_groups(cfg: DictConfig) -> None:
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
         name = cfg[group].get("name")
         if name not in options:
-            raise ConfigError(f"{group}.name={name}: must be one of {', '.join(options)}")
+            raise ConfigError(
+                f"{group}.name={name}: must be one of {', '.join(options)}"
+            )
         read(options[name], cfg[group], f"{group}.")
 
 

@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from robust_train.config.extras import require
 from robust_train.model.errors import ConfigError
 from robust_train.vision.images import ImageSpec, Shape
-from robust_train.vision.pretrained import build_backbone, classifier_names, load_weights
+from robust_train.vision.pretrained import (
+    build_backbone,
+    classifier_names,
+    load_weights,
+)
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -47,7 +51,9 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
         )
         if cfg.weights is not None:
             load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
-        return BuiltModel(module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels))
+        return BuiltModel(
+            module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels)
+        )
     module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
     found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
     mean, std = tuple(found["mean"]), tuple(found["std"])
@@ -67,7 +73,13 @@ class SmallCnn(nn.Module):
     """
 
     def __init__(
-        self, *, channels: int, image_size: int, num_classes: int, width: int, dropout: float
+        self,
+        *,
+        channels: int,
+        image_size: int,
+        num_classes: int,
+        width: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         halvings = max(1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE)))
@@ -116,7 +128,9 @@ class LinearProbe(nn.Module):
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
         self.backbone = backbone.requires_grad_(False)
-        features: Any = getattr(backbone, "head_hidden_size", None) or backbone.num_features
+        features: Any = (
+            getattr(backbone, "head_hidden_size", None) or backbone.num_features
+        )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(features, num_classes)
 
@@ -147,7 +161,9 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     for target in cfg.target_modules:
         if not any(name == target or name.endswith("." + target) for name in layers):
             # as users write them: attn.qkv for blocks.0.attn.qkv
-            short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
+            short = dict.fromkeys(
+                re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers
+            )
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
                 f"{', '.join(short)}"
@@ -176,7 +192,9 @@ def set_train_mode(module: nn.Module) -> None:
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
     """Recompute activations in the backward pass; return whether the model supports it."""
     target: Any = module
-    if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
+    if not hasattr(target, "set_grad_checkpointing") and hasattr(
+        target, "get_base_model"
+    ):
         target = target.get_base_model()  # peft's
     try:
         target.set_grad_checkpointing(True)
@@ -195,8 +213,12 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
         has_statistics = isinstance(layer, _BATCH_NORMS) and not own
         if has_statistics or any(p.requires_grad for p in own.values()):
             trained.update(name for name, p in own.items() if p.requires_grad)
-            trained.update(name for name, _ in layer.named_buffers(prefix, recurse=False))
-    return {name: value for name, value in module.state_dict().items() if name in trained}
+            trained.update(
+                name for name, _ in layer.named_buffers(prefix, recurse=False)
+            )
+    return {
+        name: value for name, value in module.state_dict().items() if name in trained
+    }
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:

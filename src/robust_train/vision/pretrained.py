@@ -44,7 +44,9 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     try:
         if is_fetched:
             _check_hub(cfg.backbone, published.hf_hub_id)
-        model: nn.Module = timm.create_model(cfg.backbone, pretrained=is_fetched, **options)
+        model: nn.Module = timm.create_model(
+            cfg.backbone, pretrained=is_fetched, **options
+        )
     except OSError as error:
         raise ConfigError(
             f"model.backbone={cfg.backbone}: its pretrained weights could not be fetched "
@@ -57,7 +59,9 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
         ) from error
     _check_patches(cfg, model)
     if cfg.weights is not None:
-        load_weights(model, Path(cfg.weights).expanduser(), heads=classifier_names(model))
+        load_weights(
+            model, Path(cfg.weights).expanduser(), heads=classifier_names(model)
+        )
     return model
 
 
@@ -102,7 +106,10 @@ def _check_hub(backbone: str, repository: str | None) -> None:
     hub = require("huggingface_hub", f"model.backbone={backbone}")
     if repository is None or hub.constants.HF_HUB_OFFLINE:
         return
-    if any(isinstance(hub.try_to_load_from_cache(repository, name), str) for name in _WEIGHT_FILES):
+    if any(
+        isinstance(hub.try_to_load_from_cache(repository, name), str)
+        for name in _WEIGHT_FILES
+    ):
         return
     endpoint = hub.constants.ENDPOINT
     request = urllib.request.Request(endpoint, method="HEAD")
@@ -110,7 +117,9 @@ def _check_hub(backbone: str, repository: str | None) -> None:
         urllib.request.urlopen(request, timeout=_PROBE_SECONDS).close()
     except OSError as error:
         # the hub client may trust certificates that urllib does not
-        if not isinstance(error, urllib.error.HTTPError) and "CERTIFICATE" not in str(error):
+        if not isinstance(error, urllib.error.HTTPError) and "CERTIFICATE" not in str(
+            error
+        ):
             reason = getattr(error, "reason", error)
             raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
@@ -130,13 +139,19 @@ def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> Non
         if name not in expected or expected[name].shape == tensor.shape:
             fitting[name] = tensor
         elif _is_of_head(name, heads):
-            log.info("model.weights: %s is for another number of classes, left out", name)
+            log.info(
+                "model.weights: %s is for another number of classes, left out", name
+            )
         else:
             raise ConfigError(
                 f"{key}: {name} has shape {tuple(tensor.shape)}, this model "
                 f"needs {tuple(expected[name].shape)}; choose the model that the file is of"
             )
-    missing = [name for name in expected if name not in fitting and not _is_of_head(name, heads)]
+    missing = [
+        name
+        for name in expected
+        if name not in fitting and not _is_of_head(name, heads)
+    ]
     if missing:
         raise ConfigError(
             f"{key}: lacks {len(missing)} of this model's {len(expected)} tensors, "
@@ -159,10 +174,17 @@ def _read(path: Path) -> dict[str, Tensor]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        damaged = (RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+        damaged = (
+            RuntimeError,
+            ValueError,
+            EOFError,
+            pickle.UnpicklingError,
+            zipfile.BadZipFile,
+        )
         # safetensors' own exception class derives from Exception itself
         if isinstance(error, ConfigError) or not (
-            isinstance(error, damaged) or type(error).__module__.startswith("safetensors")
+            isinstance(error, damaged)
+            or type(error).__module__.startswith("safetensors")
         ):
             raise
         reason = first_line(error)[:120]
@@ -170,6 +192,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     for name in _CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
-    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(v, Tensor) for v in content.values()
+    ):
         raise ConfigError(f"{key}: holds no state dict (names to tensors)")
     return content

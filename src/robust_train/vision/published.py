@@ -35,7 +35,9 @@ def open_flowers102(cfg: Any) -> Splits:
     """
 
     def get(root: Path) -> None:
-        require("torchvision.datasets", "dataset=flowers102").Flowers102(str(root), download=True)
+        require("torchvision.datasets", "dataset=flowers102").Flowers102(
+            str(root), download=True
+        )
 
     names = ("jpg", "imagelabels.mat", "setid.mat")
     folder = _fetched(cfg, "flowers-102", names, url=_FLOWERS102_URL, get=get)
@@ -64,10 +66,14 @@ def _flowers(folder: Path, labels: list[int], set_id: str) -> ImageFiles:
             "imagelabels.mat"
         )
     paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
-    return _image_files(folder / "setid.mat", paths, [labels[number - 1] for number in numbers])
+    return _image_files(
+        folder / "setid.mat", paths, [labels[number - 1] for number in numbers]
+    )
 
 
-def _image_files(source: Path, paths: Sequence[Path], labels: Sequence[int]) -> ImageFiles:
+def _image_files(
+    source: Path, paths: Sequence[Path], labels: Sequence[int]
+) -> ImageFiles:
     """Return images with their labels counted from 0."""
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
@@ -87,13 +93,19 @@ def open_cub200(cfg: Any) -> Splits:
         tools = require("torchvision.datasets.utils", "dataset=cub200")
         tools.download_and_extract_archive(_CUB200_URL, str(root), md5=_CUB200_MD5)
 
-    folder = _fetched(cfg, "CUB_200_2011", ("images", *_CUB200_LISTS), url=_CUB200_URL, get=get)
+    folder = _fetched(
+        cfg, "CUB_200_2011", ("images", *_CUB200_LISTS), url=_CUB200_URL, get=get
+    )
     names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
     try:
         train, test = (
             _image_files(
                 folder / "images.txt",
-                [folder / "images" / name for image, name in names.items() if parts[image] == part],
+                [
+                    folder / "images" / name
+                    for image, name in names.items()
+                    if parts[image] == part
+                ],
                 [int(labels[image]) for image in names if parts[image] == part],
             )
             for part in ("1", "0")
@@ -122,7 +134,12 @@ def _bird_column(source: Path) -> dict[str, str]:
 
 
 def _fetched(
-    cfg: Any, name: str, expected: Sequence[str], *, url: str, get: Callable[[Path], None]
+    cfg: Any,
+    name: str,
+    expected: Sequence[str],
+    *,
+    url: str,
+    get: Callable[[Path], None],
 ) -> Path:
     """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent.
     ``get`` downloads from ``url`` into a root and verifies the checksum; ``expected`` are names in
@@ -132,7 +149,9 @@ def _fetched(
 
     def found() -> Path | None:
         folders = (root / name, root)
-        return next((f for f in folders if all((f / e).exists() for e in expected)), None)
+        return next(
+            (f for f in folders if all((f / e).exists() for e in expected)), None
+        )
 
     folder = found()
     ways_out = "use dataset.root=<folder that has it>"
@@ -155,7 +174,9 @@ def _fetched(
             ) from error
         folder = found()
     if folder is None:
-        raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} was fetched but is not there")
+        raise ConfigError(
+            f"dataset.root={cfg.root}: {cfg.name} was fetched but is not there"
+        )
     return folder
 
 

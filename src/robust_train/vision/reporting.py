@@ -76,10 +76,15 @@ class Reporter:
             with self._drawing():
                 self._curves = open_curves(self._cfg, self._run, position.step)
 
-    def step(self, position: ResumePosition, loss: Tensor, samples: int, lr: float) -> None:
+    def step(
+        self, position: ResumePosition, loss: Tensor, samples: int, lr: float
+    ) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         self._recent.add(loss, samples)
-        is_first, is_marked = self._next_reading == 0.0, position.step % self._every == 0
+        is_first, is_marked = (
+            self._next_reading == 0.0,
+            position.step % self._every == 0,
+        )
         if is_marked or time.monotonic() >= self._next_reading:
             value = checked_loss(self._recent, position.step)
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
@@ -91,7 +96,9 @@ class Reporter:
                 done = f"step {position.step}/{self._total_steps}"
                 log.info("%s: loss %.4f, learning rate %.2e", done, value, lr)
         # at most ten a second are sent
-        if self._run.progress(position.step, total_steps=self._total_steps, lr=lr, **self._unsent):
+        if self._run.progress(
+            position.step, total_steps=self._total_steps, lr=lr, **self._unsent
+        ):
             self._unsent = {}
 
     def epoch_begins(self) -> None:
@@ -109,7 +116,9 @@ class Reporter:
             score.loss,
             100 * score.accuracy,
         )
-        self._scalars(position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss})
+        self._scalars(
+            position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss}
+        )
         self._run.record_memory(f"epoch {position.epoch + 1}")
         self._run.epoch_ended(
             position.epoch + 1,
@@ -132,4 +141,6 @@ class Reporter:
         except Exception as error:  # a disk that is full, a server that is away
             self._curves = None
             why = first_line(error)
-            log.warning("logger=%s: %s; training goes on without", self._cfg.get("logger"), why)
+            log.warning(
+                "logger=%s: %s; training goes on without", self._cfg.get("logger"), why
+            )

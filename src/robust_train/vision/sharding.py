@@ -72,9 +72,14 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
     from torch.distributed.tensor import distribute_tensor
 
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
+    own |= {
+        f"optimizer.state.{index}": parameter
+        for index, parameter in enumerate(parameters)
+    }
 
     def share(name: str, tensor: Tensor) -> Tensor:
         mine: Any = own.get(name, own.get(name.rpartition(".")[0]))
@@ -83,6 +88,8 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
         if tensor.is_meta:
             return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
         tensor = tensor.to(mine.device)
-        return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
+        return distribute_tensor(
+            tensor, mine.device_mesh, mine.placements, src_data_rank=None
+        )
 
     return share

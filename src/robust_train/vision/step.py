@@ -31,7 +31,9 @@ class Precision:
     ) -> None:
         self._device_type = device.type
         self.dtype = _best_of(device, mixed) if dtype is None else dtype
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            device.type, enabled=self.dtype is torch.float16
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for each forward pass."""
@@ -51,7 +53,9 @@ def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return images and labels on ``device``; copies from pinned memory do not block."""
-    images_BCHW, labels_B = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
+    images_BCHW, labels_B = (
+        part.to(device, non_blocking=device.type == "cuda") for part in batch
+    )
     return images_BCHW, labels_B
 
 
@@ -69,7 +73,9 @@ def loss_of(
         logits_BK = model(images_BCHW)
     if logits_BK.dtype in (torch.float16, torch.bfloat16):
         logits_BK = logits_BK.float()
-    return nn.functional.cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
+    return nn.functional.cross_entropy(
+        logits_BK, labels_B, label_smoothing=label_smoothing
+    )
 
 
 def apply_gradients(
@@ -94,7 +100,9 @@ def apply_gradients(
     return not scaler.is_enabled() or scaler.get_scale() >= scale_before
 
 
-def _step_or_undo(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+def _step_or_undo(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> None:
     """Take a step. If memory runs out, remove the optimizer's state that this step has created. An
     optimizer creates its state in the first step, and would later take half of it for all."""
     known = set(optimizer.state)
@@ -127,7 +135,8 @@ def evaluate(
     # called after each batch, and at least `rounds` times
     should_stop: Callable[[], bool] = lambda: False,
     rounds: int = 0,  # batches of the rank that has most
-    own: int | None = None,  # batches that count; further ones are for the other ranks; None: all
+    own: int
+    | None = None,  # batches that count; further ones are for the other ranks; None: all
 ) -> Score | None:
     """Score ``model`` and leave it in evaluation mode; None if ``should_stop`` returned true.
 
@@ -143,7 +152,9 @@ def evaluate(
             logits_BK = model(images_BCHW).float()
         loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
         hits = (logits_BK.argmax(dim=1) == labels_B).sum()
-        return torch.stack([loss.double(), hits.double(), loss.new_tensor(len(labels_B)).double()])
+        return torch.stack(
+            [loss.double(), hits.double(), loss.new_tensor(len(labels_B)).double()]
+        )
 
     # loss, hits, samples
     sums = torch.zeros(3, dtype=torch.float64, device=device)

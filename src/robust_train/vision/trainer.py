@@ -50,7 +50,12 @@ from robust_train.vision.step import (
     loss_of,
     make_optimizer,
 )
-from robust_train.vision.training_state import REQUIRED, LossAverage, TrainingState, identity_of
+from robust_train.vision.training_state import (
+    REQUIRED,
+    LossAverage,
+    TrainingState,
+    identity_of,
+)
 
 log = logging.getLogger("robust_train.vision")
 
@@ -97,7 +102,9 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
 class Training:
     """One attempt at the job, from the last checkpoint to the end."""
 
-    def __init__(self, cfg: DictConfig, run: Run, reporter: Reporter, device: torch.device) -> None:
+    def __init__(
+        self, cfg: DictConfig, run: Run, reporter: Reporter, device: torch.device
+    ) -> None:
         self.cfg = cfg
         self.run = run
         self.reporter = reporter
@@ -107,9 +114,15 @@ class Training:
         built = models.build_model(cfg.model, self.splits.shape)
         self.images = built.images
         self.train_set = ImageDataset(
-            self.splits.train, built.images, augment=cfg.dataset.augment, seed=training.seed
+            self.splits.train,
+            built.images,
+            augment=cfg.dataset.augment,
+            seed=training.seed,
         )
-        micro_batch, accumulation = training.batch_size, training.gradient_accumulation_steps
+        micro_batch, accumulation = (
+            training.batch_size,
+            training.gradient_accumulation_steps,
+        )
         if run.batch_search is not None:
             micro_batch, accumulation = read_in_parts(micro_batch * accumulation)
         self.plan = BatchPlan(
@@ -122,7 +135,9 @@ class Training:
         )
         self.loading = Loading(training.num_workers, training.prefetch_factor, device)
         total_samples = self.plan.num_samples * training.epochs
-        self.schedule = CosineSchedule(training.lr, total_samples, training.warmup_fraction)
+        self.schedule = CosineSchedule(
+            training.lr, total_samples, training.warmup_fraction
+        )
         self.state = self._prepare(built.module)
         self.model: nn.Module = self.state.model
         is_sharded, keep = self.state.is_sharded, training.keep_checkpoints
@@ -140,7 +155,9 @@ class Training:
         cfg, run = self.cfg, self.run
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         total = sum(p.numel() for p in module.parameters())
-        log.info("model: %s, %d of %d parameters are trained", cfg.model.name, trained, total)
+        log.info(
+            "model: %s, %d of %d parameters are trained", cfg.model.name, trained, total
+        )
         effective, images = self.plan.effective_batch, self.plan.num_samples
         log.info("Effective batch size: %d", effective)
         if effective > images and run.is_main:
@@ -150,8 +167,13 @@ class Training:
                 effective,
                 images,
             )
-        if cfg.training.gradient_checkpointing and not models.enable_gradient_checkpointing(module):
-            log.warning("training.gradient_checkpointing: this model has none, it has no effect")
+        if (
+            cfg.training.gradient_checkpointing
+            and not models.enable_gradient_checkpointing(module)
+        ):
+            log.warning(
+                "training.gradient_checkpointing: this model has none, it has no effect"
+            )
         model = module.to(self.device)
         precision = Precision(self.device, mixed=cfg.training.mixed_precision)
         is_sharded = run.world_size > 1 and cfg.training.sharding == "fsdp"
@@ -164,7 +186,9 @@ class Training:
             shard(model)
         run.record_memory(f"model moved to {self.device}")
         optimizer = make_optimizer(
-            model.parameters(), lr=cfg.training.lr, weight_decay=cfg.training.weight_decay
+            model.parameters(),
+            lr=cfg.training.lr,
+            weight_decay=cfg.training.weight_decay,
         )
         run.record_memory("optimizer created")
         return TrainingState(
@@ -172,7 +196,9 @@ class Training:
             optimizer=optimizer,
             precision=precision,
             device=self.device,
-            identity=identity_of(cfg, self.plan.num_samples, self.splits.shape.num_classes),
+            identity=identity_of(
+                cfg, self.plan.num_samples, self.splits.shape.num_classes
+            ),
             batcher=run.micro_batcher,
             is_sharded=is_sharded,
         )
@@ -188,7 +214,9 @@ class Training:
                 Path(run.resume_checkpoint), REQUIRED, share=share, gather=of_all_ranks
             )
             if found is None:
-                log.warning("no checkpoint is intact: training starts from the beginning")
+                log.warning(
+                    "no checkpoint is intact: training starts from the beginning"
+                )
             else:
                 path, content = found
                 state.restore(content, path)
@@ -231,7 +259,9 @@ class Training:
         # of a sharded model every rank has to run a part in each step, without weight if need be
         reads = [own or [[0]] for own in steps] if state.is_sharded else steps
         chunks = list(itertools.chain.from_iterable(reads))
-        batches = self.run.batches(self.loading.batches(self.train_set, chunks, position.epoch))
+        batches = self.run.batches(
+            self.loading.batches(self.train_set, chunks, position.epoch)
+        )
         for micro_batches in steps:
             self._stop_if_requested()
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
@@ -277,7 +307,9 @@ class Training:
                 step,
                 self.model,
                 split=StepSamples.part,
-                backward=lambda loss: torch.autograd.backward(precision.scaler.scale(loss)),
+                backward=lambda loss: torch.autograd.backward(
+                    precision.scaler.scale(loss)
+                ),
             )
         except Exception as error:
             # of a sharded model all ranks have to save
@@ -340,7 +372,9 @@ class Training:
             write()
         except CheckpointError as error:
             if self.run.is_main:
-                log.warning("checkpoint: %s; training goes on, earlier ones are kept", error)
+                log.warning(
+                    "checkpoint: %s; training goes on, earlier ones are kept", error
+                )
             self.run.checkpoint_failed(str(error))
 
     def finish(self) -> dict[str, float | str]:

@@ -21,7 +21,9 @@ from robust_train.vision.step import Precision
 FORMAT = 2
 
 Content = Mapping[str, Any]  # A checkpoint that was read; `REQUIRED` keys are there
-REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
+REQUIRED = frozenset(
+    {"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"}
+)
 """Keys without which a file is no checkpoint of ours."""
 
 # these change how fast or how far a run goes, not the meaning of weights and sample order
@@ -103,7 +105,9 @@ class TrainingState:
             load_trained_state(self.model, content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
         except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"checkpoint {path}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"checkpoint {path}: {str(error).splitlines()[0]}"
+            ) from error
         # empty if the checkpoint was written without scaling, e.g. on the CPU
         if self.precision.scaler.is_enabled() and content["scaler"]:
             self.precision.scaler.load_state_dict(content["scaler"])
@@ -120,7 +124,9 @@ def _kind_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def identity_of(cfg: DictConfig, train_samples: int, num_classes: int) -> dict[str, str]:
+def identity_of(
+    cfg: DictConfig, train_samples: int, num_classes: int
+) -> dict[str, str]:
     """Return what a checkpoint has in common with any run that may resume from it."""
     identity: dict[str, str] = {
         "training.seed": str(cfg.training.seed),

@@ -32,9 +32,17 @@ class CheckpointWatch:
         has not changed since the last call counts, unless all is ``at_rest``."""
         seen = stamps(self._pattern)
         last_seen, self._last_seen = self._last_seen, seen
-        own = {path: stamp for path, stamp in seen.items() if self._before.get(path) != stamp}
+        own = {
+            path: stamp
+            for path, stamp in seen.items()
+            if self._before.get(path) != stamp
+        }
         if not at_rest:
-            own = {path: stamp for path, stamp in own.items() if last_seen.get(path) == stamp}
+            own = {
+                path: stamp
+                for path, stamp in own.items()
+                if last_seen.get(path) == stamp
+            }
         for path in sorted(own, key=lambda path: (own[path][0], path), reverse=True):
             if is_whole(Path(path)):
                 return Path(path)

@@ -92,7 +92,9 @@ def train(cfg: DictConfig, run: Run) -> Json:
     argv = tuple(values.fill(word) for word in template)
     watch = CheckpointWatch(pattern, before) if pattern else None
     attempt = _Attempt(run, cwd, watch, checkpoint)
-    if run.stop_requested:  # from here on a signal is for the script, and interrupts nothing here
+    if (
+        run.stop_requested
+    ):  # from here on a signal is for the script, and interrupts nothing here
         raise Interrupted("asked to stop before the script was started")
     run.report(ScriptStarted(argv, str(cwd)))
     program = Program(argv, _environment(values, attempt.events), cwd)
@@ -107,7 +109,9 @@ def train(cfg: DictConfig, run: Run) -> Json:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
         raise UserError(f"the script {_how(returncode)}")
-    (run.run_dir / _BEFORE).unlink(missing_ok=True)  # what comes next in this folder starts afresh
+    (run.run_dir / _BEFORE).unlink(
+        missing_ok=True
+    )  # what comes next in this folder starts afresh
     return attempt.result
 
 
@@ -123,12 +127,20 @@ class _Attempt:
     """What is seen of a script while it runs."""
 
     def __init__(
-        self, run: Run, cwd: Path, watch: CheckpointWatch | None, checkpoint: Path | None
+        self,
+        run: Run,
+        cwd: Path,
+        watch: CheckpointWatch | None,
+        checkpoint: Path | None,
     ) -> None:
-        self.events = run.run_dir / f"attempt-{run.attempt}.events"  # the file for its messages
+        self.events = (
+            run.run_dir / f"attempt-{run.attempt}.events"
+        )  # the file for its messages
         self.events.write_bytes(b"")
         self.result: Json = None  # the one that it reported, None so far
-        self.failure: OwnFailure | None = None  # why it is about to fail, if it reported that
+        self.failure: OwnFailure | None = (
+            None  # why it is about to fail, if it reported that
+        )
         self._run = run
         self._cwd = cwd
         self._watch = watch
@@ -143,7 +155,9 @@ class _Attempt:
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line)
-            except Exception as problem:  # as of a path that is none: no line ends the script
+            except (
+                Exception
+            ) as problem:  # as of a path that is none: no line ends the script
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
@@ -176,7 +190,9 @@ class _Attempt:
             case CheckpointSaved(path=path, step=step):
                 saved = self._cwd / os.path.expanduser(path)
                 self._known = _with_stamp(saved)
-                self._run.checkpoint_saved(saved, self._run.last_step if step is None else step)
+                self._run.checkpoint_saved(
+                    saved, self._run.last_step if step is None else step
+                )
             case Result(value=value):
                 self.result = value
             case SpeedMeasured() as event:
@@ -237,13 +253,19 @@ def _before(pattern: str | None, config: RobustConfig, run: Run) -> Mapping[str,
     return noted
 
 
-def _checkpoint(pattern: str | None, before: Mapping[str, Stamp], run: Run) -> Path | None:
+def _checkpoint(
+    pattern: str | None, before: Mapping[str, Stamp], run: Run
+) -> Path | None:
     """Return the newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
     if reported is not None and not is_whole(reported):
         log.warning("checkpoint %s is gone or torn; it is passed over", reported)
         reported = None
-    found = None if pattern is None else CheckpointWatch(pattern, before).newest(at_rest=True)
+    found = (
+        None
+        if pattern is None
+        else CheckpointWatch(pattern, before).newest(at_rest=True)
+    )
     candidates = [path for path in (reported, found) if path is not None]
     return max(candidates, key=lambda path: stamp_of(path)[0], default=None)
 

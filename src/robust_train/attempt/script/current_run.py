@@ -35,13 +35,17 @@ ReportLine = Callable[[dict[str, Json]], None]
 class ScriptRun(Run):
     """A :class:`~robust_train.Run` for a script."""
 
-    def __init__(self, environ: Mapping[str, str], report_line: ReportLine | None) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], report_line: ReportLine | None
+    ) -> None:
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
             run_dir=Path(value_from(environ, "run_dir") or Path.cwd()),
             attempt=int(value_from(environ, "attempt") or 1),
             resume_checkpoint=Path(checkpoint) if checkpoint else None,
-            report=None if report_line is None else lambda event: report_line(event.as_json()),
+            report=None
+            if report_line is None
+            else lambda event: report_line(event.as_json()),
             # of torchrun, where that is what the launcher has started
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
@@ -57,8 +61,12 @@ class ScriptRun(Run):
         # micro-batch of this attempt, None without the launcher
         self.batch_size = _number(environ, "batch_size")
         # micro-batches per optimizer step, None without the launcher
-        self.gradient_accumulation_steps = _number(environ, "gradient_accumulation_steps")
-        self.device = value_from(environ, "device")  # `cuda:0` or `cpu`, None without the launcher
+        self.gradient_accumulation_steps = _number(
+            environ, "gradient_accumulation_steps"
+        )
+        self.device = value_from(
+            environ, "device"
+        )  # `cuda:0` or `cpu`, None without the launcher
         self.micro_batch_plan = MicroBatchPlan(
             batch_size=self.batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps or 1,
@@ -112,7 +120,9 @@ def _stop_on_sigterm(run: Run) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    os.register_at_fork(
+        after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

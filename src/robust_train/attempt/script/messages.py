@@ -22,7 +22,14 @@ from robust_train.model.failure import FailureKind
 _LARGEST_LINE = 50_000
 _ADDED_FIELDS = frozenset({"event", "attempt", "time"})
 _OF_A_RUN = frozenset(
-    {"micro_batch_changed", "micro_batch_exhausted", "memory", "memory_cleared", "epoch", "speed"}
+    {
+        "micro_batch_changed",
+        "micro_batch_exhausted",
+        "memory",
+        "memory_cleared",
+        "epoch",
+        "speed",
+    }
 )
 """Events that :func:`robust_train.current_run` sends besides the documented messages."""
 
@@ -58,9 +65,13 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
     if not isinstance(data, dict) or not isinstance(data.get("event"), str):
         raise NotUnderstood('not an object with a name under "event"')
     name = data["event"]
-    fields = {key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
+    fields = {
+        key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS
+    }
     if name == "progress":
-        total = _count(fields, "total_steps", name) if fields.get("total_steps") else None
+        total = (
+            _count(fields, "total_steps", name) if fields.get("total_steps") else None
+        )
         return events.Progress(_count(fields, "step", name), total, _metrics(fields))
     if name in ("started", "training_started"):
         return events.TrainingStarted(_count(fields, "step", name))
@@ -84,7 +95,9 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
             return parse_event({"event": name, **fields})
     if name == "user" and isinstance(fields.get("event_name"), str):
         own = fields.get("fields")
-        return events.UserEvent(fields["event_name"], own if isinstance(own, dict) else {})
+        return events.UserEvent(
+            fields["event_name"], own if isinstance(own, dict) else {}
+        )
     return events.UserEvent(name, fields)
 
 
@@ -119,7 +132,9 @@ class LineReader:
         a torn last one included."""
         self._release()
         with contextlib.suppress(OSError), self._path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size  # no end is in sight where a script is faster
+            size = os.fstat(
+                file.fileno()
+            ).st_size  # no end is in sight where a script is faster
             file.seek(self._offset)
             while data := file.read(min(self._block, max(size - self._offset, 0))):
                 self._offset += len(data)

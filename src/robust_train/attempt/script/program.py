@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from robust_train.attempt.run import Run
-from robust_train.host.linux import become_subreaper, children, collect, kill_descendants
+from robust_train.host.linux import (
+    become_subreaper,
+    children,
+    collect,
+    kill_descendants,
+)
 from robust_train.host.signals import wakeup_descriptor
 from robust_train.host.waiting import TICK_SECONDS, sleep_until_readable
 from robust_train.model.errors import ConfigError
@@ -28,7 +33,9 @@ class Program:
     become children of this process (a subreaper), however far they have detached themselves. Raises
     ConfigError: it cannot be started."""
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path
+    ) -> None:
         become_subreaper()
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
@@ -44,14 +51,18 @@ class Program:
         except OSError as error:
             problem = error.strerror or error
             hint = "; is its first line #!…?" if error.errno == 8 else ""
-            raise ConfigError(f"trainer.argv: {shlex.join(argv)}: {problem}{hint}") from error
+            raise ConfigError(
+                f"trainer.argv: {shlex.join(argv)}: {problem}{hint}"
+            ) from error
 
     @property
     def pid(self) -> int:
         """Process id of the script itself."""
         return self._process.pid
 
-    def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
+    def wait(
+        self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]
+    ) -> int:
         """Wait until the script and all that it started have ended; return its exit status as
         subprocess has it. Calls ``on_tick`` about twice a second.
 
@@ -79,7 +90,10 @@ class Program:
             if returncode is None:  # collected by the killing
                 self._process.returncode = returncode = -signal.SIGKILL
         if left:
-            log.warning("processes %s of the script hang in the kernel; they are left behind", left)
+            log.warning(
+                "processes %s of the script hang in the kernel; they are left behind",
+                left,
+            )
         return returncode
 
     def _running(self) -> list[int]:
