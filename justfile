@@ -74,11 +74,11 @@ test-all:
 
 # The table of what is recovered where, in docs/several-gpus.md, from what tests say they prove
 proved:
-    {{ python }} tests/proved.py
+    {{ python }} tests/support/proved.py
 
 # The values of configs/*.yaml and the tables of docs/configuration.md, from the schema
 keys:
-    {{ python }} tests/keys.py
+    {{ python }} tests/support/keys.py
 
 # Lint, format check, types, and what may import what
 lint:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "host_queue")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "host_queue")]
 
 
 def main() -> None:
@@ -45,7 +45,9 @@ def main() -> None:
             folder = Path(name)
             gpus = [Gpu(total_mib=40000) for _ in range(arguments.gpus)]
             machine = Machine(folder, build_nvml(folder / "libraries").parent, gpus)
-            environ = machine.environment(PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'src'}")
+            environ = machine.environment(
+                PYTHONPATH=f"{ROOT / 'tests' / 'support'}:{ROOT / 'src'}"
+            )
             del environ["SIMULATED_NVML_CALLS"]
             log = folder / "log"
             what = chaos.Chaos(

@@ -27,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from simulated_nvml import Gpu, Machine, build_nvml  # noqa: E402
 
@@ -64,7 +64,9 @@ def perfect_packing(lengths: list[float]) -> float:
 
 def environment(machine: Machine, folder: Path) -> dict[str, str]:
     """What programs on the machine need; a queue of their own, not that of this host."""
-    paths = os.pathsep.join([str(HERE), str(ROOT / "src"), str(ROOT / "tests")])
+    paths = os.pathsep.join(
+        [str(HERE), str(ROOT / "src"), str(ROOT / "tests" / "support")]
+    )
     return machine.environment(
         PYTHONPATH=paths,
         ROBUST_TRAIN_STATE_DIR=str(folder / "runs"),

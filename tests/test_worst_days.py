@@ -27,13 +27,13 @@ import worst_day_trainers
 from robust_train.folder.manifests import SUFFIX
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
-from world import TESTS, Ended, World, is_running, wait_until
+from world import SUPPORT, Ended, World, is_running, wait_until
 
 BOUND_SECONDS = 90
 STOPPED_SECONDS = 1.0
 
 TARGET = "trainer._target_=worst_day_trainers."
-SCRIPT = TESTS / "worst_day_trainers.py"
+SCRIPT = SUPPORT / "worst_day_trainers.py"
 BUILT_IN = (
     "model.width=8",
     "training.epochs=2",

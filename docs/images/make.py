@@ -21,7 +21,7 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TESTS, ROOT = HERE.parent, HERE.parents[1]
-sys.path[:0] = [str(TESTS)]
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 
 from golden.told import told  # noqa: E402
 from robust_train.report.sources import read_sources  # noqa: E402

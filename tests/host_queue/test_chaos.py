@@ -18,7 +18,7 @@ import pytest
 from robust_train.queue.queue_dir import boot_name
 from simulated_nvml import Gpu, Machine
 
-TESTS = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 MachineWith = Callable[..., Machine]
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
     )
     environ = machine.environment()
     del environ["SIMULATED_NVML_CALLS"]
-    environ["PYTHONPATH"] = f"{TESTS}:{environ.get('PYTHONPATH', '')}"
+    environ["PYTHONPATH"] = f"{SUPPORT}:{environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
         [sys.executable, str(Path(chaos.__file__)), json.dumps(asdict(what))],
         env=environ,

@@ -25,7 +25,7 @@ from robust_train.model.events import Failed
 from robust_train.model.failure import Clue, Failure, FailureKind
 from world import World, wait_until
 
-SCRIPT = Path(__file__).parents[1] / "guest_trainers.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "guest_trainers.py"
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 

@@ -16,7 +16,7 @@ import warm
 from robust_train.memory.allocator import VARIABLE
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 from terminal import run_at_a_terminal
-from world import ROOT, TESTS, World, wait_until
+from world import ROOT, SUPPORT, World, wait_until
 
 MachineWith = Callable[..., Machine]
 
@@ -144,7 +144,7 @@ def test_without_a_live_run_info_shows_the_machine(
 @pytest.fixture
 def live(world: World, tmp_path: Path) -> Iterator[World]:
     """A run that trains on the CPU until it is stopped."""
-    paths = f"{TESTS / 'memory'}:{TESTS}:{ROOT / 'src'}"
+    paths = f"{Path(__file__).parent}:{SUPPORT}:{ROOT / 'src'}"
     world.with_environ({"PYTHONPATH": paths})
     process = world.start(
         "trainer._target_=trainer_that_holds_memory.holds_memory_until_stopped",

@@ -27,7 +27,7 @@ from robust_train.model.errors import RankFailure
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import Failure, FailureKind
 from simulated_nvml import MIB, Gpu, Machine
-from world import TESTS
+from world import SUPPORT
 
 MachineWith = Callable[..., Machine]
 
@@ -143,7 +143,7 @@ def test_where_nvml_lists_no_process_the_whole_gpu_bounds_what_a_context_takes(
     )
     code = f"""
     import json, sys, torch
-    sys.path.append({str(TESTS)!r})
+    sys.path.append({str(SUPPORT)!r})
     from cuda_on_the_cpu import cuda_on_the_cpu
     from robust_train.memory.stats import memory_in_use
     with cuda_on_the_cpu():

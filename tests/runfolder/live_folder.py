@@ -15,7 +15,7 @@ from typing import Any
 
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder
-from world import ROOT, TESTS
+from world import ROOT, SUPPORT
 
 _HOLD = """
 import sys, time
@@ -48,7 +48,7 @@ def another_launcher(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", _HOLD, str(run_dir)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT / 'src'}"},
+        env=os.environ | {"PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}"},
     )
     assert process.stdout is not None
     assert process.stdout.readline()

@@ -11,7 +11,7 @@ from typing import Any
 import warm
 from world import Ended, World, is_running, wait_until
 
-SCRIPTS = Path(__file__).parent / "command" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "command" / "scripts"
 
 
 def script(name: str, *arguments: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""What the tests prove of recovery where memory runs out: ``python tests/proved.py`` writes it
-into docs/several-gpus.md.
+"""Write what the tests prove of recovery where memory runs out into docs/several-gpus.md:
+``just proved``.
 
 A test says what it proves by ``@pytest.mark.proves(framework, where, how)``, a refusal also what
 is refused. Tests are read, not imported or run.
@@ -11,7 +11,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "several-gpus.md"
 BEGIN, END = "<!-- what the tests prove: just proved -->\n", "<!-- end -->\n"
 

@@ -17,8 +17,8 @@ import preloaded
 import warm
 from terminal_screen import run_on_a_terminal
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests"
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
 
 _SCRIPT = """
 import runpy, sys
@@ -106,7 +106,7 @@ class World:
         hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
         self.environ |= {
-            "PYTHONPATH": f"{TESTS}:{ROOT / 'src'}",
+            "PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}",
             "COLUMNS": "200",
             "OMP_NUM_THREADS": "1",
             "ROBUST_TRAIN_QUEUE_DIR": str(folder / "queue_of_jobs"),
@@ -167,11 +167,11 @@ class World:
         return self
 
     def with_libraries(self) -> World:
-        """The same world with ``tests/libraries`` installed; an interpreter finds it at start."""
+        """The same world with ``support/libraries`` installed; an interpreter finds it at start."""
         self.alone = True
         base = self.folder / "installed"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         packages = base / "lib" / version / "site-packages"
-        shutil.copytree(TESTS / "libraries", packages)
+        shutil.copytree(SUPPORT / "libraries", packages)
         path = f"{self.environ['PYTHONPATH']}:{packages}"
         return self.with_environ({"PYTHONUSERBASE": str(base), "PYTHONPATH": path})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import warm
-from world import TESTS, Ended, World
+from world import SUPPORT, Ended, World
 
 
 class SweepWorld:
@@ -25,7 +25,7 @@ class SweepWorld:
         self.place = world.folder / "place"
         self.place.mkdir()
         world.environ["SWEEP_PLACE"] = str(self.place)
-        world.environ["PYTHONPATH"] += f":{TESTS / 'sweeper_plugin'}"
+        world.environ["PYTHONPATH"] += f":{SUPPORT / 'sweeper_plugin'}"
 
     def arguments(self, trainer: str, *more: str, n_jobs: int | None = 2) -> list[str]:
         """Of a sweep under our launcher; attempts in the jobs' own processes start soonest.

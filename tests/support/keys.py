@@ -1,5 +1,5 @@
-"""The keys, as the schema declares them, written where people read them: ``python tests/keys.py``
-(or ``just keys``) writes the values of ``configs/*.yaml`` and the tables of docs/configuration.md.
+"""Write the keys, as the schema declares them, where people read them: ``just keys`` writes the
+values of ``configs/*.yaml`` and the tables of docs/configuration.md.
 
 What stands around them in these files is left as it is.
 """
@@ -20,7 +20,7 @@ from robust_train.config import schema
 from robust_train.config.values import AUTO, Declaration
 from robust_train.vision import keys
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = "docs/configuration.md"
 WIDTH = 100
 

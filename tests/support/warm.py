@@ -290,7 +290,7 @@ def _server(kind: str = "") -> socket.socket:
             request = {"is": "server", "imports": _LARGE_IMPORTS[kind]}
             _fork_there(request, [theirs.fileno()], _FORKED_FROM[kind])
         else:
-            source = Path(__file__).resolve().parents[1] / "src"
+            source = Path(__file__).resolve().parents[2] / "src"
             process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 env={**_environ(), "PYTHONPATH": str(source)},
