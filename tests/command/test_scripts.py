@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from robust_train.model.errors import ConfigError, Interrupted
 from simulated_nvml import Gpu, Machine
 from terminal_screen import lines_shown
 from two_gpu_machine import A, B
-from world import ROOT, is_running
+from world import ROOT, World, is_running
 
 
 @pytest.mark.proves("scripts", "one GPU", "new attempt")
@@ -330,6 +332,35 @@ def test_the_command_refuses_it_in_one_line(
 ):
     ended = scripts.world.run("trainer=command", *overrides)
     ended.was_refused(words)
+
+
+@pytest.mark.parametrize("activated", [False, True], ids=["uvx", "activated"])
+def test_python_is_the_users_where_the_command_is_a_tool_in_an_environment_of_its_own(
+    world: World, activated: bool
+):
+    """``uvx robust-train`` puts the tool's environment in front of PATH."""
+    tool, users = world.folder / "cache" / "archive" / "tool", world.folder / "users"
+    for folder in (tool, users):
+        venv.create(folder, symlinks=True)
+    (world.folder / "cache" / "CACHEDIR.TAG").touch()
+    (libraries,) = (tool / "lib").glob("python*/site-packages")
+    (libraries / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    world.environ["PATH"] = f"{tool}/bin:{users}/bin:{world.environ['PATH']}"
+    world.environ["VIRTUAL_ENV"] = str(tool if activated else users)
+
+    words = [*("-m", "robust_train.cli.main", "run", f"--run-dir={world.run_dir}", "--")]
+    program = ["python", "-c", "import sys; print('prefix', sys.prefix)"]
+    ended = subprocess.run(
+        [str(tool / "bin" / "python"), *words, *program],
+        cwd=world.folder,
+        env=world.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert f"prefix {tool if activated else users}\n" in ended.stdout
 
 
 def test_a_file_that_is_no_program_is_refused_in_one_line(scripts: CommandWorld):

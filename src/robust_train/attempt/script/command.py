@@ -11,6 +11,7 @@ import glob
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,7 @@ def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
         # or what a Python script prints would be seen when a buffer is full, and lost at a kill
         "PYTHONUNBUFFERED": "1",
         **shared_machine_environment(os.environ),
+        "PATH": users_path(os.environ),
         **values.environment(),
         EVENTS_VARIABLE: str(events),
     }
@@ -276,6 +278,26 @@ def _how(returncode: int) -> str:
     return f"ended by {signal_name(-returncode)}"
 
 
+def users_path(environ: Mapping[str, str]) -> str:
+    """Return where a script's programs are looked up: PATH without the environment of a tool.
+
+    ``uvx robust-train`` puts the environment that it made for the tool in front of PATH, and in
+    that one ``python`` has none of the user's packages.
+    """
+    folders = environ.get("PATH", os.defpath).split(os.pathsep)
+    prefix = Path(sys.prefix)
+    # uv installs a tool with a receipt, or into its cache; environments that someone has
+    # activated are theirs, wherever they lie
+    is_a_tools = (prefix / "uv-receipt.toml").exists() or any(
+        (folder / "CACHEDIR.TAG").exists() for folder in prefix.parents[:2]
+    )
+    if not is_a_tools or environ.get("VIRTUAL_ENV") == sys.prefix:
+        return os.pathsep.join(folders)
+    return os.pathsep.join(
+        folder for folder in folders if Path(folder) != prefix / "bin"
+    )
+
+
 def check_command(config: RobustConfig) -> Path:
     """Return the script's working directory. Raises ConfigError: there is nothing to run, or it
     cannot be found."""
@@ -295,7 +317,11 @@ def check_command(config: RobustConfig) -> Path:
         raise ConfigError(f"trainer.cwd={cwd}: no such folder")
     program = trainer.argv[0]
     is_file = "/" in program
-    if shutil.which(cwd / os.path.expanduser(program) if is_file else program) is None:
+    found = shutil.which(
+        cwd / os.path.expanduser(program) if is_file else program,
+        path=users_path(os.environ),
+    )
+    if found is None:
         where = "an executable file" if is_file else "a program on PATH"
         raise ConfigError(f"trainer.argv: {program!r} is not {where}")
     return cwd
