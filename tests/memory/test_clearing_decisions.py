@@ -8,15 +8,15 @@ import mmap
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.attempt.memory_upkeep import AllocRetries, CacheChecks, Reserve
+from robust_train.attempt.memory_upkeep import CacheChecks, Reserve
 
 
 def emptied(steps: int, frequency: int, threshold: float, comes_back: bool) -> list[int]:
     """Steps at which a run empties its cache whose tensors hold 2 GiB and whose steps need 8 more,
     once, or time and again."""
     checks, unused_share, done = CacheChecks(frequency, threshold), 0.8, []
-    for step in range(steps + 1):
-        if checks.is_due(step) and checks.check(step, unused_share):
+    for step in range(1, steps + 1):
+        if checks.empties(lambda share=unused_share: share):
             done.append(step)
             unused_share = 0.8 if comes_back else 0.0
     return done
@@ -38,17 +38,16 @@ def test_below_the_threshold_nothing_is_returned(threshold):
 
 
 def test_memory_that_is_all_in_use_is_left_alone_whatever_the_threshold():
-    assert not CacheChecks(10, 0.0).check(10, 0.0)
+    assert not CacheChecks(1, 0.0).empties(lambda: 0.0)
 
 
 def test_after_useless_clearings_a_check_that_finds_little_makes_checks_frequent_again():
-    checks = CacheChecks(10, 0.5, first=10)
-    for number in (10, 30, 70):
-        assert checks.is_due(number)
-        assert checks.check(number, 0.8)
-    assert not checks.is_due(149)
-    assert not checks.check(150, 0.1)
-    assert checks.is_due(160)
+    checks = CacheChecks(10, 0.5)
+    shares = {10: 0.8, 30: 0.8, 70: 0.8, 150: 0.1, 160: 0.8}
+    seen = []
+    for number in range(1, 161):
+        checks.empties(lambda number=number: seen.append(number) or shares[number])
+    assert seen == list(shares)
 
 
 def test_a_reserve_gives_its_memory_up_once_and_can_be_held_again(monkeypatch):
@@ -65,12 +64,3 @@ def test_a_reserve_gives_its_memory_up_once_and_can_be_held_again(monkeypatch):
     monkeypatch.setattr(mmap, "mmap", refuses)
     reserve.hold()
     reserve.release()
-
-
-def test_memory_is_tight_when_two_steps_in_a_row_had_to_empty_the_cache():
-    counts = [7, 7, 8, 8, 9, 11, 12, 12]  # what was before the first step is not the step's
-    state, tight = AllocRetries(), []
-    for count in counts:
-        state = state.after_step(count)
-        tight.append(state.is_tight)
-    assert tight == [False, False, False, False, False, True, True, False]

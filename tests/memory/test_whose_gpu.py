@@ -183,8 +183,8 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
     with keeper:
         run.progress(1)
         run.progress(2)
-        keeper.checkpoint_saved()
-        keeper.epoch_ended()
+        keeper.occasion("save")
+        keeper.occasion("epoch")
     reasons = [event.reason for event in events if event.name == "memory_cleared"]
     assert reasons[:2] == ["start", "step"]
     assert cuda.workspaces_cleared == 0
@@ -284,10 +284,9 @@ def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
     events: list[Any] = []
     run = Run(run_dir=tmp_path, report=events.append)
     keeper = AttemptMemory(run, settings(sample_interval_ms=0))
-    occasion = {"save": keeper.checkpoint_saved, "epoch": keeper.epoch_ended}[reason]
     cleared = []
     for number in range(1, 17):
-        occasion()
+        keeper.occasion(reason)
         if not cuda.is_filled:
             cleared.append(number)
         cuda.is_filled = True

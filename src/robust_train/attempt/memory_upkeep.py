@@ -7,7 +7,6 @@ import logging
 import mmap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 
 import psutil
@@ -40,6 +39,7 @@ log = logging.getLogger("robust_train")
 
 _RESERVE_BYTES = 16 * MIB
 _LONGEST_GAP = 100_000
+_TIGHT_STEPS = 2
 
 
 class Reserve:
@@ -70,44 +70,21 @@ class CacheChecks:
     next check doubles each time that the cache is emptied; a check that finds little resets it.
     """
 
-    def __init__(
-        self, frequency: int, threshold: float, first: int | None = None
-    ) -> None:
-        self._frequency = self._gap = frequency
+    def __init__(self, every: int, threshold: float = 0.0) -> None:
+        self._every = every
         self._threshold = threshold
-        self._due = first
+        self._gap = self._left = every
 
-    def is_due(self, number: int) -> bool:
-        """Return whether to check on the occasion with this number."""
-        if self._due is None:  # the first steps still take what they need
-            self._due = number + self._gap
-        return number >= self._due
-
-    def check(self, number: int, unused_share: float) -> bool:
-        """Return whether to empty the cache, and plan the next check."""
-        empties = unused_share > 0 and unused_share >= self._threshold
-        longest = max(_LONGEST_GAP, self._frequency)
-        self._gap = min(2 * self._gap, longest) if empties else self._frequency
-        self._due = number + self._gap
+    def empties(self, unused_share: Callable[[], float]) -> bool:
+        """Return whether to empty the cache on this occasion; only a check calls the function."""
+        self._left -= 1
+        if self._left > 0:
+            return False
+        unused = unused_share()
+        empties = unused > 0 and unused >= self._threshold
+        longest = max(_LONGEST_GAP, self._every)
+        self._left = self._gap = min(2 * self._gap, longest) if empties else self._every
         return empties
-
-
-@dataclass(frozen=True)
-class AllocRetries:
-    """Steps in a row in which the allocator had to empty its cache; ``total`` counts how often."""
-
-    total: int | None = None
-    steps: int = 0
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether memory is about to run out."""
-        return self.steps >= 2
-
-    def after_step(self, total: int) -> AllocRetries:
-        """Return it after another step; retries before the first step do not count."""
-        has_retried = self.total is not None and total > self.total
-        return AllocRetries(total, self.steps + 1 if has_retried else 0)
 
 
 class AttemptMemory:
@@ -124,20 +101,22 @@ class AttemptMemory:
     ) -> None:
         self._run = run
         self._read_alloc_retries = read_alloc_retries
-        self._alloc_retries = AllocRetries()
+        self._alloc_retries: int | None = None  # before the present step
+        self._tight_steps = 0  # in a row that had to empty the cache
         self._has_warned = False
         self._shrinks = config.shrink_before_oom
         self._index = device_index(config.device)
         self._settings = memory = config.memory
-        self._checks = {
-            "step": CacheChecks(
-                max(memory.empty_cache_frequency, 1), memory.empty_cache_threshold
-            ),
-            "save": CacheChecks(1, 0.0, first=1),
-            "epoch": CacheChecks(1, 0.0, first=1),
-        }
-        self._occasions = {"save": 0, "epoch": 0}
-        self._next_log: int | None = None
+        self._checks: dict[str, CacheChecks] = {}
+        if memory.empty_cache_frequency:
+            self._checks["step"] = CacheChecks(
+                memory.empty_cache_frequency, memory.empty_cache_threshold
+            )
+        if memory.clear_after_save:
+            self._checks["save"] = CacheChecks(1)
+        if memory.clear_after_epoch:
+            self._checks["epoch"] = CacheChecks(1)
+        self._next_log = 0
         self._has_written_oom = False
         self._is_set_up = False
         self._reserve = Reserve()
@@ -154,7 +133,7 @@ class AttemptMemory:
 
     def __enter__(self) -> AttemptMemory:
         if self._settings.clear_on_start and self._cached() is not None:
-            self._clear("start", thorough=True)
+            self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
         if self._sampler is not None:
@@ -187,23 +166,22 @@ class AttemptMemory:
             self._set_up_cuda()
         self._watch_allocator(step)
         every = self._settings.log_frequency
-        if every:
-            if self._next_log is not None and step >= self._next_log:
+        if every and step >= self._next_log:
+            if self._next_log:  # not on the first step, which still takes what it needs
                 self._run.memory_milestone(f"step {step}")
-            if self._next_log is None or step >= self._next_log:
-                self._next_log = step + every - step % every
-        if self._settings.empty_cache_frequency:
-            self._check_cache("step", step)
+            self._next_log = step + every - step % every
+        self.occasion("step")
 
-    def checkpoint_saved(self) -> None:
-        """Empty the cache after a save, unless training takes the same memory again each time."""
-        if self._settings.clear_after_save:
-            self._occasion("save")
+    def occasion(self, reason: str) -> None:
+        """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
 
-    def epoch_ended(self) -> None:
-        """Empty the cache of what validation took and training does not need."""
-        if self._settings.clear_after_epoch:
-            self._occasion("epoch")
+        def unused_share() -> float:
+            cached = self._cached()
+            return 0.0 if cached is None else cached.unused_share
+
+        checks = self._checks.get(reason)
+        if checks is not None and checks.empties(unused_share):
+            self._clear(reason, thorough=False)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
         """Record what filled the memory; once an attempt, because it takes time."""
@@ -213,34 +191,35 @@ class AttemptMemory:
 
     def clean_up(self, error: BaseException | None) -> None:
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
-        if error is not None and not self._settings.clear_on_failure:
-            return
         if error is None:
-            self._clear("end", thorough=True)
-        else:  # a thorough check of what is left follows
+            self._clear("end")
+        elif self._settings.clear_on_failure:
+            # a thorough check of what is left follows
             self._clear("failure", thorough=False, error=error)
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache; shrink if that is configured."""
-        total = self._read_alloc_retries()
+        before, total = self._alloc_retries, self._read_alloc_retries()
         if total is None:
             return
-        self._alloc_retries = self._alloc_retries.after_step(total)
-        if not self._alloc_retries.is_tight:
+        self._alloc_retries = total
+        has_retried = before is not None and total > before
+        self._tight_steps = self._tight_steps + 1 if has_retried else 0
+        if self._tight_steps < _TIGHT_STEPS:
             return
         if not self._has_warned:
             self._has_warned = True
-            why = "in two steps in a row torch emptied its cache to find room, which is slow"
-            hint = (
-                ""
-                if self._shrinks
-                else "; shrink_before_oom=true takes a smaller micro-batch"
+            hint = "; shrink_before_oom=true takes a smaller micro-batch"
+            log.warning(
+                "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache "
+                "to find room, which is slow%s",
+                step,
+                "" if self._shrinks else hint,
             )
-            log.warning("step %d: GPU memory is nearly out: %s%s", step, why, hint)
             self._run.report(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:
             self._run.micro_batcher.shrink("memory is nearly out (shrink_before_oom)")
-            self._alloc_retries = AllocRetries(total)
+            self._tight_steps = 0
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
@@ -252,19 +231,8 @@ class AttemptMemory:
         ):
             record_history_after_an_oom(self._run.run_dir)
 
-    def _occasion(self, reason: str) -> None:
-        self._occasions[reason] += 1
-        self._check_cache(reason, self._occasions[reason])
-
-    def _check_cache(self, reason: str, number: int) -> None:
-        """Empty the CUDA cache if that is due and pays."""
-        checks = self._checks[reason]
-        cached = self._cached() if checks.is_due(number) else None
-        if cached is not None and checks.check(number, cached.unused_share):
-            self._clear(reason, thorough=False)
-
     def _clear(
-        self, reason: str, *, thorough: bool, error: BaseException | None = None
+        self, reason: str, *, thorough: bool = True, error: BaseException | None = None
     ) -> None:
         of, before = self._in_use()
         started = time.perf_counter()
@@ -276,10 +244,18 @@ class AttemptMemory:
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
         returned = max(before - after, 0)
-        step = self._run.last_step
-        done = MemoryCleared(reason, of, before, after, returned, seconds, step)
-        self._run.report(done)
-        log.debug("memory cleared (%s): %s", reason, _describe(done))
+        self._run.report(
+            MemoryCleared(
+                reason, of, before, after, returned, seconds, self._run.last_step
+            )
+        )
+        log.debug(
+            "memory cleared (%s): %s of %s returned (%s)",
+            reason,
+            mib(returned, 1),
+            mib(before, 1),
+            of,
+        )
 
     def _cached(self) -> Cached | None:
         """Return the allocator's figures of the GPU on which this process holds most."""
@@ -308,11 +284,3 @@ class AttemptMemory:
         )
         if event is not None:
             run.report(event)
-
-
-def _describe(done: MemoryCleared) -> str:
-    before, after = done.before_bytes / MIB, mib(done.after_bytes, 1)
-    return (
-        f"{mib(done.returned_bytes, 1)} returned ({done.of}: {before:.1f} → {after}) "
-        f"in {1000 * done.seconds:.0f} ms"
-    )

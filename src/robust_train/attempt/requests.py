@@ -76,7 +76,7 @@ class AttemptRequests:
 
     def __enter__(self) -> AttemptRequests:
         if self._run.is_main:
-            self._run.serve(self._waiting, self._at_boundary)
+            self._run.at_boundary = self._at_boundary
             self._run.report(AttemptProcess(os.getpid()))
             self._thread.start()
         return self
@@ -99,17 +99,13 @@ class AttemptRequests:
                 self._waiting.append(_Waiting(request))
                 if self._stop_watching is None:
                     self._stop_watching = compat.watch_optimizer_steps(
-                        self._optimizer_has_stepped
+                        lambda: self._at_boundary("optimizer")
                     )
             self._tick()
 
-    def _optimizer_has_stepped(self) -> None:
-        if self._waiting:
-            self._at_boundary("optimizer")
-
     def _at_boundary(self, boundary: str) -> None:
         """Carry out what can be. Called by whoever runs the trainer's loop, between two steps."""
-        if not self._is_busy.acquire(blocking=False):
+        if not self._waiting or not self._is_busy.acquire(blocking=False):
             return  # another thread of the trainer is at it
         try:
             for waiting in list(self._waiting):

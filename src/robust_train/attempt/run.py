@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.plans import MicroBatchPlan as MicroBatchPlan
 from robust_train.files import plain
 from robust_train.folder.trackers import TrackerNote
-from robust_train.host.votes import CHECKPOINT, RESTART, STOP
+from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
 from robust_train.model.events import (
@@ -32,12 +32,12 @@ from robust_train.model.events import (
     TrainingStarted,
     UserEvent,
 )
-from robust_train.model.failure import Failure
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Unpack
 
+    from robust_train.attempt.memory_upkeep import AttemptMemory
     from robust_train.policy.batch_search import BatchSearch
     from robust_train.step.batcher import MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
@@ -54,35 +54,6 @@ Report = Callable[[Event], None]
 
 Answer = Callable[[dict[str, Json]], None]
 """Takes the reply to a request that was made of a live run."""
-
-
-class Flags(Protocol):
-    """How several ranks see at the same step what they are asked for."""
-
-    def look(self, flag: str, rank: int) -> int:
-        """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
-
-    def raise_flag(self, flag: str) -> None:
-        """Have every rank see ``flag``."""
-
-
-class MemoryKeeper(Protocol):
-    """What looks after an attempt's memory."""
-
-    def step_done(self, step: int) -> None:
-        """Handle the report of an optimizer step."""
-
-    def checkpoint_saved(self) -> None:
-        """Handle a checkpoint that was written."""
-
-    def epoch_ended(self) -> None:
-        """Handle the end of an epoch."""
-
-    def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Handle memory that ran out in a step that is going to be repeated."""
-
-    def clean_up(self, error: BaseException | None) -> None:
-        """Return memory after the trainer has returned, or failed with ``error``."""
 
 
 class Run:
@@ -107,7 +78,9 @@ class Run:
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
         has_live_status: the launcher shows steps and loss on a terminal.
+        report: sends an event to the launcher.
         memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
+        at_boundary: the same; called between two steps with what the trainer does there.
         has_read: the same; returns whether the trainer has read ``training.<key>``.
         declared: the same; what the trainer declares that it supports, None if nothing.
         rank: number of this process among those that share the optimizer steps, from 0.
@@ -132,45 +105,38 @@ class Run:
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
         self.resume_checkpoint = resume_checkpoint
+        self.report: Report = report or (lambda event: None)
+        self.can_restart = can_restart
+        self.rank = rank
+        self.world_size = world_size
+        self.has_live_status = has_live_status
         self.is_cooperative = False
         self.looks_for_checkpoint_requests = False
-        self.can_restart = can_restart
-        self.was_told_to_stop = self.was_told_to_restart = False
+        self.was_told_to_stop = False
+        self.was_told_to_restart = False
+        self.steps_before = 0
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
         self.keeps_batch: str | None = None
-        self.memory_keeper: MemoryKeeper | None = None
+        self.memory_keeper: AttemptMemory | None = None
+        self.batch_search: BatchSearch | None = None
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
         self.declared: frozenset[str] | None = None
-        self.has_live_status = has_live_status
-        self.rank = rank
-        self.world_size = world_size
-        self._flags = flags
+        self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.saving = Saving(run_dir, attempt)
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
+        self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
+        self._flags = flags
         self._checkpoint_flag_seen = 0
-        self.batch_search: BatchSearch | None = None
+        self._checkpoint_answers: list[Answer] = []
+        # no threading.Event: a signal's handler may interrupt itself
+        self._stop_requested = False
+        self._restart_requested = False
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
-        self.steps_before = 0
+        self._unsent: Progress | None = None
         self._next_progress = 0.0
-        self._unsent: tuple[int, int | None, Mapping[str, float]] | None = None
-        self._stop_requested = (
-            False  # no Event: a signal's handler may interrupt itself
-        )
-        self._report = report or (lambda event: None)
-        self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
-        self._restart_requested = False
-        self._checkpoint_answers: list[Answer] = []
-        self._requests: Sequence[object] = ()
-        self._at_boundary: Callable[[str], None] = lambda boundary: None
-
-    def serve(
-        self, requests: Sequence[object], at_boundary: Callable[[str], None]
-    ) -> None:
-        """Have ``at_boundary(kind)`` called between two steps while ``requests`` holds any."""
-        self._requests, self._at_boundary = requests, at_boundary
 
     @property
     def is_main(self) -> bool:
@@ -185,9 +151,9 @@ class Run:
         to read it, once a step: then they see it at the same step.
         """
         self.is_cooperative = True
-        if self._requests:
-            self._at_boundary("stop_requested")
-        stops, restarts = self._stop_requested, self._restart_requested
+        self.at_boundary("stop_requested")
+        stops = self._stop_requested
+        restarts = self._restart_requested
         if self._flags is not None:
             stops = bool(self._flags.look(STOP, self.rank))
             restarts = bool(self._flags.look(RESTART, self.rank))
@@ -232,8 +198,7 @@ class Run:
     def checkpoint_requested(self) -> bool:
         """Whether someone asks for a checkpoint now, after which training goes on."""
         self.looks_for_checkpoint_requests = True
-        if self._requests:
-            self._at_boundary("checkpoint_requested")
+        self.at_boundary("checkpoint_requested")
         if self._flags is not None:
             if self._checkpoint_answers:
                 self._flags.raise_flag(CHECKPOINT)
@@ -277,9 +242,9 @@ class Run:
         self.speed.step_done(step)
         if self.memory_keeper is not None:
             self.memory_keeper.step_done(step)
-        if self._requests:
-            self._at_boundary("progress")
-        self._unsent = step, None if total_steps is None else int(total_steps), scalars
+        self.at_boundary("progress")
+        total = None if total_steps is None else int(total_steps)
+        self._unsent = Progress(step, total, scalars)
         now = time.monotonic()
         if now < self._next_progress:
             return False
@@ -290,9 +255,9 @@ class Run:
 
     def send_last_progress(self) -> None:
         """Pass on the last report, unless that is done."""
-        if self._unsent is not None:
-            (step, total_steps, scalars), self._unsent = self._unsent, None
-            self.report(Progress(step, total_steps, plain(scalars)))
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            self.report(replace(unsent, metrics=plain(unsent.metrics)))
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:
@@ -318,10 +283,8 @@ class Run:
             self._micro_batcher = MicroBatcher(
                 **asdict(self.micro_batch_plan),
                 on_event=self._micro_batch_event,
-                step=self._step_now,
-                on_oom=None
-                if self.memory_keeper is None
-                else self.memory_keeper.ran_out,
+                step=lambda: 1 + self._steps_done(),
+                on_oom=self.memory_keeper.ran_out if self.memory_keeper else None,
                 search=self.batch_search,
                 speed=self.speed,
             )
@@ -390,8 +353,7 @@ class Run:
 
     def _batcher_at(self, boundary: str) -> MicroBatcher:
         batcher = self.micro_batcher
-        if self._requests:
-            self._at_boundary(boundary)
+        self.at_boundary(boundary)
         return batcher
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -410,8 +372,8 @@ class Run:
     def _samples(self) -> int | None:
         return self._micro_batch_plan.samples if self.has_read("batch_size") else None
 
-    def _step_now(self) -> int:
-        return 1 + (self.steps_before if self.last_step is None else self.last_step)
+    def _steps_done(self) -> int:
+        return self.steps_before if self.last_step is None else self.last_step
 
     def _micro_batch_event(self, event: Event) -> None:
         if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
@@ -429,17 +391,16 @@ class Run:
         self.report(CheckpointSaved(str(path), step))
         self.speed.pause()
         if self.memory_keeper is not None:
-            self.memory_keeper.checkpoint_saved()
+            self.memory_keeper.occasion("save")
         if self._checkpoint_answers:
             self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
-        step = self.steps_before if self.last_step is None else self.last_step
-        self.report(EpochEnded(int(epoch), step, plain(scalars)))
+        self.report(EpochEnded(int(epoch), self._steps_done(), plain(scalars)))
         self.speed.pause()
         if self.memory_keeper is not None:
-            self.memory_keeper.epoch_ended()
+            self.memory_keeper.occasion("epoch")
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""
@@ -457,7 +418,3 @@ class Run:
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
         self.report(UserEvent(str(event), plain(dict(fields))))
-
-    def report(self, event: Event) -> None:
-        """Send one event to the launcher."""
-        self._report(event)

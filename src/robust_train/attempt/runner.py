@@ -29,13 +29,14 @@ from robust_train.attempt.batch_reads import (
 )
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.requests import AttemptRequests
-from robust_train.attempt.run import Flags, Run, memory_in_use
+from robust_train.attempt.run import Run, memory_in_use
 from robust_train.config.plans import MicroBatchPlan, SavePlan
 from robust_train.config.request import AttemptRequest
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.files import plain
 from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
+from robust_train.host.votes import Flags
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
 from robust_train.model.events import Event, Failed, Finished, TrainerSupports
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind

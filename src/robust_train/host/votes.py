@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 STOP, RESTART, CHECKPOINT = "stop", "restart", "checkpoint"
 FLAGS = (STOP, RESTART, CHECKPOINT)
@@ -17,6 +18,16 @@ _WORD = 8
 def next_due(flag: str, due: int, fewest: int, most: int) -> int:
     """Return at which look a raised flag is due; ``fewest``, ``most``: looks of a rank so far."""
     return most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
+
+
+class Flags(Protocol):
+    """How several ranks see at the same step what they are asked for."""
+
+    def look(self, flag: str, rank: int) -> int:
+        """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
+
+    def raise_flag(self, flag: str) -> None:
+        """Have every rank see ``flag``."""
 
 
 class Votes:

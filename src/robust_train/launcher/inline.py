@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 from robust_train.attempt.loading import load
-from robust_train.attempt.run import Flags
 from robust_train.attempt.runner import Trainer, new_run, run_attempt
 from robust_train.attempt.runner import shield_workers as shield_workers
 from robust_train.config.request import AttemptRequest
@@ -19,6 +18,7 @@ from robust_train.config.trainer_ref import TrainerRef
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.folder import trackers
 from robust_train.host.signals import SignalWatch
+from robust_train.host.votes import Flags
 from robust_train.memory.allocator import VARIABLE
 from robust_train.memory.cleanup import StartingMemory, release_and_check
 from robust_train.model.attempt import Exit
