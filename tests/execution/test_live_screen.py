@@ -17,7 +17,7 @@ from rich.text import Text
 from attempts import gpu
 from robust_train.folder.state import RunState
 from robust_train.host import screen
-from robust_train.host.live_area import LiveArea, Rows
+from robust_train.host.screen import LiveArea
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec, Speed
 from robust_train.report.status import Pace, status_lines
@@ -102,44 +102,6 @@ def test_a_job_that_has_ended_has_no_status():
     assert status_lines(ended, Pace(), 0.0, 80) == []
 
 
-def taken(*pieces: bytes) -> tuple[list[str], list[str]]:
-    """The finished lines of one writer, and those that it may still rewrite."""
-    rows, finished = Rows(), []
-    for piece in pieces:
-        finished += rows.take(piece)
-    return finished, rows.rows
-
-
-def test_whole_lines_are_finished_and_bars_are_rewritten():
-    assert taken(b"one\ntw", b"o\n") == (["one", "two"], [])
-    assert taken(b"\r 0%|", b"\r 5%|#", b"\r 9%|##") == ([], [" 9%|##"])
-    assert taken("läu".encode()[:2], "läu".encode()[2:], b"\x1b", b"[32mft\n") == (
-        ["läu\x1b[32mft"],
-        [],
-    )
-
-
-@pytest.mark.parametrize("code", [b"\x1b[1;32m", b"\x1b]0;title\x1b\\", b"\x1b(B", b"\x1b7"])
-def test_a_control_sequence_that_comes_in_two_pieces_leaves_no_rest(code: bytes):
-    for cut in range(len(code) + 1):
-        finished, left = taken(code[:cut], code[cut:] + b"text\n")
-        assert [line.replace("\x1b[1;32m", "") for line in finished] == ["text"]
-        assert left == []
-
-
-def test_a_second_bar_does_not_tear_the_first():
-    outer, inner = b"\router %d", b"\n\rinner %d\x1b[A"
-    pieces = [outer % 0, inner % 0, inner % 1, outer % 1, inner % 0, b"\n\r      \r\x1b[A"]
-    assert taken(*pieces) == ([], ["outer 1"])
-    assert taken(*pieces, b"\n", b"\router 2\n")[0] == ["outer 1"]
-
-
-def test_a_line_without_an_end_is_not_kept_for_ever():
-    finished, left = taken(*[b"." * 10_000] * 20)
-    assert sum(map(len, (*finished, *left))) == 200_000
-    assert max(map(len, left)) < 100_000
-
-
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
     """Both ends of a terminal: the one that a person reads, and ours."""
@@ -164,12 +126,31 @@ def shown_on(terminal: int) -> str:
             return written.decode()
 
 
+def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "xterm")
+    reads, descriptor = terminal
+    resize(descriptor, 80)
+    with LiveArea(descriptor) as area:
+        for number in (1, 2):
+            area.show([Text(f"step {number}")])
+            bars = b"\router %d\n\rinner %d\x1b[A" % (number, number)
+            screen.show(descriptor, bars, source="bars")
+        seen = shown_on(reads)
+        assert lines_shown(seen, 80) == ["outer 2", "inner 2", "step 2"]
+        screen.show(descriptor, b"a line\n")
+        screen.show(descriptor, bars, source="bars")
+    seen += shown_on(reads)
+    shown = [line for line in lines_shown(seen, 80) if line]
+    assert shown == ["outer 2", "inner 2", "a line", "outer 2", "inner 2"]
+
+
 @pytest.mark.parametrize("columns", [80, 120, 160])
 def test_output_scrolls_above_the_status_and_bars_stay_whole(
     terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch, columns: int
 ):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("robust_train.host.live_area.REFRESH_SECONDS", 0.0)
     reads, descriptor = terminal
     resize(descriptor, columns)
     area = LiveArea(descriptor)
@@ -203,8 +184,8 @@ def test_a_terminal_that_became_narrower_keeps_its_lines(
         resize(descriptor, 40)
         area.show([Text("s" * 30)])
         seen = shown_on(reads)
-    reflowed = "a line\r\n" + "s" * 40 + "\r\n" + "s" * 30
-    assert lines_shown(reflowed + seen, 40) == ["a line", "s" * 30]
+    reflowed = "a line\r\n\r\n" + "s" * 40 + "\r\n" + "s" * 30 + "\x1b[2A\r"
+    assert lines_shown(reflowed + seen, 40) == ["a line", "", "s" * 30]
 
 
 def test_a_terminal_that_nobody_reads_holds_nobody_up(
@@ -262,8 +243,8 @@ def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(
         monkeypatch.undo()
         monkeypatch.setenv("TERM", "xterm")
         area.show([Text("step 3")])
-        assert "\x1b[1A" not in (seen := shown_on(reads)), "above are the shell's lines"
-        assert "step 3" in seen
+        seen = shown_on(reads)
+        assert lines_shown("$ fg\r\n" + seen, 80) == ["$ fg", "", "step 3"]
         monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
     assert "\x1b" not in shown_on(reads)
 

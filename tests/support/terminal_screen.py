@@ -13,7 +13,7 @@ import termios
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_PARTS = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07]*\x07|(.)", re.S)
+_PARTS = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07]*\x07|\x1b([78D])|(.)", re.S)
 
 
 def run_on_a_terminal(
@@ -36,10 +36,12 @@ def run_on_a_terminal(
 def lines_shown(written: str, columns: int) -> list[str]:
     """The lines on the screen and those scrolled away above it, after all that was written.
 
-    AssertionError for a control sequence that could do more than colour, erase and move up.
+    AssertionError for a control sequence that could do more than colour, erase, move up and down
+    and come back.
     """
-    lines, row, column = [""], 0, 0
-    for parameters, code, character in _PARTS.findall(written):
+    lines, row, column, saved = [""], 0, 0, (0, 0)
+    for parameters, bracketed, single, character in _PARTS.findall(written):
+        code = bracketed or single
         if character == "\r":
             column = 0
         elif character == "\n" or (character and column == columns):
@@ -51,6 +53,13 @@ def lines_shown(written: str, columns: int) -> list[str]:
             column += 1
         if code == "A":
             row = max(row - int(parameters or 1), 0)
+        elif code in ("B", "D"):
+            row += int(parameters or 1)
+            lines += [""] * (row + 1 - len(lines))
+        elif code == "7":
+            saved = row, column
+        elif code == "8":
+            row, column = saved
         elif code == "K":
             lines[row] = "" if parameters == "2" else lines[row][:column]
         elif code == "J":

@@ -54,7 +54,7 @@ def attach(arguments: Namespace) -> int:
     try:
         with (
             screen.never_blocking_output(),
-            LiveStatus(is_wanted=sys.stdout.isatty()) as live,
+            LiveStatus(is_wanted=True) as live,
         ):
             for data in output_of(run.run_dir, follow=True, last_bytes=_ATTACH_BYTES):
                 screen.show(sys.stdout.fileno(), as_shown(data))

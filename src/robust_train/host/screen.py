@@ -1,8 +1,8 @@
-"""Writing to our own stdout and stderr without ever waiting for whoever reads them.
+"""Writing to our own stdout and stderr without waiting for whoever reads them, and a live status.
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
-On a terminal an :class:`Area` may hold the last lines.
+On a terminal a :class:`LiveArea` shows a status below all output.
 """
 
 from __future__ import annotations
@@ -12,53 +12,44 @@ import errno
 import io
 import logging
 import os
+import re
 import select
 import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
-from typing import Protocol, TextIO
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _MOST_WAITING_BYTES = 1 << 20
 _LAST_CHANCE_SECONDS = 2.0
-
-
-class Area(Protocol):
-    """What holds the last lines of a terminal: a live area."""
-
-    def take(self, data: bytes, source: object = None) -> None:
-        """Handle what ``source`` writes."""
-
-    def settle(self, source: object) -> None:
-        """Take what ``source`` has written for finished."""
+_TRUNCATED = (
+    "[Output truncated: no one was reading. %d KiB are not shown; "
+    "attempt-*.log in the run folder has them]\n"
+)
 
 
 class Screen:
-    """One of our streams, written to without blocking.
-
-    Args:
-        descriptor: where to write; another file may be opened under its number later.
-    """
+    """The file behind one of our streams, written to without blocking."""
 
     def __init__(self, descriptor: int) -> None:
-        status = os.fstat(descriptor)
-        self.target = (status.st_dev, status.st_ino, status.st_rdev)
-        self.area: Area | None = None  # what is shown below all output; None: nothing
+        self.area: LiveArea | None = None
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = self._is_unread = False
-        self._is_socket = stat.S_ISSOCK(status.st_mode)
-        self._own_fd = os.dup(descriptor)
-        if stat.S_ISFIFO(status.st_mode) or os.isatty(descriptor):
+        mode = os.fstat(descriptor).st_mode
+        self._is_socket = stat.S_ISSOCK(mode)
+        self._fd = -1
+        if stat.S_ISFIFO(mode) or os.isatty(descriptor):
             # a flag on the descriptor itself would hold for the shell that shares it
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             with contextlib.suppress(OSError):
-                copy, self._own_fd = (
-                    self._own_fd,
-                    os.open(f"/proc/self/fd/{descriptor}", flags),
-                )
-                os.close(copy)
+                self._fd = os.open(f"/proc/self/fd/{descriptor}", flags)
+        if self._fd < 0:
+            self._fd = os.dup(descriptor)
 
     @property
     def is_behind(self) -> bool:
@@ -87,22 +78,16 @@ class Screen:
             self._is_unread = False
             del self._waiting[:written]
             if not self._waiting and self._dropped_bytes:
-                kib = -(-self._dropped_bytes // 1024)
+                notice = _TRUNCATED % -(-self._dropped_bytes // 1024)
                 self._dropped_bytes = 0
-                notice = (
-                    f"[Output truncated: no one was reading. {kib} KiB are not shown; "
-                    "attempt-*.log in the run folder has them]\n"
-                )
-                if self.area is None:
-                    self._waiting += f"\n{notice}".encode()
-                else:
-                    self.area.take(notice.encode())
+                self._waiting += f"\n{notice}".encode()
 
-    def finish(self, timeout_seconds: float = _LAST_CHANCE_SECONDS) -> None:
-        """Show the rest, as long as someone reads; no one is waited for twice."""
+    def finish(self, timeout_seconds: float = _LAST_CHANCE_SECONDS) -> bool:
+        """Show the rest, as long as someone reads; no one is waited for twice. Returns whether all
+        is shown."""
         self.show()
         poll = select.poll()
-        poll.register(self._own_fd, select.POLLOUT)
+        poll.register(self._fd, select.POLLOUT)
         deadline = time.monotonic() + timeout_seconds
         while self._waiting and not self._is_unread and time.monotonic() < deadline:
             before = len(self._waiting)
@@ -113,55 +98,47 @@ class Screen:
             else:
                 time.sleep(0.01)  # a full disk can be polled at once
         self._is_unread = bool(self._waiting)
+        return not self._is_unread
 
     def close(self) -> None:
         """Release the descriptor."""
-        os.close(self._own_fd)
+        os.close(self._fd)
 
     def _write(self, data: bytes) -> int:
         if not self._is_socket:
-            return os.write(self._own_fd, data)
-        with socket.socket(fileno=os.dup(self._own_fd)) as copy:
+            return os.write(self._fd, data)
+        with socket.socket(fileno=os.dup(self._fd)) as copy:
             return copy.send(data, socket.MSG_DONTWAIT)
 
 
-_screens: dict[int, Screen] = {}
+_screens: dict[tuple[int, int, int], Screen] = {}
+"""By the file that they write to: descriptors of one terminal share its screen."""
 
 
 def screen_of(descriptor: int) -> Screen:
-    """Return the screen for the file that is open under a descriptor now; OSError for none.
-    Descriptors of one terminal share it."""
+    """Return the screen for the file that is open under a descriptor now; OSError for none."""
     status = os.fstat(descriptor)
     target = (status.st_dev, status.st_ino, status.st_rdev)
-    known = _screens.pop(descriptor, None)
-    others = list(_screens.values())
-    if known is not None and known.target != target:
-        if known not in others:
-            known.close()
-        known = None
-    shared = (
-        one for one in others if one.target == target and stat.S_ISCHR(status.st_mode)
-    )
-    found = _screens[descriptor] = known or next(shared, None) or Screen(descriptor)
-    return found
+    if target not in _screens:
+        _screens[target] = Screen(descriptor)
+    return _screens[target]
 
 
 def show(descriptor: int, data: bytes, source: object = None) -> None:
     """Write to one of our streams without waiting; nothing where it is closed. ``source`` is who
-    writes: no one's unfinished line takes in what another one writes."""
+    writes: what another one writes does not go into its unfinished line."""
     with contextlib.suppress(OSError):
         screen = screen_of(descriptor)
         if screen.area is None:
             screen.write(data)
         else:
-            screen.area.take(data, source)
+            screen.area.write(data, source)
 
 
 def settle(descriptor: int, source: object) -> None:
     """Let what ``source`` has left unfinished on a terminal scroll away."""
     with contextlib.suppress(OSError):
-        area = screen_of(descriptor).area
-        if area is not None:
+        if (area := screen_of(descriptor).area) is not None:
             area.settle(source)
 
 
@@ -173,8 +150,156 @@ def show_waiting() -> None:
 
 def finish() -> None:
     """Show the rest of everything, as long as someone reads."""
-    for screen in _screens.values():
-        screen.finish()
+    for target, screen in list(_screens.items()):
+        if screen.finish() and screen.area is None:
+            del _screens[target]
+            screen.close()
+
+
+# --- the status below ------------------------------------------------------------------------
+
+_MOVES = re.compile(rb"\n|\x1b\[(\d*)([AB])")
+_MOST_BELOW = 10
+_LONGEST_LINE_BYTES = 1 << 14
+_SAVE, _RESTORE, _ERASE = b"\x1b7", b"\x1b8", b"\r\x1b[J"
+_ONE_DOWN = b"\x1bD"  # scrolls at the end of the screen, and keeps the column
+
+
+class LiveArea:
+    """Keeps a status below all that is written to a terminal; a context manager.
+
+    The cursor stays where the output has left it, so bars and colours are the terminal's business,
+    and a launcher that is killed leaves nothing to be undone. Only this is known of the output: the
+    line with the cursor, and how many lines a program has moved up, as nested bars do. Nothing is
+    drawn while no one reads, or while the shell has the terminal.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        from rich.console import Console
+
+        self._descriptor = descriptor
+        self._screen = screen_of(descriptor)
+        self._console = Console(
+            file=io.StringIO(), force_terminal=True, highlight=False
+        )
+        self._status: list[bytes] = []
+        self._is_drawn = False
+        self._source: object = None  # who wrote the line with the cursor
+        self._line = b""  # its last state
+        self._below = 0  # lines of the output that are below the cursor
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The terminal's columns and lines now."""
+        columns = lines = 0
+        with contextlib.suppress(OSError):  # hung up
+            columns, lines = os.get_terminal_size(self._descriptor)
+        return columns or 80, lines or 24
+
+    def __enter__(self) -> LiveArea:
+        self._screen.area = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._status = []
+        self.settle(self._source)
+        self._screen.area = None
+
+    def show(self, status: Sequence[Text]) -> None:
+        """Show these lines from now on."""
+        columns, _ = self.size
+        with self._console.capture() as captured:
+            for line in status:
+                self._console.print(line, no_wrap=True, overflow="crop", width=columns)
+        self._status = captured.get().encode(errors="replace").splitlines()
+        self._screen.show()
+        self._screen.write(self._erase() + self._draw())
+
+    def write(self, data: bytes, source: object = None) -> None:
+        """Write what ``source`` prints, above the status."""
+        erase = self._erase()
+        if source is not self._source and (self._line or self._below):
+            if data.endswith(b"\n") and self._is_one_row():
+                # whole lines go above one that is still being rewritten
+                erase, data = erase + b"\r\x1b[K", data + self._line
+                source = self._source
+            elif self._below or not data.startswith(b"\r"):
+                erase += self._next_line()
+        self._source = source
+        self._follow(data)
+        self._screen.write(erase + data + self._draw())
+
+    def settle(self, source: object) -> None:
+        """Treat what ``source`` has written as finished."""
+        if source is self._source:
+            erase = self._erase() + self._next_line()
+            self._screen.write(erase + self._draw())
+
+    def _follow(self, data: bytes) -> None:
+        """Note where the cursor is after some output."""
+        line = (self._line + data).rpartition(b"\n")[2]
+        rewritten = line.rstrip(b"\r").rfind(b"\r")
+        self._line = line[max(rewritten, 0) :][-_LONGEST_LINE_BYTES:]
+        for move in _MOVES.finditer(data):
+            lines = int(move[1] or 1)
+            self._below += lines if move[2] == b"A" else -lines
+            self._below = min(max(self._below, 0), _MOST_BELOW)
+
+    def _is_one_row(self) -> bool:
+        """Return whether the line with the cursor is the last one and as short as the terminal."""
+        from rich.text import Text
+
+        line = Text.from_ansi(self._line.decode(errors="replace").replace("\r", ""))
+        return not self._below and line.cell_len <= self.size[0]
+
+    def _next_line(self) -> bytes:
+        """Return how the cursor gets below the output."""
+        down = b"\x1b[%dB" % self._below if self._below else b""
+        ends = b"\r\n" if self._below or self._line.strip() else b"\r"
+        self._line, self._below = b"", 0
+        return down + ends
+
+    def _erase(self) -> bytes:
+        """Return how the status goes; the cursor is where it was."""
+        if not self._is_drawn or not self._is_in_front():
+            return b""
+        if self._is_one_row():  # wherever the cursor is: people type
+            return _ERASE + self._line
+        return _SAVE + b"\x1b[%dB" % (self._below + 1) + _ERASE + _RESTORE
+
+    def _draw(self) -> bytes:
+        """Return how the status comes below the cursor, which stays."""
+        self._is_drawn = not self._screen.is_behind and self._is_in_front()
+        status = self._status[: max(self.size[1] - 1 - self._below, 0)]
+        if not self._is_drawn or not status:
+            return b""
+        lines = self._below + len(status)
+        room = _ONE_DOWN * lines + b"\x1b[%dA" % lines + _SAVE
+        down = b"\x1b[%dB" % self._below if self._below else b""
+        rows = b"".join(b"\r\n\x1b[m" + line for line in status)
+        return room + down + rows + _RESTORE
+
+    def _is_in_front(self) -> bool:
+        """Return whether the shell has not put this process into the background."""
+        try:
+            return os.tcgetpgrp(self._descriptor) == os.getpgrp()
+        except OSError:  # not the terminal that controls us, so there is no other job
+            return True
+
+
+@contextlib.contextmanager
+def live_area() -> Iterator[LiveArea | None]:
+    """Yield an area on the terminal that this process prints and logs to; None without one."""
+    descriptor = _descriptor_of(sys.stdout)  # none: a terminal of an IDE's own making
+    is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+    if descriptor < 0 or is_dumb or not os.isatty(descriptor):
+        yield None
+        return
+    with never_blocking_output(), LiveArea(descriptor) as area:
+        yield area
+
+
+# --- this process's own streams --------------------------------------------------------------
 
 
 class _RawScreen(io.RawIOBase):
@@ -201,24 +326,20 @@ def never_blocking_output() -> Iterator[None]:
     """Have this process's own prints and log lines go to screens, within the block."""
     open_closed_streams()
     old = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = new = _unblocked(old[0]), _unblocked(old[1])
-    own = {
-        one.fileno(): one for one, was in zip(new, old, strict=True) if one is not was
-    }
+    sys.stdout, sys.stderr = _unblocked(old[0]), _unblocked(old[1])
     moved = []
     for handler in log_handlers():
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            if (stream := own.get(handler.stream.fileno())) is not None:
-                moved.append((handler, handler.setStream(stream)))
+        for was, now in zip(old, (sys.stdout, sys.stderr), strict=True):
+            if was is not now and _descriptor_of(handler.stream) == was.fileno():
+                moved.append((handler, handler.setStream(now)))
+                break
     try:
         yield
     finally:
         for handler, before in moved:
             if before is not None:
                 handler.setStream(before)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        flush_output()
         sys.stdout, sys.stderr = old
         finish()
 
@@ -249,17 +370,23 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _unblocked(stream: TextIO) -> TextIO:
-    if not isinstance(
-        stream, io.TextIOWrapper
-    ):  # a notebook's descriptor is no part of the page
-        return stream
+def _descriptor_of(stream: TextIO) -> int:
     try:
-        stream.flush()
-        raw = io.BufferedWriter(_RawScreen(stream.fileno()))
-        errors = "replace" if stream.errors == "strict" else stream.errors
-        return io.TextIOWrapper(
-            raw, stream.encoding, errors, line_buffering=True, write_through=True
-        )
+        return stream.fileno()
     except (AttributeError, OSError, ValueError):
+        return -1
+
+
+def _unblocked(stream: TextIO) -> TextIO:
+    # a notebook's descriptor is not part of the page
+    descriptor = _descriptor_of(stream)
+    if not isinstance(stream, io.TextIOWrapper) or descriptor < 0:
         return stream
+    flush_output()
+    return io.TextIOWrapper(  # type: ignore[type-var]
+        _RawScreen(descriptor),
+        stream.encoding,
+        "replace" if stream.errors == "strict" else stream.errors,
+        line_buffering=True,
+        write_through=True,
+    )

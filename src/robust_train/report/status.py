@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.folder.state import RunState
 from robust_train.host.job_logging import shorten_lines_on_terminals
-from robust_train.host.live_area import LiveArea, live_area
+from robust_train.host.screen import LiveArea, live_area
 from robust_train.queue.waiting import WaitStatus
 from robust_train.readable import as_clock, by_processes, changed, memory, number
 
@@ -26,7 +26,6 @@ _PACE_SECONDS = 30.0
 _BAR_COLUMNS = 48
 _MOST_LINES = 3
 _DONE, _LEFT = "━", "─"
-_MARGIN = 3  # Columns at the right for the `^C` that a terminal shows
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class LiveStatus:
         """Show the state as it is now."""
         if self._area is None:
             return
-        now, columns = time.monotonic(), self._area.size[0] - _MARGIN
+        now, columns = time.monotonic(), self._area.size[0]
         self._pace = self._pace.after(state, now)
         lines = status_lines(state, self._pace, now, columns)
         self._area.show([_styled(line, number) for number, line in enumerate(lines)])

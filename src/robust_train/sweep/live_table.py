@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 
 from robust_train.folder.state import RunState
 from robust_train.host.job_logging import shorten_lines_on_terminals
-from robust_train.host.live_area import LiveArea, live_area
+from robust_train.host.screen import LiveArea, live_area
 from robust_train.readable import aligned, shortened
 
 _REFRESH_SECONDS = 0.5
@@ -62,8 +60,7 @@ class LiveTable:
 
     def __enter__(self) -> LiveTable:
         shorten_lines_on_terminals()
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self._area = self._open.enter_context(live_area())
+        self._area = self._open.enter_context(live_area())
         return self
 
     def __exit__(self, *error: object) -> None:
