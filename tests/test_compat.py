@@ -32,7 +32,7 @@ from robust_train.step import ranks
 from world import ROOT
 
 DOCUMENTED = {"_exit", "_current_frames", "_fields"}  # of os, sys and named tuples
-OVERRIDES = {"batch_reads.py"}  # a class of OmegaConf's with methods of ours
+OVERRIDES = {"loading.py"}  # a class of OmegaConf's with methods of ours
 
 
 def names_in(path: Path) -> tuple[set[str], set[tuple[int, str]]]:

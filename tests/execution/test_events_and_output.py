@@ -21,7 +21,6 @@ import numpy
 import pytest
 import torch
 
-from robust_train.attempt import rank
 from robust_train.attempt.run import STOP, Run
 from robust_train.files import plain, write_json
 from robust_train.host import wire
@@ -38,9 +37,7 @@ from robust_train.model.events import (
     Event,
     Finished,
     MemoryReported,
-    MemoryTight,
     Progress,
-    RankDied,
     TrainingStarted,
     UserEvent,
 )
@@ -424,14 +421,6 @@ def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path: Pat
     log.write(b"\rstep 2\n", 0)
     log.close()
     assert path.read_text().splitlines() == ["a line on stderr", "step 2"]
-
-
-def test_events_that_have_a_rank_are_sent_by_every_rank():
-    with_rank = {one for one in Event.__subclasses__() if "rank" in one.__annotations__}
-    assert set(rank.EVENTS_OF_ANY_RANK) == with_rank - {RankDied}
-    sent: list[Event] = []
-    rank.report_of(1, sent.append)(MemoryTight(step=4, alloc_retries=2))
-    assert sent == [MemoryTight(step=4, alloc_retries=2, rank=1)]
 
 
 def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from robust_train.attempt.runner import new_run, run_attempt
+from robust_train.attempt.runner import run_attempt
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.request import AttemptRequest
@@ -52,7 +52,6 @@ def events_of(trainer: object, folder: Path) -> list[Event]:
     )
     run_attempt(
         request,
-        new_run(request, events.append),
         lambda: trainer,
         events.append,
         stopping=lambda stop: nullcontext(),

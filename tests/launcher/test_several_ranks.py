@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forked_ranks import of_forks
-from robust_train.attempt import rank
+from robust_train.attempt import interpreter
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.folder.state import read_state
@@ -194,7 +194,7 @@ def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
     request = SimpleNamespace(of_first_rank=(), ranks=2)
 
     def rank_of_lightning(number: int) -> int:
-        rank.set_environment(number, request, 29500)
+        interpreter.set_environment(number, request, 29500)
         return utilities.rank_zero_only.rank
 
     assert utilities.rank_zero_only.rank == 0
@@ -205,11 +205,13 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
     def set_up(count: int) -> tuple[int, str, int]:
         os.environ.pop("OMP_NUM_THREADS", None)
         actions = []
-        monkeypatch.setattr(rank, "when_cuda_starts", lambda torch, action: actions.append(action))
+        monkeypatch.setattr(
+            interpreter, "when_cuda_starts", lambda torch, action: actions.append(action)
+        )
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
         stacks = tmp_path / "stacks"
         request = SimpleNamespace(gpu_uuids=("GPU-a",), ranks=count, stacks_file=stacks)
-        rank.set_up(count - 1, request)
+        interpreter.set_up(count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
 

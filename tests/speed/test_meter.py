@@ -246,7 +246,7 @@ def test_a_gpu_without_a_context_gets_none(gpu: type, monkeypatch: pytest.Monkey
 
 def _looks(cfg: DictConfig) -> object:
     saved = pickle.dumps(cfg)
-    assert b"batch_reads" not in saved, "a checkpoint is read without us, too"
+    assert b"attempt.loading" not in saved, "a checkpoint is read without us, too"
     return cfg.training.lr, copy.deepcopy(cfg), saved
 
 

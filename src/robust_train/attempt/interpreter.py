@@ -1,4 +1,5 @@
-"""A plain interpreter that runs one attempt, or one rank of it.
+"""A plain interpreter that runs one attempt, or one rank of it: of several processes that train
+together.
 
 It is started early, imports what the launcher asks for while it waits, and is given its attempt
 over a socket. Nothing here imports torch: that is left to the trainer.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import logging
 import os
 import pickle
 import signal
@@ -18,12 +20,14 @@ import sysconfig
 import time
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from robust_train.attempt.loading import load
-from robust_train.attempt.runner import Trainer, new_run, run_attempt, stop_on_signals
-from robust_train.compat import run_exit_handlers
+from robust_train.attempt.loading import Trainer, load
+from robust_train.attempt.runner import run_attempt, stop_on_signals
+from robust_train.compat import run_exit_handlers, when_cuda_starts
+from robust_train.config.attempt import for_rank, trainer_config
 from robust_train.config.request import AttemptRequest, Begin, Preparation
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
@@ -31,11 +35,20 @@ from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
 from robust_train.host.memory import own_memory
 from robust_train.host.screen import flush_output
+from robust_train.host.votes import Votes
 from robust_train.host.waiting import FOREVER_SECONDS, readable
 from robust_train.host.wire import EventSender
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import Event, LibrariesImported, Prepared, Progress
+from robust_train.model.events import (
+    Event,
+    Failed,
+    Finished,
+    LibrariesImported,
+    Prepared,
+    Progress,
+)
 
+_STORE_HOST = "127.0.0.1"
 _MOST_DESCRIPTORS = 16
 _LONGEST_PAUSE_SECONDS = 1.0
 
@@ -144,19 +157,15 @@ def _be_attempt(
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
         importlib.invalidate_caches()
-        report = _Reporter(request, send)
+        report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:
-            from robust_train.attempt.rank import run_rank
-
-            status = run_rank(begin, channel, send, report, report.load, descriptors)
+            status = _run_rank(begin, channel, report, descriptors)
         else:
             error = run_attempt(
                 request,
-                new_run(request, report),
                 report.load,
                 report,
                 stopping=partial(stop_on_signals, is_script=request.runs_script),
-                process_ends=True,
             )
             status = int(error is not None)
             send.flush()
@@ -185,19 +194,24 @@ def _write_stacks(request: AttemptRequest) -> None:
 class _Reporter:
     """Sends events, and which libraries the trainer has imported: when it is loaded and trains."""
 
-    def __init__(self, request: AttemptRequest, send: EventSender) -> None:
+    def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
-        self._send = send
+        self._rank = rank
         self._before = set(sys.modules)
         self._reported = 0
         self._trains = False
+        self.send = send
 
     def __call__(self, event: Event) -> None:
-        """Send an event."""
+        """Send an event; of ranks other than the first their end, and what has a rank."""
         if not self._trains and isinstance(event, Progress):
             self._trains = True
             self._report_libraries()
-        self._send(event)
+        if self._rank == 0 or isinstance(event, (Finished, Failed)):
+            self.send(event)
+        elif hasattr(event, "rank"):
+            of_any_rank: Any = event
+            self.send(replace(of_any_rank, rank=self._rank))
 
     def load(self) -> Trainer:
         """Import the trainer."""
@@ -211,7 +225,7 @@ class _Reporter:
         )
         if len(modules) > self._reported:
             self._reported = len(modules)
-            self._send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))
+            self.send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))
 
 
 def _installed_modules() -> tuple[str, ...]:
@@ -223,3 +237,121 @@ def _installed_modules() -> tuple[str, ...]:
         if str(getattr(module, "__file__", None) or "").startswith(folders)
         and getattr(getattr(module, "__spec__", None), "name", None) == name
     )
+
+
+def _run_rank(
+    begin: Begin,
+    channel: socket.socket,
+    report: _Reporter,
+    descriptors: Sequence[int],
+) -> int:
+    """Run the trainer as one of the ranks; return the process's exit status.
+
+    ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
+    """
+    request, rank = begin.request, begin.rank
+    for own in descriptors[: 1 if rank else 2]:
+        os.set_inheritable(own, False)
+    votes = Votes(request.ranks, descriptors[0])
+    set_environment(rank, request, begin.store_port)
+    torch = set_up(rank, request)
+    # kept until the end: other ranks use it
+    store = None if rank else _host_store(torch, begin.store_port, descriptors[1])
+    config = for_rank(request.config, rank)
+    error = run_attempt(
+        replace(request, config=config, cfg=trainer_config(request.cfg, config)),
+        report.load,
+        report,
+        stopping=stop_on_signals,
+        rank=rank,
+        flags=votes,
+    )
+    # from here on others may still be at work, and a request to stop is for them
+    for signum in signals.STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    flush_output()
+    if error is not None:
+        # without the interpreter's way out: a collective's thread may wait for peers
+        return 1
+    run_exit_handlers()
+    report.send.flush()
+    if store is not None:
+        # the launcher closes it when all others have ended
+        readable([channel.fileno()], FOREVER_SECONDS)
+    return 0
+
+
+def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
+    """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
+    for name in request.of_first_rank if rank else ():
+        os.environ.pop(name, None)
+    for name in ("RANK", "ROLE_RANK", "LOCAL_RANK"):
+        os.environ[name] = str(rank)
+    for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = str(request.ranks)
+    os.environ |= {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": _STORE_HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "robust_train",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # rank 0 hosts the store before its trainer begins
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # no look-up of the host's name, which may have no address, or one that others do not reach
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+        # read when it was imported, before there was a rank
+        lightning.rank_zero_only.rank = rank
+
+
+def set_up(rank: int, request: AttemptRequest) -> Any:
+    """Import torch and set up what each of several processes of one machine needs."""
+    # accelerate would set another number
+    share = max(1, len(os.sched_getaffinity(0)) // request.ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+
+    import torch
+    import torch.distributed
+
+    if rank:
+        # the same lines of every rank would hide what differs
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(lambda record: _mark(rank, record))
+    with contextlib.suppress(OSError):  # a full disk, perhaps
+        faulthandler.register(signals.DUMP_STACKS, file=request.stacks_file.open("a"))
+    if request.gpu_uuids:
+        # for trainers that say just "cuda"
+        when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
+    # it may have been imported before the number of ranks was known
+    with contextlib.suppress(ValueError):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return torch
+
+
+def _host_store(torch: Any, port: int, listener: int) -> Any:
+    """Serve the store of the ranks on a socket of the loopback that the launcher has bound.
+
+    libuv's store, because torch's older one reads in its only thread and hangs on one foreign byte.
+    It takes an open socket from torch 2.6 on.
+    """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return torch.distributed.TCPStore(
+        _STORE_HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+        use_libuv=version >= (2, 6),
+    )
+
+
+def _mark(rank: int, record: logging.LogRecord) -> bool:
+    if record.levelno < logging.WARNING:
+        return False
+    if not getattr(record, "is_marked", False):
+        record.msg, record.is_marked = f"[rank {rank}] {record.msg}", True
+    return True

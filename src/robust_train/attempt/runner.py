@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,9 +21,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.batch_reads import (
+from robust_train.attempt.loading import (
     CHECKPOINTING,
     WORKERS,
+    Trainer,
     declared_features,
     note_reads,
     supports,
@@ -46,7 +48,6 @@ log = logging.getLogger("robust_train")
 HALVE_BATCH = "halve_batch"
 """Why an attempt was asked to stop, see :attr:`Outcome.stopped_for`."""
 
-Trainer = Callable[..., Any]
 Send = Callable[[Event], None]
 Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 """Within such a context signals call the given function, which asks the trainer to stop."""
@@ -57,20 +58,26 @@ _WAKES_MAIN_THREAD = signal.SIGURG
 _shields: list[Callable[[object], None]] = []
 
 
-def new_run(
-    request: AttemptRequest,
-    report: Send,
+def run_attempt(
+    request: AttemptRequest,  # the attempt
+    load: Callable[[], Trainer],  # returns the trainer, imported if need be
+    send: Send,  # takes the events
     *,
-    can_restart: bool = True,
-    rank: int = 0,
-    flags: Flags | None = None,
-) -> Run:
-    """Return what the trainer of an attempt is given; ``rank``: of all on all nodes."""
+    stopping: Stopping,  # how this process is asked to stop
+    # called twice a second, where the launcher itself runs the attempt
+    tick: Callable[[], None] = lambda: None,
+    process_ends: bool = True,  # with the attempt, so memory need not be returned
+    can_restart: bool = True,  # a launcher would start another attempt
+    rank: int = 0,  # of all on all nodes
+    flags: Flags | None = None,  # how several ranks agree
+) -> BaseException | None:
+    """Run the trainer and send :class:`Finished` or :class:`Failed`. Returns the exception that
+    ended it (for a caller in the same process), None if it completed."""
     run = Run(
         run_dir=request.run_dir,
         attempt=request.attempt,
         resume_checkpoint=request.resume_checkpoint,
-        report=report,
+        report=send,
         can_restart=can_restart,
         rank=rank,
         world_size=request.ranks,
@@ -78,22 +85,6 @@ def new_run(
         has_live_status=request.has_live_status,
     )
     run.batch_search = request.batch_search
-    return run
-
-
-def run_attempt(
-    request: AttemptRequest,  # the attempt
-    run: Run,  # what the trainer is given
-    load: Callable[[], Trainer],  # returns the trainer, imported if need be
-    send: Send,  # takes the event of its end
-    *,
-    stopping: Stopping,  # how this process is asked to stop
-    # called twice a second, where the launcher itself runs the attempt
-    tick: Callable[[], None] = lambda: None,
-    process_ends: bool,  # this process ends with the attempt, so memory need not be returned
-) -> BaseException | None:
-    """Run the trainer and send :class:`Finished` or :class:`Failed`. Returns the exception that
-    ended it (for a caller in the same process), None if it completed."""
     error: BaseException | None = None
     ending: Finished | Failed
     with stopping(stop_trainer(run)):
@@ -102,31 +93,25 @@ def run_attempt(
                 result = call_trainer(load(), request.cfg, request.config, run)
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
             ending = Finished(plain(result, "the trainer's result"))
-        except SystemExit as stop:
-            if stop.code in (None, 0):
+        except BaseException as raised:
+            if isinstance(raised, SystemExit) and raised.code in (None, 0):
                 ending = Finished()
             else:
-                message = f"the trainer called sys.exit({stop.code!r})"
-                error, ending = stop, _failed(Failure(FailureKind.BUG, message), stop)
-        except BaseException as raised:
-            error, ending = raised, _failed(_failure_of(raised, run), raised)
+                error = raised
+                ending = _failed(_failure_of(raised, run), raised)
         if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
-            message = "stopped to go on with half the micro-batch"
-            failure = Failure(FailureKind.INTERRUPTED, message)
-            ending = Failed(failure, stopped_for=HALVE_BATCH)
+            ending = _interrupted("stopped to go on with half the micro-batch")
+            ending = replace(ending, stopped_for=HALVE_BATCH)
         elif run.was_told_to_stop and isinstance(ending, Finished):
-            ending = Failed(
-                Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did")
-            )
+            ending = _interrupted("it was asked to stop, and did")
         memory: Mapping[str, int] = {}
-        with contextlib.suppress(
-            Exception
-        ):  # after a sticky error CUDA answers nothing
+        # after a sticky error CUDA answers nothing
+        with contextlib.suppress(Exception):
             memory = memory_in_use()
         run.speed.send()
         if supports(run, CHECKPOINTING):
             send(TrainerSupports())
-        send(replace(ending, step=run.last_step, memory=memory))
+        send(replace(ending, step=run.last_step, memory=memory, at=time.monotonic()))
         if run.memory_keeper is not None and not (process_ends and error is not None):
             run.memory_keeper.clean_up(error)
     return error
@@ -164,9 +149,15 @@ def call_trainer(
         return trainer(cfg, run) if len(given) >= 2 else trainer(cfg)
 
 
+def _interrupted(message: str) -> Failed:
+    return Failed(Failure(FailureKind.INTERRUPTED, message))
+
+
 def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
+    if isinstance(error, SystemExit):
+        return Failure(FailureKind.BUG, f"the trainer called sys.exit({error.code!r})")
     if isinstance(error, (ConfigError, UserError)):
         return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
     failure = classify_failure(error)
@@ -176,17 +167,14 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
 
 
 def _failed(failure: Failure, error: BaseException) -> Failed:
+    of_rank = error if isinstance(error, RankFailure) else None
     return Failed(
         failure,
         config_error=str(error) if isinstance(error, ConfigError) else None,
         traceback=None if isinstance(error, UserError) else trainer_traceback(error),
         error=_pickled(error),
-        others_know=isinstance(error, RankFailure),
-        caused_by_rank=(
-            error.rank
-            if isinstance(error, RankFailure) and error.is_elsewhere
-            else None
-        ),
+        others_know=of_rank is not None,
+        caused_by_rank=of_rank.rank if of_rank and of_rank.is_elsewhere else None,
         exceptions=tuple(
             f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__
         ),

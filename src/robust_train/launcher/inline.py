@@ -10,8 +10,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from robust_train.attempt.loading import load
-from robust_train.attempt.runner import Trainer, new_run, run_attempt
+from robust_train.attempt.loading import Trainer, load
+from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.runner import shield_workers as shield_workers
 from robust_train.config.request import AttemptRequest
 from robust_train.config.trainer_ref import TrainerRef
@@ -91,18 +91,14 @@ class InlineExecutor:
         with _variables_set(request.environ):
             error = run_attempt(
                 request,
-                new_run(
-                    request,
-                    take,
-                    can_restart=self._can_restart,
-                    rank=self._rank,
-                    flags=self._flags,
-                ),
                 self._trainer,
                 take,
                 stopping=lambda ask: self._signals.handed_to(lambda signum: stop(ask)),
                 tick=tick,
                 process_ends=self._process_ends,
+                can_restart=self._can_restart,
+                rank=self._rank,
+                flags=self._flags,
             )
         was_bug = any(failure.kind is FailureKind.BUG for failure in failures)
         for failure in failures:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.batch_reads import CHECKPOINTING, WORKERS
+from robust_train.attempt.loading import CHECKPOINTING, WORKERS
 from robust_train.attempt.run import Run
 from robust_train.attempt.script.checkpoint_watch import (
     CheckpointWatch,
