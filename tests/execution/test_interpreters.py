@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from robust_train.host.waiting import readable
 from robust_train.launcher.interpreters import (
     Interpreter,
     Interpreters,
@@ -70,6 +71,19 @@ def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters: 
     assert one.ended is not None
     assert one.ended.returncode == -signal.SIGKILL
     assert one.ended.max_resident_bytes > 1 << 20
+
+
+def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_read(
+    interpreters: Interpreters,
+):
+    one = interpreters.start(os.environ)
+    one.prepare(preparation(()))
+    assert readable([one.channel.fileno()], 60.0)
+    one.channel.close()
+    wait_until(lambda: interpreters.poll() or one.ended, "its end is reported")
+    interpreters.forget(one)
+    interpreters.pump.drain()
+    assert (one.ended.returncode, interpreters.pump.tail) == (0, "")
 
 
 def test_a_standby_takes_a_small_share_of_the_free_memory():

@@ -49,7 +49,7 @@ def at_step(step: int) -> RunState:
 def pace_of(*states: tuple[float, RunState]) -> Pace:
     pace = Pace()
     for now, state in states:
-        pace = pace.after(state, now)
+        pace.follow(state, now)
     return pace
 
 
@@ -94,7 +94,7 @@ def test_steps_of_minutes_have_a_speed_as_well():
     begun, later = at_step(1), at_step(2)
     pace = pace_of((0.0, begun), (100.0, later), (190.0, later))
     assert "step 2/400 · 1.28 samples/s" in status_lines(later, pace, 190.0, 160)[2]
-    assert pace.steps_per_second(400.0) is None, "nothing moves"
+    assert pace.steps_per_second(400.0) == 0, "nothing moves"
 
 
 def test_a_job_that_has_ended_has_no_status():

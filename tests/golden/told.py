@@ -53,5 +53,5 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "legend": [key.text for key in chart.legend],
         "lines": [line.name for line in chart.plot.lines],
         "bands": [band.label for band in chart.plot.bands],
-        "lanes": {label: [mark.text for mark in marks] for label, marks in chart.lanes},
+        "lanes": {lane.label: [mark.text for mark in lane.boxes] for lane in chart.lanes},
     }

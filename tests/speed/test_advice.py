@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.model.spec import Speed
-from robust_train.report.speed_advice import advice_of, text_of
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec, Speed
+from robust_train.report.wording import speed_advice, speed_text
 
 FAST = Speed(1000, 0.2, 0.3, 320.0)
 
 
 def advice(*speed: Speed) -> tuple[str, ...]:
-    return advice_of(speed, 2)
+    return speed_advice([Attempt(1, AttemptSpec((), 4, 1, num_workers=2), speed=speed)])
 
 
 def test_nothing_is_advised_where_nothing_is_known():
@@ -44,13 +45,14 @@ def test_the_rank_that_makes_the_others_wait_is_named():
 
 
 def test_the_figures_in_short():
-    assert text_of((), 1) is None
+    assert speed_text((), 1) == ""
     assert (
-        text_of([replace(FAST, samples_per_second=None)], 1) == "0.2 s a step (median; 95 %: 0.3 s)"
+        speed_text([replace(FAST, samples_per_second=None)], 1)
+        == "0.2 s a step (median; 95 %: 0.3 s)"
     )
     ranks = [FAST, replace(FAST, rank=1, seconds_per_step=0.25, data_share=0.1)]
-    assert text_of(ranks, 2) == (
+    assert speed_text(ranks, 2) == (
         "640 samples/s while training, 0.25 s a step (median; 95 %: 0.3 s), 10 % waiting for data"
     )
-    alone = text_of([FAST], 4)
+    alone = speed_text([FAST], 4)
     assert alone.startswith("1,280 samples/s"), "of a script's ranks only the first reports"

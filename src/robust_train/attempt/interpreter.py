@@ -68,7 +68,10 @@ def main() -> NoReturn:
     send = EventSender(channel)
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
-        data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
+        data, descriptors = b"", list[int]()
+        # closed with an answer of ours unread, the socket is reset
+        with contextlib.suppress(ConnectionResetError):
+            data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
         if not data:
             os._exit(0)  # the launcher is gone or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:

@@ -78,7 +78,7 @@ from robust_train.policy.decide import (
 )
 from robust_train.queue import devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
-from robust_train.report import narration
+from robust_train.report import narration, wording
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
 from robust_train.report.status import LiveStatus
@@ -458,7 +458,7 @@ class Job:
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
-            advice=narration.speed_advice(self.attempts),
+            advice=wording.speed_advice(self.attempts),
             error=None if last is None else error_of(last),
         )
         self.journal.write(JobEnded(status, reason))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from robust_train.memory.samples import Sample
 from robust_train.readable import duration, memory, number, shortened
-from robust_train.report.attempts import TimedAttempt
-from robust_train.report.series import Curve, DeviceMemory, Mark
+from robust_train.report.facts import USES, Curve, DeviceMemory, Mark, Span, Use
+from robust_train.report.sources import TimedAttempt
 from robust_train.report.story import Story
-from robust_train.report.times import USES, Span, Use
 
 Point = tuple[float, float]
 
@@ -33,12 +32,12 @@ LANES = {
 }
 """The lanes of marks under a chart, in their order, and their labels."""
 
-_MEMORY_LINES = (
-    ("gpu_used", "whole GPU, all processes", "c3", True),
-    ("reserved", "reserved", "c2", False),
-    ("allocated", "allocated", "c1", True),
-    ("resident", "host memory of the process", "c4", True),
-)
+_MEMORY_LINES = {
+    "gpu_used": ("whole GPU, all processes", "c3"),
+    "reserved": ("reserved", "c2"),
+    "allocated": ("allocated", "c1"),
+    "resident": ("host memory of the process", "c4"),
+}
 _MOST_ROWS = 40
 _MOST_CHARTS = 8
 _MOST_TEXTS = 4
@@ -95,42 +94,33 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class DrawnMark:
-    """A mark in a lane, in percent of the x axis."""
+class Box:
+    """A bar of the timeline or a mark in a lane; ``left`` and ``width`` in percent."""
 
-    kind: str
-    left: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A plot with its caption, its legend, and lanes of marks by label."""
-
-    caption: str
-    plot: Plot
-    legend: Sequence[Key]
-    lanes: Sequence[tuple[str, Sequence[DrawnMark]]] = ()
-    note: str | None = None
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A stretch of a timeline's row, in percent."""
-
-    left: float
-    width: float
     style: str
+    left: float
     text: str
+    width: float = 0.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a timeline."""
+    """A row of boxes: of the timeline, or a lane of marks."""
 
     label: str
-    detail: str
-    bars: Sequence[Bar]
+    boxes: Sequence[Box]
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot with its caption, its legend, and lanes of marks."""
+
+    caption: str
+    plot: Plot
+    legend: Sequence[Key]
+    lanes: Sequence[Row] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +130,7 @@ class Timeline:
     rows: Sequence[Row]
     ticks: Sequence[tuple[float, str]]
     legend: Sequence[Key]
-    note: str | None = None
+    note: str = ""
 
 
 class Clock:
@@ -153,11 +143,8 @@ class Clock:
 
     def __call__(self, time: float) -> float:
         """Return the seconds of the job until a moment."""
-        away = sum(
-            min(stop.end, time) - stop.start
-            for stop in self._stops
-            if time > stop.start
-        )
+        before = [stop for stop in self._stops if time > stop.start]
+        away = sum(min(stop.end, time) - stop.start for stop in before)
         return time - self._start - away
 
     def percent(self, seconds: float) -> float:
@@ -170,26 +157,23 @@ def timeline_of(story: Story) -> Timeline | None:
     if not story.spans:
         return None
     clock = Clock(story)
-    groups = [
-        list(own)
-        for _, own in itertools.groupby(story.spans, key=lambda span: span.use)
-    ]
-    whole = [Span(own[0].use, own[0].start, own[-1].end) for own in groups]
-    rows = [Row("job", "", _bars(whole, clock))]
-    shown = story.attempts[-_MOST_ROWS:]
-    for attempt in shown:
+    whole = []
+    for use, group in itertools.groupby(story.spans, key=lambda span: span.use):
+        own = list(group)
+        whole.append(Span(use, own[0].start, own[-1].end))
+    rows = [Row("job", _bars(whole, clock))]
+    for attempt in story.attempts[-_MOST_ROWS:]:
         own = [span for span in story.spans if span.attempt == attempt.number]
         detail = f"{attempt.device}, {size_text(attempt)}"
-        rows.append(Row(str(attempt.number), detail, _bars(own, clock)))
-    left_out = len(story.attempts) - len(shown)
+        rows.append(Row(str(attempt.number), _bars(own, clock), detail))
+    left_out = len(story.attempts) - len(rows) + 1
+    note = f"The first {left_out} attempts are only in the top row."
     used = {span.use for span in story.spans} - {Use.STOPPED}
     return Timeline(
         rows,
         ticks=[(clock.percent(at), _tick(at)) for at in ticks(clock.seconds)],
         legend=[Key(use.value, text) for use, text in USES.items() if use in used],
-        note=f"The first {left_out} attempts are only in the top row."
-        if left_out
-        else None,
+        note=note if left_out else "",
     )
 
 
@@ -205,24 +189,23 @@ def _tick(seconds: float) -> str:
     return duration(seconds).replace(".0 s", " s") if seconds else "0"
 
 
-def _bars(spans: Iterable[Span], clock: Clock) -> list[Bar]:
+def _bars(spans: Iterable[Span], clock: Clock) -> list[Box]:
     bars = []
     for span in spans:
         if span.use is not Use.STOPPED:
-            left = clock.percent(clock(span.start))
+            left, end = (clock.percent(clock(at)) for at in (span.start, span.end))
             whose = "" if span.attempt is None else f"attempt {span.attempt}: "
             text = f"{whose}{USES[span.use]}, {duration(span.seconds)}"
-            bars.append(
-                Bar(left, clock.percent(clock(span.end)) - left, span.use.value, text)
-            )
+            bars.append(Box(span.use.value, left, text, end - left))
     return bars
 
 
 def size_text(attempt: TimedAttempt) -> str:
     """Return ``16 × 4``: micro-batch times accumulation, times processes if there are several."""
-    size, accumulation = attempt.batch_size, attempt.spec.gradient_accumulation_steps
-    ranks = f" × {attempt.spec.ranks}" if attempt.spec.ranks != 1 else ""
-    return "?" if size is None else f"{size} × {accumulation or '?'}{ranks}"
+    spec = attempt.spec
+    ranks = f" × {spec.ranks}" if spec.ranks != 1 else ""
+    size = f"{spec.batch_size} × {spec.gradient_accumulation_steps or '?'}{ranks}"
+    return size if spec.has_batch else "?"
 
 
 def memory_charts(story: Story) -> list[Chart]:
@@ -237,51 +220,56 @@ def memory_charts(story: Story) -> list[Chart]:
 
 def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     is_cpu = device.device == "cpu"
-    peaks = {name: device.most(name) for name, *_ in _MEMORY_LINES}
-    if not is_cpu and any(peaks[name] is not None for name, *_ in _MEMORY_LINES[:-1]):
-        peaks["resident"] = None  # host memory matters little beside a GPU's
-    lines, legend = [], []
-    for name, label, style, is_area in _MEMORY_LINES:
-        peak = peaks[name]
-        if peak is None:
-            continue
-        lines.append(
-            _memory_line(device.samples, name, label, style, clock, is_area=is_area)
-        )
-        if name == ("resident" if is_cpu else "allocated"):
-            # the peak that an attempt reports may lie between two samples
-            own = (a for a in story.attempts if a.device == device.device)
-            peak = max([peak, *(a.peak_memory_bytes or 0 for a in own)])
-        legend.append(Key(style, f"{label}, at most {memory(peak)}"))
-    total, most = device.most("gpu_total"), max(filter(None, peaks.values()), default=0)
-    level = total if total is not None and most > 0.5 * total else None
-    if level is not None:
-        legend.append(Key("level", f"{memory(level)} in all"))
-    bands = [
-        Band(clock(a.started), clock(a.ended), str(a.number)) for a in story.attempts
+    peaks = {name: device.most(name) or 0 for name in _MEMORY_LINES}
+    drawn = [name for name, peak in peaks.items() if peak]
+    if not is_cpu and len(drawn) > 1 and "resident" in drawn:
+        drawn.remove("resident")  # host memory matters little beside a GPU's
+    # the peak that an attempt reports may lie between two samples
+    own = [
+        a.peak_memory_bytes or 0 for a in story.attempts if a.device == device.device
     ]
-    note = None
-    if not device.sampled:
-        note = "Only what the trainer reported: these attempts have no samples."
+    trainers = "resident" if is_cpu else "allocated"
+    lines, legend = [], []
+    for name in drawn:
+        label, style = _MEMORY_LINES[name]
+        most = max(peaks[name], *own) if name == trainers and own else peaks[name]
+        legend.append(Key(style, f"{label}, at most {memory(most)}"))
+        x, y = _over_time(device.samples, name, clock)
+        lines.append(Line(label, style, x, y, is_area=name != "reserved"))
+    total = device.most("gpu_total")
+    if (
+        total is not None
+        and max((peaks[name] for name in drawn), default=0) > total / 2
+    ):
+        legend.append(Key("level", f"{memory(total)} in all"))
+    else:
+        total = None
     return Chart(
         f"Memory on {'the CPU' if is_cpu else device.device}",
-        Plot("time", "bytes", 0.0, clock.seconds, lines, bands, level),
+        Plot(
+            "time",
+            "bytes",
+            0.0,
+            clock.seconds,
+            lines,
+            [
+                Band(clock(a.started), clock(a.ended), str(a.number))
+                for a in story.attempts
+            ],
+            total,
+        ),
         legend,
         _lanes(device.marks, clock),
-        note,
+        ""
+        if device.sampled
+        else "Only what the trainer reported: these attempts have no samples.",
     )
 
 
-def _memory_line(
-    samples: Sequence[Sample],
-    name: str,
-    label: str,
-    style: str,
-    clock: Clock,
-    *,
-    is_area: bool,
-) -> Line:
-    """Return the line of one figure, interrupted between attempts."""
+def _over_time(
+    samples: Sequence[Sample], name: str, clock: Clock
+) -> tuple[list[float], list[float | None]]:
+    """Return x and y of one figure's line, which is interrupted between attempts."""
     x: list[float] = []
     y: list[float | None] = []
     known = [sample for sample in samples if getattr(sample, name) is not None]
@@ -292,7 +280,7 @@ def _memory_line(
         for at, value in thinned([(clock(s.time), getattr(s, name)) for s in own]):
             x.append(round(at, 4))
             y.append(value)
-    return Line(label, style, x, y, is_area)
+    return x, y
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
@@ -310,100 +298,73 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]
     return [*kept, points[-1]]
 
 
-def _lanes(
-    marks: Iterable[Mark],
-    clock: Clock,
-) -> list[tuple[str, list[DrawnMark]]]:
+def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Row]:
     """Return the marks by lane; marks that would overlap become one."""
     lanes: dict[str, dict[int, list[str]]] = {kind: {} for kind in LANES}
     for mark in marks:
         at = clock(mark.time)
+        text = f"{mark.text} (attempt {mark.attempt}, {duration(at)})"
         column = round(_MARKS_PER_LANE * clock.percent(at) / 100)
-        text = shortened(
-            f"{mark.text} (attempt {mark.attempt}, {duration(at)})", _LONGEST_TEXT
-        )
-        lanes[mark.kind].setdefault(column, []).append(text)
-    return [
-        (
-            LANES[kind],
-            [
-                DrawnMark(kind, 100 * column / _MARKS_PER_LANE, _joined(texts))
-                for column, texts in lane.items()
-            ],
-        )
-        for kind, lane in lanes.items()
-        if lane
-    ]
-
-
-def _joined(texts: Sequence[str]) -> str:
-    if len(texts) > _MOST_TEXTS:
-        texts = [*texts[:_MOST_TEXTS], f"… {len(texts)} in all"]
-    return "\n".join(texts)
+        texts = lanes[mark.kind].setdefault(column, [])
+        texts.append(shortened(text, _LONGEST_TEXT))
+    rows = []
+    for kind, lane in lanes.items():
+        boxes = []
+        for column, texts in lane.items():
+            if len(texts) > _MOST_TEXTS:
+                texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]
+            left = 100 * column / _MARKS_PER_LANE
+            boxes.append(Box(kind, left, "\n".join(texts)))
+        if boxes:
+            rows.append(Row(LANES[kind], boxes))
+    return rows
 
 
 def curve_charts(story: Story) -> list[Chart]:
     """Draw the losses in one chart and every other metric in its own."""
     groups: dict[str, list[Curve]] = {}
     drawn = {curve.name for curve in story.curves if len(curve.points) > 1}
-    for curve in (curve for curve in story.curves if curve.name in drawn):
-        groups.setdefault("loss" if "loss" in curve.name else curve.name, []).append(
-            curve
-        )
+    for curve in story.curves:
+        if curve.name in drawn:
+            group = "loss" if "loss" in curve.name else curve.name
+            groups.setdefault(group, []).append(curve)
     # losses first, and the learning rate, which follows a known schedule, last
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
-    charts = [
-        _curve_chart(name, groups[name], story.attempts)
-        for name in order[:_MOST_CHARTS]
+    more = ", ".join(order[_MOST_CHARTS:])
+    shown = order[:_MOST_CHARTS]
+    notes = {shown[-1]: f"Not drawn: {more}."} if more else {}
+    return [
+        _curve_chart(name, groups[name], story.attempts, notes.get(name, ""))
+        for name in shown
     ]
-    if len(order) > _MOST_CHARTS:
-        charts[-1] = replace(
-            charts[-1], note=f"Not drawn: {', '.join(order[_MOST_CHARTS:])}."
-        )
-    return charts
 
 
 def reported_once(story: Story) -> list[tuple[str, str]]:
     """Return the metrics that have a single value, too few for a curve."""
-    values = {curve.name: curve.points for curve in story.curves}
     several = {curve.name for curve in story.curves if len(curve.points) > 1}
-    return [
-        (name, number(own[-1][1]))
-        for name, own in values.items()
-        if name not in several
-    ]
+    last = {curve.name: number(curve.points[-1][1]) for curve in story.curves}
+    return [(name, value) for name, value in last.items() if name not in several]
 
 
 def _curve_chart(
-    name: str, curves: Sequence[Curve], attempts: Sequence[TimedAttempt]
+    name: str, curves: Sequence[Curve], attempts: Sequence[TimedAttempt], note: str
 ) -> Chart:
     last = {curve.name: curve.points[-1][1] for curve in curves}
     styles = dict(zip(last, _styles(), strict=False))
-    lines = [
-        _curve_line(
-            f"{curve.name}, attempt {curve.attempt}"
-            if len(attempts) > 1
-            else curve.name,
-            styles[curve.name],
-            curve,
-        )
-        for curve in sorted(
-            curves, key=lambda curve: not curve.lost
-        )  # lost steps lie behind
-    ]
-    legend = [
-        Key(styles[one], f"{one}, last {number(value)}") for one, value in last.items()
-    ]
+    lines, legend = [], []
+    for curve in sorted(curves, key=lambda one: not one.lost):  # lost steps lie behind
+        whose = f", attempt {curve.attempt}" if len(attempts) > 1 else ""
+        lines.append(_curve_line(curve.name + whose, styles[curve.name], curve))
+    for one, value in last.items():
+        legend.append(Key(styles[one], f"{one}, last {number(value)}"))
     if any(curve.lost for curve in curves):
         legend.append(Key("lost-line", "lost: done again, or not saved"))
-    plot = _plot_over_steps(lines, may_be_log=name == "loss")
-    bands = _beginnings(attempts, {curve.attempt for curve in curves}, plot.high)
-    caption = (
-        "Learning rate"
-        if name == "lr"
-        else name[:1].upper() + name[1:].replace("_", " ")
-    )
-    return Chart(f"{caption} over steps", replace(plot, bands=bands), legend)
+    drawn = {curve.attempt for curve in curves}
+    shown = [attempt for attempt in attempts if attempt.number in drawn]
+    plot = _plot_over_steps(lines, shown, may_be_log=name == "loss")
+    caption = name[:1].upper() + name[1:].replace("_", " ")
+    caption = "Learning rate" if name == "lr" else caption
+    return Chart(f"{caption} over steps", plot, legend, note=note)
 
 
 def _styles() -> Iterator[str]:
@@ -414,23 +375,6 @@ def _curve_line(name: str, style: str, curve: Curve) -> Line:
     points = thinned(curve.points)
     x, y = [step for step, _ in points], [value for _, value in points]
     return Line(name, style, x, y, is_lost=curve.lost)
-
-
-def _beginnings(
-    attempts: Sequence[TimedAttempt], drawn: Collection[int], high: float
-) -> list[Band]:
-    """Return bands from each attempt's first step to the next attempt's."""
-    starts: dict[int, list[str]] = {}
-    for attempt in sorted(attempts, key=lambda attempt: attempt.start_step):
-        if attempt.number in drawn:
-            starts.setdefault(attempt.start_step, []).append(str(attempt.number))
-    if len(starts) < 2:
-        return []
-    ends = [*list(starts)[1:], high]
-    return [
-        Band(start, end, ", ".join(numbers))
-        for (start, numbers), end in zip(starts.items(), ends, strict=True)
-    ]
 
 
 def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Chart | None:
@@ -448,12 +392,32 @@ def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Chart | None:
             lines += [_curve_line(key.text, key.style, curve) for curve in same]
     if not lines:
         return None
-    return Chart("Loss over steps", _plot_over_steps(lines, may_be_log=True), legend)
+    return Chart(
+        "Loss over steps", _plot_over_steps(lines, (), may_be_log=True), legend
+    )
 
 
-def _plot_over_steps(lines: Sequence[Line], *, may_be_log: bool) -> Plot:
+def _plot_over_steps(
+    lines: Sequence[Line], attempts: Sequence[TimedAttempt], *, may_be_log: bool
+) -> Plot:
     values = [value for line in lines for value in line.y if value is not None]
     low, high = min(values), max(values)
     is_log = may_be_log and low > 0 and high / low > _LOG_RATIO
     steps = [step for line in lines for step in line.x]
-    return Plot("step", "number", min(0, *steps), max(1, *steps), lines, is_log=is_log)
+    end = max(1, *steps)
+    bands = _beginnings(attempts, end)
+    return Plot("step", "number", min(0, *steps), end, lines, bands, is_log=is_log)
+
+
+def _beginnings(attempts: Sequence[TimedAttempt], high: float) -> list[Band]:
+    """Return bands from each attempt's first step to the next attempt's."""
+    starts: dict[int, list[str]] = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt.start_step):
+        starts.setdefault(attempt.start_step, []).append(str(attempt.number))
+    if len(starts) < 2:
+        return []
+    ends = [*list(starts)[1:], high]
+    return [
+        Band(start, end, ", ".join(numbers))
+        for (start, numbers), end in zip(starts.items(), ends, strict=True)
+    ]

@@ -15,9 +15,9 @@ from urllib.parse import quote
 from robust_train import readable
 from robust_train.files import finite, replacing, strict_json
 from robust_train.report import charts, wording
+from robust_train.report.facts import USES, Use
 from robust_train.report.sources import Sources
 from robust_train.report.story import Story, story_of
-from robust_train.report.times import USES, Use
 
 log = logging.getLogger("robust_train")
 

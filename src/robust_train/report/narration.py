@@ -23,13 +23,13 @@ from robust_train.readable import (
     shortened,
 )
 from robust_train.readable import number as number_text
-from robust_train.report.attempts import attempts_of
-from robust_train.report.sources import Entry, Sources
-from robust_train.report.speed_advice import advice_of, text_of
+from robust_train.report.sources import Entry, Sources, attempts_of
+from robust_train.report.wording import speed_text
 
 log = logging.getLogger("robust_train")
 
 _MOST_EARLIER = 20  # attempts of earlier launches
+_CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
 
@@ -72,13 +72,16 @@ def show_end(
 
 def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
     """Return what a journal has of the job's launches before the last one."""
-    starts = [
-        number
-        for number, one in enumerate(entries)
-        if isinstance(one.event, JobStarted)
-    ]
-    jobs = [getattr(entries[start].event, "job", "") for start in starts]
-    return entries[starts[jobs.index(jobs[-1])] : starts[-1]] if starts else ()
+    starts = {
+        number: entry.event.job
+        for number, entry in enumerate(entries)
+        if isinstance(entry.event, JobStarted)
+    }
+    if not starts:
+        return ()
+    *_, last = starts
+    first = next(number for number, job in starts.items() if job == starts[last])
+    return entries[first:last]
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
@@ -110,24 +113,22 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
 
 
 def _steps(attempt: Attempt) -> str:
-    if attempt.end_step is None and not attempt.start_step:
-        return "-"
-    return (
-        f"{attempt.start_step}-{'?' if attempt.end_step is None else attempt.end_step}"
-    )
+    start, end = attempt.start_step, attempt.end_step
+    if end is None:
+        return f"{start}-?" if start else "-"
+    return f"{start}-{end}"
 
 
 def ending_of(attempt: Attempt) -> str:
     """Return in a few words how an attempt ended."""
     failure = attempt.failure
-    if failure is None:
-        return "stopped" if attempt.action == "stopped" else attempt.outcome
-    is_interruption = failure.kind is FailureKind.INTERRUPTED
+    is_interruption = failure is None or failure.kind is FailureKind.INTERRUPTED
     if attempt.action == "stopped" and is_interruption:
         return "stopped"
-    words = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
-    if failure.evidence.clue in words:
-        return words[failure.evidence.clue]
+    if failure is None:
+        return attempt.outcome
+    if failure.evidence.clue in _CLUES:
+        return _CLUES[failure.evidence.clue]
     if is_interruption:
         return shortened(failure.message, 60)
     process = _ENDING_OF_A_PROCESS.match(failure.message)
@@ -138,30 +139,20 @@ def ending_of(attempt: Attempt) -> str:
 
 def gpu_memory_summary(attempt: Attempt) -> str | None:
     """Return the memory figures of an attempt that used CUDA, None for one that did not."""
-    memory = attempt.memory
-    if "max_allocated" not in memory:
+    if "max_allocated" not in attempt.memory:
         return None
-    return (
-        f"GPU Memory Summary ({attempt.spec.device}):\n"
-        f"  Allocated: {memory.get('allocated', 0) / GIB:.2f} GB\n"
-        f"  Reserved: {memory.get('reserved', 0) / GIB:.2f} GB\n"
-        f"  Max Allocated: {memory.get('max_allocated', 0) / GIB:.2f} GB"
-    )
-
-
-def speed_advice(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return what would make the job faster, by the last attempt whose speed is known."""
-    known = [attempt for attempt in attempts if attempt.speed]
-    return advice_of(known[-1].speed, known[-1].spec.num_workers) if known else ()
+    lines = [f"GPU Memory Summary ({attempt.spec.device}):"]
+    for name in ("allocated", "reserved", "max_allocated"):
+        title = name.replace("_", " ").title()
+        lines.append(f"  {title}: {attempt.memory.get(name, 0) / GIB:.2f} GB")
+    return "\n".join(lines)
 
 
 def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
     the job's, in all its launches."""
-    wall, last = (
-        summary.wall_seconds or 0.0,
-        summary.attempts[-1] if summary.attempts else None,
-    )
+    wall = summary.wall_seconds or 0.0
+    last = summary.attempts[-1] if summary.attempts else None
     ending = f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
     if summary.earlier_seconds:
         ending += f" (this launch: {duration(wall)})"
@@ -176,19 +167,20 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     if last is not None and summary.status == "failed":
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
-    if last is not None and (speed := text_of(last.speed, last.spec.ranks)):
-        log.info("speed: %s", speed)
+    if last is not None and last.speed:
+        log.info("speed: %s", speed_text(last.speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
     log.info("run folder: %s", summary.run_dir)
     can_go_on = last is not None or summary.status == "interrupted"
     if can_go_on and summary.status != "completed" and how_to_go_on:
-        failure = None if last is None else last.failure
-        is_bug = failure is not None and failure.kind is FailureKind.BUG
-        first = (
-            "after mending it" if is_bug and summary.status == "failed" else "to go on"
-        )
+        is_bug = summary.status == "failed" and last is not None and _is_bug(last)
+        first = "after mending it" if is_bug else "to go on"
         log.info("%s: %s", first, how_to_go_on)
+
+
+def _is_bug(attempt: Attempt) -> bool:
+    return attempt.failure is not None and attempt.failure.kind is FailureKind.BUG
 
 
 def log_end(attempt: Attempt, decision: Decision | None) -> None:

@@ -1,18 +1,37 @@
-"""The content of a run folder, as far as it can be read: a killed run leaves torn lines."""
+"""The content of a run folder, as far as it can be read: a killed run leaves torn lines.
+
+:func:`read_sources` reads; what folds a journal into launches and attempts is pure.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
-from robust_train.files import Json, finite, json_lines
+from robust_train.files import Json, MalformedEvent, finite, from_json, json_lines
+from robust_train.folder.journal import (
+    AttemptEnded,
+    AttemptStarted,
+    DecidedAgain,
+    DeviceAcquired,
+    JobEnded,
+    JobStarted,
+)
 from robust_train.folder.provenance import read_environment
 from robust_train.folder.summary import Summary, read_summary
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
-from robust_train.model.events import Event, MalformedEvent, from_json, parse
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import (
+    CheckpointSaved,
+    Event,
+    Progress,
+    TrainingStarted,
+    parse,
+)
 
 _MOST_FILES = 40
 
@@ -24,6 +43,9 @@ class Entry:
     time: float
     event: Event
     attempt: int | None = None
+
+
+Timed = TypeVar("Timed", Entry, Sample)
 
 
 @dataclass(frozen=True)
@@ -42,10 +64,11 @@ class Sources:
 def read_sources(folder: Path) -> Sources:
     """Read a run folder, in which anything may be missing or damaged."""
     gaps: list[str] = []
+    samples = folder / SAMPLES_FILE
     return Sources(
         folder=folder,
-        entries=tuple(read_entries(folder / "journal.jsonl", gaps)),
-        samples=tuple(_samples(folder / SAMPLES_FILE, gaps)),
+        entries=tuple(_in_order(folder / "journal.jsonl", _entry, gaps)),
+        samples=tuple(_in_order(samples, _sample, gaps) if samples.exists() else ()),
         summary=read_summary(folder),
         environment=read_environment(folder),
         files=_files(folder),
@@ -53,56 +76,45 @@ def read_sources(folder: Path) -> Sources:
     )
 
 
-def read_entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
-    """Yield the entries of a journal. Unknown ones are counted in ``gaps``."""
-    latest, unknown = -math.inf, 0
-    for content in _objects(path, gaps):
-        time, attempt = finite(content.get("time")), content.get("attempt")
-        try:
-            event = parse(content)
-        except MalformedEvent:
-            event = None
-        if event is None or time is None:
-            unknown += 1
-            continue
-        latest = max(
-            latest, time
-        )  # a clock that was set back must not reverse the story
-        yield Entry(latest, event, attempt if type(attempt) is int else None)
-    if unknown:
-        gaps.append(f"{path.name}: {_lines(unknown)} of an unknown kind skipped")
+def _entry(content: Mapping[str, Json]) -> Entry:
+    time, attempt = finite(content.get("time")), content.get("attempt")
+    if time is None:
+        raise MalformedEvent("no time")
+    return Entry(time, parse(content), attempt if type(attempt) is int else None)
 
 
-def _samples(path: Path, gaps: list[str]) -> Iterator[Sample]:
+def _sample(content: Mapping[str, Json]) -> Sample:
+    return from_json(Sample, content)
+
+
+def _in_order(
+    path: Path, read: Callable[[Mapping[str, Json]], Timed], gaps: list[str]
+) -> Iterator[Timed]:
+    """Yield what the lines of a file hold; what cannot be read is counted in ``gaps``."""
     latest = -math.inf
-    for content in _objects(path, gaps) if path.exists() else ():
-        try:
-            sample = from_json(Sample, content)
-        except MalformedEvent:
-            continue
-        latest = max(latest, sample.time)
-        yield replace(sample, time=latest)
-
-
-def _objects(path: Path, gaps: list[str]) -> Iterator[Mapping[str, Json]]:
-    """Yield the JSON objects of a file, one a line."""
-    damaged = 0
+    skipped = {"damaged line": 0, "line of an unknown kind": 0}
     if path.exists() and not path.is_file():
         gaps.append(f"{path.name}: not a regular file")
         return
     try:
         for content in json_lines(path):
-            damaged += content is None
-            if content is not None:
-                yield content
+            if content is None:
+                skipped["damaged line"] += 1
+                continue
+            try:
+                one = read(content)
+            except MalformedEvent:
+                skipped["line of an unknown kind"] += 1
+                continue
+            # a clock that was set back must not reverse the story
+            latest = max(latest, one.time)
+            yield replace(one, time=latest)
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
-    if damaged:
-        gaps.append(f"{path.name}: {_lines(damaged, 'damaged ')} skipped")
-
-
-def _lines(count: int, kind: str = "") -> str:
-    return f"{count} {kind}line{'s' * (count > 1)}"
+    for kind, count in skipped.items():
+        if count:
+            what = kind if count == 1 else kind.replace("line", "lines")
+            gaps.append(f"{path.name}: {count} {what} skipped")
 
 
 def _files(folder: Path) -> tuple[str, ...]:
@@ -110,7 +122,131 @@ def _files(folder: Path) -> tuple[str, ...]:
         names = sorted(item.name for item in folder.iterdir() if item.is_file())
     except OSError:
         return ()
-    shown = [
-        name for name in names if name != "report.html" and not name.endswith(".tmp")
-    ]
+    shown = [n for n in names if n != "report.html" and not n.endswith(".tmp")]
     return tuple(shown[:_MOST_FILES])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the job; times are seconds since the epoch."""
+
+    start: float
+    end: float  # that of the last entry if the launcher died or still runs
+    status: str | None = None  # None without a recorded end
+    reason: str | None = None
+    device_acquired: float | None = None  # when it had a device, None if never
+    device_wait_seconds: float = 0.0  # of the time before, waiting for one
+
+
+@dataclass(frozen=True)
+class TimedAttempt(Attempt):
+    """An attempt with the times of what it reported, in seconds since the epoch."""
+
+    ended: float = 0.0  # time of the last entry if no end is recorded
+    training_began: float | None = None  # when the first step did, None if never
+    # (step, time) of each
+    progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+    checkpoints: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Its device."""
+        return self.spec.device
+
+    @property
+    def where(self) -> str:
+        """Its device for people."""
+        return self.device if self.spec.gpus else "the CPU"
+
+    @property
+    def batch_size(self) -> int | None:
+        """Its micro-batch size, None for a script that is given none."""
+        return self.spec.batch_size if self.spec.has_batch else None
+
+    @property
+    def message(self) -> str | None:
+        """Why it failed, in a line."""
+        return None if self.failure is None else self.failure.message
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the record with the times."""
+        return {
+            **super().as_json(),
+            "seconds": round(self.ended - self.started, 3),
+            "ended": self.ended,
+            "training_began": self.training_began,
+            "progress": self.progress,
+            "checkpoints": self.checkpoints,
+        }
+
+
+def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
+    """Return the launches in a journal, oldest first."""
+    launches: list[Launch] = []
+    for entry in entries:
+        if isinstance(entry.event, JobStarted) or not launches:
+            launches.append(Launch(entry.time, entry.time))
+        launch = replace(launches[-1], end=entry.time)
+        match entry.event:
+            case JobEnded(status=status, reason=reason):
+                launch = replace(launch, status=status, reason=reason)
+            case DeviceAcquired(wait_seconds=seconds):
+                launch = replace(
+                    launch,
+                    device_acquired=entry.time,
+                    device_wait_seconds=max(seconds, 0.0),
+                )
+        launches[-1] = launch
+    return tuple(launches)
+
+
+def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
+    """Return the attempts in a journal whose start or end is recorded, oldest first."""
+    own: dict[int, list[Entry]] = {}
+    saved = {}
+    for entry in entries:
+        if entry.attempt is not None:
+            own.setdefault(entry.attempt, []).append(entry)
+        if isinstance(entry.event, CheckpointSaved):
+            saved[entry.event.path] = entry.event.step or 0
+    found = [_attempt(number, group, saved) for number, group in own.items()]
+    known = [attempt for attempt in found if attempt is not None]
+    return tuple(sorted(known, key=lambda attempt: (attempt.started, attempt.number)))
+
+
+def _attempt(
+    number: int, entries: Sequence[Entry], saved: Mapping[str, int]
+) -> TimedAttempt | None:
+    attempt: Attempt | None = None
+    progress: list[tuple[int, float]] = []
+    checkpoints: list[tuple[int, float]] = []
+    began, ended = None, entries[-1].time
+    for entry in entries:
+        match entry.event:
+            case AttemptStarted(spec=spec, resume_checkpoint=path):
+                start_step = saved.get(path or "", 0)
+                attempt = Attempt(number, spec, entry.time, path, start_step=start_step)
+            case AttemptEnded(record=record):
+                attempt, ended = replace(record, number=number), entry.time
+            case DecidedAgain(action=action, reason=reason) if attempt is not None:
+                attempt = replace(attempt, action=action, reason=reason)
+            case event if attempt is not None and attempt.seconds is None:
+                attempt = attempt.after(event)
+        match entry.event:
+            case Progress(step=step):
+                progress.append((step, entry.time))
+            case CheckpointSaved(step=int(step)):
+                checkpoints.append((step, entry.time))
+            case TrainingStarted():
+                began = entry.time
+    if attempt is None:
+        return None
+    if began is None and progress:
+        began = progress[0][1]
+    return TimedAttempt(
+        **vars(attempt),
+        ended=ended,
+        training_began=began,
+        progress=tuple(progress),
+        checkpoints=tuple(checkpoints),
+    )

@@ -12,24 +12,27 @@ from robust_train.folder.provenance import in_words
 from robust_train.folder.summary import objective_of
 from robust_train.memory.samples import Sample
 from robust_train.memory.stability import stability
-from robust_train.report import guidance, wording
-from robust_train.report.attempts import (
-    UNFINISHED,
+from robust_train.model.attempt import UNFINISHED
+from robust_train.report import wording
+from robust_train.report.facts import (
+    Curve,
+    DeviceMemory,
+    Mark,
+    Span,
+    curves_of,
+    kept_steps,
+    marks_of,
+    memory_of,
+    spans_of,
+    totals,
+)
+from robust_train.report.sources import (
     Launch,
+    Sources,
     TimedAttempt,
     attempts_of,
     launches_of,
 )
-from robust_train.report.series import (
-    Curve,
-    DeviceMemory,
-    Mark,
-    curves_of,
-    marks_of,
-    memory_of,
-)
-from robust_train.report.sources import Sources
-from robust_train.report.times import Span, kept_steps, spans_of, totals
 
 SCHEMA = 1
 
@@ -49,9 +52,8 @@ class Story:
     sentence: str = "The folder holds no record of a job."
     result: Any = None
     objective: Any = None
-    started: float | None = (
-        None  # started, ended: seconds since the epoch, None in an empty folder
-    )
+    # started, ended: seconds since the epoch, None in an empty folder
+    started: float | None = None
     ended: float | None = None
     # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Story:
     # how memory developed in the last attempt, in a sentence; None if unknown
     stability: str | None = None
     # what to do next time, most promising first; empty if nothing was tight
-    advice: tuple[guidance.Advice, ...] = ()
+    advice: tuple[wording.Advice, ...] = ()
     reason: str | None = None
     files: tuple[str, ...] = ()
     gaps: tuple[str, ...] = ()  # a sentence for each thing that was missing or damaged
@@ -78,9 +80,8 @@ class Story:
     @property
     def peak_memory_bytes(self) -> int | None:
         """Of all attempts on the device that was used last; None if not known."""
-        device = self.attempts[-1].device if self.attempts else None
-        peaks = (a.peak_memory_bytes for a in self.attempts if a.device == device)
-        return max((peak for peak in peaks if peak is not None), default=None)
+        own = (a for a in self.attempts if a.device == self.attempts[-1].device)
+        return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
 
     def as_json(self) -> Any:
         """Return the story with JSON's types, schema first."""
@@ -89,25 +90,25 @@ class Story:
 
 def story_of(sources: Sources) -> Story:
     """Return what happened in the job whose run folder was read."""
-    job, folder_name = _job_of(sources), sources.folder.resolve().name
+    entries, samples, summary = sources.entries, sources.samples, sources.summary
+    name, about = sources.folder.resolve().name, in_words(sources.environment)
+    for entry in entries:  # the start that the last launch recorded counts
+        if isinstance(entry.event, JobStarted):
+            name = str(entry.event.about.get("name") or sources.folder.resolve().name)
+            about = {"trainer": entry.event.trainer, **entry.event.about, **about}
     story = Story(
-        name=str(job.about.get("name") or folder_name) if job else folder_name,
+        name=name,
         folder=str(sources.folder),
         files=sources.files,
         gaps=sources.gaps,
     )
-    if not sources.entries:
-        if sources.summary is None:
+    if not entries:
+        if summary is None:
             return story
         sentence = "The journal is missing; of the job only summary.json is left."
-        return replace(story, status=sources.summary.status, sentence=sentence)
-    attempts = tuple(
-        _with_samples(
-            attempt, [s for s in sources.samples if s.attempt == attempt.number]
-        )
-        for attempt in attempts_of(sources.entries)
-    )
-    *earlier, last = launches_of(sources.entries)
+        return replace(story, status=summary.status, sentence=sentence)
+    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
+    *earlier, last = launches_of(entries)
     last = replace(last, end=max([last.end, *(attempt.ended for attempt in attempts)]))
     launches = (*earlier, last)
     status = last.status or UNFINISHED
@@ -115,18 +116,13 @@ def story_of(sources: Sources) -> Story:
     kept = kept_steps(attempts, completed=completed)
     spans = spans_of(launches, attempts, kept)
     seconds = totals(spans)
-    marks = marks_of(sources.entries, attempts)
-    memory = memory_of(sources.samples, sources.entries, attempts, marks)
-    stable = _stability(sources.samples, attempts)
-    result = (
-        sources.summary.result if completed and sources.summary is not None else None
-    )
+    marks = marks_of(entries, attempts)
+    memory = memory_of(samples, entries, attempts, marks)
+    stable = _stability(samples, attempts)
+    result = summary.result if completed and summary is not None else None
     return replace(
         story,
-        about={
-            **({} if job is None else {"trainer": job.trainer, **job.about}),
-            **in_words(sources.environment),
-        },
+        about=about,
         status=status,
         sentence=wording.sentence_of(status, last.reason, attempts, seconds, marks),
         result=result,
@@ -138,42 +134,36 @@ def story_of(sources: Sources) -> Story:
         launches=launches,
         spans=spans,
         memory=memory,
-        curves=curves_of(sources.entries, attempts, kept),
+        curves=curves_of(entries, attempts, kept),
         marks=marks,
         stability=stable,
-        advice=guidance.advice_of(attempts, memory, marks, spans, seconds, stable),
+        advice=wording.advice_of(attempts, memory, marks, spans, seconds, stable),
         reason=last.reason,
     )
 
 
-def _job_of(sources: Sources) -> JobStarted | None:
-    """Return the start that the last launch recorded."""
-    started = [
-        one.event for one in sources.entries if isinstance(one.event, JobStarted)
-    ]
-    return started[-1] if started else None
-
-
 def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
     """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
-    figures = (s.resident if s.device == "cpu" else s.allocated for s in samples)
+    own = [sample for sample in samples if sample.attempt == attempt.number]
+    figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
     peaks = [peak for peak in (attempt.peak_memory_bytes, *figures) if peak is not None]
-    attempt = replace(attempt, peak_memory_bytes=max(peaks, default=None))
-    if attempt.outcome != UNFINISHED:
-        return attempt
-    return replace(attempt, ended=max([attempt.ended, *(s.time for s in samples)]))
+    ended = attempt.ended
+    if attempt.outcome == UNFINISHED:
+        ended = max([ended, *(sample.time for sample in own)])
+    peak = max(peaks, default=None)
+    return replace(attempt, peak_memory_bytes=peak, ended=ended)
 
 
 def _stability(
     samples: Sequence[Sample], attempts: Sequence[TimedAttempt]
 ) -> str | None:
     """Return how memory developed in the last attempt that trained."""
-    trained = [a for a in attempts if a.training_began is not None]
-    if not trained:
-        return None
-    sentence = trained[-1].stability
-    if sentence is None:  # its end was not recorded
-        sentence = stability(
-            [s for s in samples if s.attempt == trained[-1].number]
-        ).sentence
-    return None if sentence.startswith("unknown") else sentence
+    for attempt in reversed(attempts):
+        if attempt.training_began is not None:
+            known = attempt.memory_stability or {}
+            sentence = str(known.get("sentence") or "")
+            if not sentence:  # its end was not recorded
+                own = [s for s in samples if s.attempt == attempt.number]
+                sentence = stability(own).sentence
+            return None if sentence.startswith("unknown") else sentence
+    return None

@@ -1,15 +1,36 @@
-"""The story of a job in a sentence or two. Pure."""
+"""The story of a job in a sentence or two, and advice for the next run. Pure."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from robust_train.readable import by_processes, duration, ordinal, percent
-from robust_train.report.attempts import UNFINISHED, TimedAttempt
-from robust_train.report.series import Mark
+from robust_train.model.attempt import UNFINISHED, Attempt
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.spec import Speed
+from robust_train.readable import (
+    by_processes,
+    duration,
+    memory,
+    number,
+    ordinal,
+    percent,
+)
+from robust_train.report.facts import OOM, DeviceMemory, Mark, Span, Use
+from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
+_TIGHT = 0.9
+_FRAGMENTED = 0.1
+_OTHERS = 0.25
+_MUCH_LOST = 0.1
+_MUCH_WAITING = 0.25
+_MUCH_WAITING_FOR_DATA = 0.2
+_MUCH_SLOWER = 1.2
+_LEAST_SECONDS = 10.0
+"""Advice that would save less than this is not given."""
 
 OUTCOMES = {
     "completed": "completed",
@@ -38,6 +59,28 @@ ACTIONS = {
 }
 """The decision after an attempt for people, if its name does not do."""
 
+_TROUBLES = {
+    "device_oom": "memory ran out on {where} at batch size {sizes}",
+    "host_oom": "host memory ran out at batch size {sizes}",
+    "worker_death": "a data-loader worker died{times}",
+    "interrupted": "it was interrupted{times}",
+}
+
+_GROWTH = {
+    "growing": "collect numbers, not tensors: loss.item() or loss.detach(), because a tensor "
+    "keeps the whole graph that it was computed by",
+    "fragmenting": "set memory.expandable_segments=true",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing that was tight, advice, and overrides for the next run."""
+
+    finding: str
+    steps: tuple[str, ...] = ()
+    overrides: str | None = None
+
 
 def sentence_of(
     status: str,
@@ -49,63 +92,65 @@ def sentence_of(
     """Return how the job ended, which attempts failed before, and the share of useful time."""
     wall = seconds["wall"]
     parts = [_ending(status, reason, attempts, wall)]
-    before = (
-        attempts[:-1] if status in ("completed", "failed", "interrupted") else attempts
-    )
-    failed = [a for a in before if a.outcome not in ("completed", UNFINISHED)]
-    troubles = list(_troubles(failed))
+    has_ended = status in ("completed", "failed", "interrupted")
+    troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
     if more := len(troubles[_MOST_TROUBLES:]):
         troubles[_MOST_TROUBLES:] = [f"{more} more failed attempt{'s' * (more > 1)}"]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
-    inside = sum(mark.is_inside_a_step for mark in marks)
-    if inside:
-        times = "once" if inside == 1 else f"{inside} times"
+    if inside := _inside_steps(marks):
         parts.append(
-            f"Memory ran out {times} inside a step, which was repeated in smaller parts."
+            f"Memory ran out {inside} inside a step, which was repeated in smaller parts."
         )
     if status == "completed" and len(attempts) > 1 and wall > 0:
         parts.append(f"{percent(seconds['useful'] / wall)} of the time was useful.")
     return " ".join(parts)
 
 
+def _inside_steps(marks: Sequence[Mark]) -> str:
+    """Return how often memory ran out inside a step; empty for never."""
+    count = sum(mark.is_inside_a_step for mark in marks)
+    return {0: "", 1: "once"}.get(count, f"{count} times")
+
+
 def _ending(
     status: str, reason: str | None, attempts: Sequence[TimedAttempt], wall: float
 ) -> str:
     last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
-    why = "" if reason is None else f": {(reason.strip().splitlines() or [''])[0]}"
+    lines = (reason or "").strip().splitlines()
+    why = "" if reason is None else f": {''.join(lines[:1])}"
+    took = duration(wall)
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
-        return f"Completed in {duration(wall)}{which}, on {last.where} with {_setting(last)}."
+        return f"Completed in {took}{which}, on {last.where} with {_setting(last)}."
     if status == "no_device":
-        return _sentence(f"Found no device in {duration(wall)}{why}")
+        return _sentence(f"Found no device in {took}{why}")
     if status == "interrupted":
-        return f"Was stopped after {duration(wall)}{_at(last)}.{_saved(attempts)}"
+        return f"Was stopped after {took}{_at(last)}.{_saved(attempts)}"
     if status == UNFINISHED:
         return (
             "Has no recorded end: it still runs, or its process was killed. The last record is "
-            f"from {duration(wall)} after its start{_at(last)}.{_saved(attempts)}"
+            f"from {took} after its start{_at(last)}.{_saved(attempts)}"
         )
     where = "" if last is None else f" in the {nth} attempt, on {last.where}"
-    return _sentence(f"{status.replace('_', ' ')} after {duration(wall)}{where}{why}")
+    return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
 
 
 def _setting(attempt: TimedAttempt) -> str:
     """Return ``batch size 16 × accumulation 4 × 2 processes``."""
-    size, accumulation = attempt.batch_size, attempt.spec.gradient_accumulation_steps
-    if size is None:
+    if attempt.batch_size is None:
         return "an unknown batch size"
+    accumulation = attempt.spec.gradient_accumulation_steps
     steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
-    return f"batch size {size}{steps}{by_processes(attempt.spec.ranks)}"
+    return f"batch size {attempt.batch_size}{steps}{by_processes(attempt.spec.ranks)}"
 
 
 def _at(last: TimedAttempt | None) -> str:
     if last is None:
         return ", before any attempt had begun"
-    step = (
-        "before its first step" if last.end_step is None else f"at step {last.end_step}"
-    )
-    return f", {step} on {last.where}"
+    if last.end_step is None:
+        return f", before its first step on {last.where}"
+    return f", at step {last.end_step} on {last.where}"
 
 
 def _saved(attempts: Sequence[TimedAttempt]) -> str:
@@ -115,22 +160,230 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
     return " No checkpoint was saved." if attempts else ""
 
 
-def _troubles(failed: Sequence[TimedAttempt]) -> Iterator[str]:
+def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
+    failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
     for (outcome, where), group in itertools.groupby(
         failed, key=lambda a: (a.outcome, a.where)
     ):
         own = list(group)
         *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
-        listed = f"{', '.join(sizes)} and {last}" if sizes else last
-        times = "" if len(own) == 1 else f" {len(own)} times"
         what = OUTCOMES.get(outcome, outcome.replace("_", " "))
-        yield {
-            "device_oom": f"memory ran out on {where} at batch size {listed}",
-            "host_oom": f"host memory ran out at batch size {listed}",
-            "worker_death": f"a data-loader worker died{times}",
-            "interrupted": f"it was interrupted{times}",
-        }.get(outcome, f"{what}{times} on {where}")
+        yield _TROUBLES.get(outcome, what + "{times} on {where}").format(
+            where=where,
+            sizes=f"{', '.join(sizes)} and {last}" if sizes else last,
+            times="" if len(own) == 1 else f" {len(own)} times",
+        )
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def advice_of(
+    attempts: Sequence[TimedAttempt],
+    devices: Sequence[DeviceMemory],
+    marks: Sequence[Mark],
+    spans: Sequence[Span],
+    seconds: Mapping[str, float],
+    stability: str | None = None,
+) -> tuple[Advice, ...]:
+    """Return findings and advice, most promising first; none if nothing was tight."""
+    return (
+        *_what_worked(attempts, spans),
+        *_failures(attempts),
+        *_splits(marks),
+        *(finding for device in devices for finding in _tightness(device)),
+        *_growth(stability or ""),
+        *(Advice(_sentence(one)) for one in speed_advice(attempts)),
+        *_times(attempts, seconds),
+    )
+
+
+def _what_worked(
+    attempts: Sequence[TimedAttempt], spans: Sequence[Span]
+) -> Iterator[Advice]:
+    """Advise to begin with the size that fitted."""
+    last = attempts[-1] if attempts else None
+    if last is None or last.outcome != "completed" or last.batch_size is None:
+        return
+    failed = {
+        a.number: str(a.batch_size)
+        for a in attempts
+        if a.outcome in OOM
+        and a.device == last.device
+        and a.batch_size != last.batch_size
+    }
+    if failed:
+        lost = sum(
+            s.seconds for s in spans if s.use is Use.LOST and s.attempt in failed
+        )
+        sizes = ", ".join(dict.fromkeys(failed.values()))
+        yield Advice(
+            f"On {last.where} batch size {last.batch_size} fitted and {sizes} did not. Finding "
+            f"this out cost {duration(lost)}.",
+            (
+                "begin the next run with the size that fitted: the effective batch is the same",
+            ),
+            f"training.batch_size={last.batch_size} "
+            f"training.gradient_accumulation_steps={last.spec.gradient_accumulation_steps}",
+        )
+
+
+def _failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
+    """Yield the last failure of each kind on each device."""
+    for attempt in {(a.outcome, a.device): a for a in attempts}.values():
+        if attempt.failure is not None and attempt.failure.advice:
+            yield Advice(_finding(attempt, attempt.failure), attempt.failure.advice)
+
+
+def _finding(attempt: TimedAttempt, failure: Failure) -> str:
+    evidence = failure.evidence
+    if not failure.kind.is_memory:
+        return f"Attempt {attempt.number} on {attempt.where}: {failure.message}"
+    total = evidence.total_bytes
+    sizes = {
+        "requested": evidence.requested_bytes,
+        "free" if total is None else f"of {memory(total)} free": evidence.free_bytes,
+        "in use by tensors": evidence.allocated_bytes,
+        "reserved but unused": evidence.reserved_unallocated_bytes,
+    }
+    figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
+    known = f" ({', '.join(figures)})" if figures else ""
+    what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
+    return (
+        f"{what} ran out in attempt {attempt.number} on {attempt.where} at batch size "
+        f"{attempt.batch_size}{known}."
+    )
+
+
+def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:
+    changes = [m.text for m in marks if m.kind == "batch" and " at step " in m.text]
+    if (inside := _inside_steps(marks)) and changes:
+        yield Advice(
+            f"Memory ran out {inside} inside a step; the last change was: {changes[-1]}.",
+            ("set training.batch_size to a size that fits: then no step is repeated",),
+        )
+
+
+def _tightness(device: DeviceMemory) -> Iterator[Advice]:
+    name, total, most = device.device, device.most("gpu_total"), device.most("reserved")
+    if not total or most is None:
+        return
+    used = device.most("gpu_used") or most
+    unused = max((s.reserved or 0) - (s.allocated or 0) for s in device.samples)
+    others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
+    if used > _TIGHT * total:
+        yield Advice(
+            f"{name} was {percent(used / total)} full at its fullest "
+            f"({memory(used)} of {memory(total)}).",
+            (
+                "a longer sample or the first validation may not fit: leave some room with a "
+                "smaller training.batch_size and more training.gradient_accumulation_steps",
+            ),
+        )
+    if used > _TIGHT * total and unused > _FRAGMENTED * total:
+        yield Advice(
+            f"Up to {memory(unused)} of {name} was reserved but not in use.",
+            (
+                "set memory.expandable_segments=true: freed blocks can then be used together",
+            ),
+        )
+    if others > _OTHERS * total:
+        yield Advice(
+            f"Other processes used up to {memory(others)} of {name} (this process's CUDA context "
+            "counts as well).",
+            (
+                "robust-train gpus lists them; a higher min_gpu_memory_mb waits for a freer GPU",
+            ),
+        )
+
+
+def _growth(stability: str) -> Iterator[Advice]:
+    for kind, step in _GROWTH.items():
+        if stability.startswith(kind):
+            yield Advice(f"Memory was {stability}.", (step,))
+
+
+def _times(
+    attempts: Sequence[TimedAttempt], seconds: Mapping[str, float]
+) -> Iterator[Advice]:
+    wall, lost, wait = seconds["wall"], seconds["lost"], seconds["wait"]
+    # checkpoints do not help attempts that never trained
+    trained = any(
+        a.training_began is not None and a.outcome != "completed" for a in attempts
+    )
+    if trained and lost > max(_MUCH_LOST * wall, _LEAST_SECONDS):
+        yield Advice(
+            f"{duration(lost)} ({percent(lost / wall)}) was lost: repeated, or in no checkpoint.",
+            (
+                "save more often: "
+                "lower training.checkpoint_every_minutes or checkpoint_every_steps",
+            ),
+        )
+    if wait > max(_MUCH_WAITING * wall, _LEAST_SECONDS):
+        yield Advice(
+            f"{duration(wait)} ({percent(wait / wall)}) was spent waiting.",
+            (
+                "a lower min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",
+            ),
+        )
+
+
+def speed_advice(attempts: Sequence[Attempt]) -> tuple[str, ...]:
+    """Return what would make the job faster, by the last attempt whose speed is known."""
+    for attempt in reversed(attempts):
+        if attempt.speed:
+            data = _data(attempt.speed, attempt.spec.num_workers)
+            return (*data, *_slow_ranks(attempt.speed))
+    return ()
+
+
+def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
+    worst = max(speed, key=lambda one: one.data_share or 0)
+    share = worst.data_share or 0
+    seconds = share * worst.steps * worst.seconds_per_step
+    if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
+        who = "training" if len(speed) == 1 else f"rank {worst.rank}"
+        workers = "" if num_workers is None else f" (now {num_workers})"
+        yield (
+            f"{who} waited for data {percent(share)} of the time: raise "
+            f"training.num_workers{workers}, or move the data to a faster disk"
+        )
+
+
+def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
+    alone = {
+        s.rank: s.seconds_alone_per_step for s in speed if s.seconds_alone_per_step
+    }
+    if len(alone) < 2:
+        return
+    slow = max(alone, key=lambda rank: alone[rank])
+    most = alone.pop(slow)
+    usual = statistics.median(alone.values())
+    lost = (most - usual) * min(one.steps for one in speed)
+    if most > _MUCH_SLOWER * usual and lost >= _LEAST_SECONDS:
+        yield (
+            f"rank {slow} is slow: {number(most)} s a step until the ranks meet, the others "
+            f"{number(usual)} s; robust-train gpus shows the other processes on its GPU"
+        )
+
+
+def speed_text(speed: Sequence[Speed], ranks: int) -> str:
+    """Return the figures of all ranks in short, empty without any. Ranks share a step alike, and
+    of a script's only the first reports."""
+    if not speed:
+        return ""
+    slowest = max(speed, key=lambda one: one.seconds_per_step)
+    rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
+    shares = [one.data_share for one in speed if one.data_share is not None]
+    parts = []
+    if len(rates) == len(speed):
+        rate = sum(rates) * ranks / len(speed)
+        parts.append(f"{number(rate)} samples/s while training")
+    parts.append(
+        f"{number(slowest.seconds_per_step)} s a step "
+        f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"
+    )
+    if shares:
+        parts.append(f"{percent(max(shares))} waiting for data")
+    return ", ".join(parts)

@@ -12,11 +12,11 @@ from robust_train import readable
 from robust_train.files import strict_json
 from robust_train.folder.lock import is_held
 from robust_train.report.charts import loss_of_jobs
-from robust_train.report.guidance import Advice
+from robust_train.report.facts import Use
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.report.times import Use
+from robust_train.report.wording import Advice
 from robust_train.sweep import sweep_table
 from robust_train.sweep.job_record import read_record
 

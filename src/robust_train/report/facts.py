@@ -1,21 +1,144 @@
-"""The data of a report's charts: memory over time, scalars over steps, and events. Pure."""
+"""What happened in a job: the uses of its time, memory over time, scalars, events. Pure."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from robust_train.files import finite
 from robust_train.memory.samples import Sample
 from robust_train.model import events
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.readable import memory
-from robust_train.report.attempts import TimedAttempt
-from robust_train.report.sources import Entry
+from robust_train.report.sources import Entry, Launch, TimedAttempt
 
 OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
 _LONGEST_FIELDS = 120
+
+
+class Use(str, Enum):
+    """A use of a stretch of a job's time; ``docs/report.md`` has the definitions."""
+
+    USEFUL = "useful"
+    LOST = "lost"
+    WAIT = "wait"
+    STARTUP = "startup"
+    STOPPED = "stopped"  # between two launches in the same run folder; not part of the wall time
+
+
+USES = {
+    Use.USEFUL: "useful",
+    Use.LOST: "lost",
+    Use.WAIT: "waiting",
+    Use.STARTUP: "starting up",
+    Use.STOPPED: "stopped",
+}
+"""The uses of time for people."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time, in seconds since the epoch, and the attempt it belongs to (or None)."""
+
+    use: Use
+    start: float
+    end: float
+    attempt: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
+
+
+def spans_of(
+    launches: Sequence[Launch],
+    attempts: Sequence[TimedAttempt],
+    kept: Mapping[int, float],
+) -> tuple[Span, ...]:
+    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. Launches and
+    attempts are oldest first; ``kept`` is from :func:`kept_steps`."""
+    starts = [launch.start for launch in launches]
+    spans: list[Span] = []
+    now = starts[0]
+    for index, launch in enumerate(launches):
+        own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
+        away = Span(Use.STOPPED, now, launch.start)
+        for span in (away, *_of_launch(launch, own, kept)):
+            # in a damaged journal, two attempts may overlap
+            start = max(span.start, now)
+            if span.end > start:
+                spans.append(Span(span.use, start, span.end, span.attempt))
+                now = span.end
+    return tuple(spans)
+
+
+def totals(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the seconds of each use by its name, and their sum without stops as ``wall``."""
+    seconds = {u.value: math.fsum(s.seconds for s in spans if s.use is u) for u in Use}
+    wall = math.fsum(s.seconds for s in spans if s.use is not Use.STOPPED)
+    return {**seconds, "wall": wall}
+
+
+def kept_steps(
+    attempts: Sequence[TimedAttempt], *, completed: bool
+) -> dict[int, float]:
+    """Return the last step of each attempt, by its number, that no later attempt repeated. If the
+    job did not complete, steps after its last checkpoint are not kept either."""
+    kept: dict[int, float] = {}
+    bound = math.inf
+    if not completed:
+        bound = max((step for a in attempts for step, _ in a.checkpoints), default=0)
+    for attempt in reversed(attempts):
+        kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
+        bound = min(bound, attempt.start_step)
+    return kept
+
+
+def _of_launch(
+    launch: Launch, attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
+) -> Iterator[Span]:
+    now, before = launch.start, Use.STARTUP
+    if launch.device_acquired is not None:
+        began = max(launch.device_acquired - launch.device_wait_seconds, now)
+        yield Span(Use.STARTUP, now, began)
+        yield Span(Use.WAIT, began, launch.device_acquired)
+        now = launch.device_acquired
+    elif not attempts:
+        before = Use.WAIT
+    for attempt in attempts:
+        yield Span(before, now, attempt.started, attempt.number)
+        yield from _of_attempt(attempt, kept[attempt.number])
+        now, before = attempt.ended, Use.WAIT
+    if attempts and not attempts[-1].is_retried:
+        before = Use.STARTUP
+    yield Span(before, now, launch.end)
+
+
+def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
+    number, started, ended = attempt.number, attempt.started, attempt.ended
+    began, until = attempt.training_began, _kept_until(attempt, kept)
+    if attempt.outcome == "completed":
+        # all the time of a trainer that never reports its start counts as training
+        began, until = started if began is None else began, ended
+    if began is None or until is None:
+        began = until = started
+    yield Span(Use.STARTUP, started, began, number)
+    yield Span(Use.USEFUL, began, until, number)
+    yield Span(Use.LOST, until, ended, number)
+
+
+def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
+    """Return when the last kept step was done; None if no step was kept."""
+    if kept <= attempt.start_step:
+        return None
+    saved = [time for step, time in attempt.checkpoints if step <= kept]
+    done = [time for step, time in attempt.progress if step <= kept]
+    return max(saved or done, default=None)
 
 
 @dataclass(frozen=True)
@@ -71,11 +194,10 @@ def memory_of(
     """Return memory over time, device by device in the order in which they were used."""
     sampled = {sample.attempt for sample in samples}
     devices = {a.number: a.device for a in attempts if a.number not in sampled}
-    everything = sorted(
-        [*samples, *_reported(entries, devices)], key=lambda s: (s.time, s.attempt)
-    )
     grouped: dict[str, list[Sample]] = {}
-    for sample in everything:
+    for sample in sorted(
+        [*samples, *_reported(entries, devices)], key=lambda s: (s.time, s.attempt)
+    ):
         grouped.setdefault(sample.device, []).append(sample)
     return tuple(
         DeviceMemory(
@@ -91,18 +213,20 @@ def memory_of(
 def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[Sample]:
     """Yield the figures that the trainer reported in attempts without samples."""
     for entry in entries:
-        event, number = entry.event, entry.attempt or 0
-        # of several ranks, the first one's memory is drawn
-        if (
-            isinstance(event, events.MemoryReported)
-            and not event.rank
-            and number in devices
-        ):
-            figures = {
-                k: getattr(event, k) for k in ("allocated", "reserved", "resident")
-            }
-            if event.figures:
-                yield Sample(entry.time, number, devices[number], **figures)
+        match entry:
+            # of several ranks, the first one's memory is drawn
+            case Entry(
+                time, events.MemoryReported(rank=None | 0) as event, int(number)
+            ):
+                if number in devices and event.figures:
+                    yield Sample(
+                        time,
+                        number,
+                        devices[number],
+                        allocated=event.allocated,
+                        reserved=event.reserved,
+                        resident=event.resident,
+                    )
 
 
 def curves_of(
@@ -114,16 +238,15 @@ def curves_of(
     known = {attempt.number for attempt in attempts}
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
-        event, attempt = entry.event, entry.attempt
-        if (
-            not isinstance(event, (events.Progress, events.EpochEnded))
-            or attempt not in known
-        ):
-            continue
-        for name, value in event.metrics.items():
-            number = finite(value)
-            if number is not None and event.step is not None:
-                points.setdefault((name, attempt), []).append((event.step, number))
+        match entry.event:
+            case (
+                events.Progress(step=int(step), metrics=metrics)
+                | events.EpochEnded(step=int(step), metrics=metrics)
+            ) if entry.attempt in known:
+                for name, value in metrics.items():
+                    if (number := finite(value)) is not None:
+                        own = points.setdefault((name, entry.attempt), [])
+                        own.append((step, number))
     curves = []
     for (name, attempt), own in points.items():
         good = [point for point in own if point[0] <= kept[attempt]]
@@ -168,20 +291,16 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
         case events.BatchSizeFound(batch_size=size):
             yield "batch", f"probes found micro-batch {size or 'that fits: none'}"
         case events.CheckpointSaved(step=step):
-            yield (
-                "checkpoint",
-                "checkpoint" + ("" if step is None else f" at step {step}"),
-            )
+            at = "" if step is None else f" at step {step}"
+            yield "checkpoint", f"checkpoint{at}"
         case events.MemoryReported(milestone=milestone) if not event.rank:
             yield "milestone", milestone
         case events.MemoryCleared(reason=reason, returned_bytes=returned):
             yield "cleared", f"memory cleared ({reason}): {memory(returned)} returned"
         case events.UserEvent(event_name=name, fields=fields):
             values = ", ".join(f"{key}={value}" for key, value in fields.items())
-            yield (
-                "milestone",
-                name + (f": {values[:_LONGEST_FIELDS]}" if values else ""),
-            )
+            text = f"{name}: {values[:_LONGEST_FIELDS]}" if values else name
+            yield "milestone", text
 
 
 def _changes(before: TimedAttempt, after: TimedAttempt) -> Iterator[tuple[str, str]]:
