@@ -126,6 +126,7 @@ def job(
                 cfg=cfg,
                 hydra_cfg=None,
                 config=checked(cfg),
+                spec=attempt.spec,
                 attempt=number,
                 run_dir=run_dir,
                 resume_checkpoint=checkpoint,

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from attempts import decided, failed, gpu
+from attempts import decided, failed, gpu, policy
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import Decision, GiveUp
 from robust_train.model.failure import Clue, Evidence, FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.policy.decide import first_attempt
-from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 
 KINDS = {
@@ -62,7 +61,7 @@ JOURNEYS = (
     ("not below the required memory", {**ONE_SIZE, "need": 30}, "0:10 1:20", "oom → cpu_fallback"),
     (
         "the user's own GPU is not left",
-        {**ONE_SIZE, "may_switch_gpu": False},
+        {**ONE_SIZE, "auto_device": False},
         "0:10 1:20",
         "oom → cpu_fallback",
     ),
@@ -110,7 +109,7 @@ JOURNEYS = (
         "1:15 0:14",
         "oom:taken=6 → wait 64×1 cuda:0 room=20GiB else=halve_batch",
     ),
-    ("others took it: no waiting", {"may_wait": False}, "0:14", "oom:taken=6 → halve_batch"),
+    ("others took it: no waiting", {"wait_for_gpu": False}, "0:14", "oom:taken=6 → halve_batch"),
     (
         "others take it again and again",
         {},
@@ -207,7 +206,7 @@ JOURNEYS = (
     ("a bug", {}, "0:20", "oom → halve_batch; bug → give up"),
     (
         "gradient checkpointing before another device",
-        {"may_checkpoint_gradients": True, "max_retries": 0},
+        {"can_checkpoint": True, "max_retries": 0},
         "0:20 1:40",
         "oom:step=3 → gradient_checkpointing 8×8 cuda:0; oom:step=3 → switch_gpu cuda:1",
     ),
@@ -222,26 +221,26 @@ JOURNEYS = (
 
 
 @pytest.mark.parametrize(
-    ("settings", "offers", "journey"),
+    ("given", "offers", "journey"),
     [row[1:] for row in JOURNEYS],
     ids=[row[0] for row in JOURNEYS],
 )
-def test_each_failure_has_its_remedy(settings: dict[str, Any], offers: str, journey: str):
-    keys = {"num_workers": 4, "min_batch_size": 8, "max_retries": 3, **settings}
-    need = int(keys.pop("need", 0)) * GIB
-    policy = PolicySettings(batch_size=64, min_gpu_memory_bytes=need, **keys)
+def test_each_failure_has_its_remedy(given: dict[str, Any], offers: str, journey: str):
+    keys = {"num_workers": 4, "min_batch_size": 8, "max_retries": 3, **given}
+    need = int(keys.pop("need", 0)) * 1024
+    settings = policy(batch_size=64, min_gpu_memory_mb=need, **keys)
     gpus, held = machine(offers)
     starts_on_cpu = not gpus and not held and journey.startswith(("host", "worker"))
     first = sorted(gpus, key=lambda one: one.index)[:1] or [gpu(0, 20)]
     spec = first_attempt(
-        policy, () if starts_on_cpu else (replace(first[0], free_bytes=had(gpus)),)
+        settings, () if starts_on_cpu else (replace(first[0], free_bytes=had(gpus)),)
     )
     history: tuple[Attempt, ...] = ()
     for step in journey.split(";"):
         failure, _, expected = step.strip().partition(" → ")
         expected, _, reason = expected.partition(" | ")
         history += (attempt_of(spec, failure),)
-        decision = decided(policy, history, gpus, held)
+        decision = decided(settings, history, gpus, held)
         assert set(expected.split()) <= in_words(decision), (step, decision)
         assert reason in decision.reason, step
         if not isinstance(decision, GiveUp):

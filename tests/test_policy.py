@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attempts
+from attempts import changed, gpu, policy
 from attempts import decided as decide
-from attempts import gpu
-from robust_train.config.schema import RobustConfig, TrainingConfig
-from robust_train.launcher.policy_inputs import policy_settings
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import GiveUp, Retry
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
@@ -19,7 +17,6 @@ from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec
 from robust_train.policy.decide import first_attempt
 from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
-from robust_train.readable import GIB, MIB
 
 
 def failed(spec: AttemptSpec, kind: FailureKind = FailureKind.DEVICE_OOM) -> Attempt:
@@ -48,7 +45,7 @@ def run_to_the_end(
 
 
 def test_a_second_opinion_that_gets_further_is_no_proof():
-    settings = PolicySettings(batch_size=4, min_batch_size=4)
+    settings = policy(4, min_batch_size=4)
     one, two, three = gpu(0, 10), gpu(1, 10), gpu(2, 10)
     first = failed(first_attempt(settings, (one,)))
     decision = decide(settings, (first,), (one, two, three))
@@ -61,12 +58,12 @@ def test_a_second_opinion_that_gets_further_is_no_proof():
 
 def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
     # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
-    settings = PolicySettings(batch_size=100, min_batch_size=4)
+    settings = policy(batch_size=100, min_batch_size=4)
     assert list(sizes(settings)) == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
 
 
 def test_warns_when_no_micro_batch_divides_the_effective_batch():
-    settings = PolicySettings(batch_size=7, min_batch_size=2)
+    settings = policy(batch_size=7, min_batch_size=2)
     decision = decide(settings, (failed(first_attempt(settings, (gpu(0, 1),))),), ())
     assert isinstance(decision, Retry)
     assert (decision.spec.batch_size, decision.spec.gradient_accumulation_steps) == (3, 3)
@@ -75,7 +72,7 @@ def test_warns_when_no_micro_batch_divides_the_effective_batch():
 
 
 def test_effective_batch_shrinks_with_a_warning_where_it_need_not_be_preserved():
-    settings = PolicySettings(batch_size=8, preserve_effective_batch_size=False)
+    settings = policy(batch_size=8, preserve_effective_batch_size=False)
     decision = decide(settings, (failed(first_attempt(settings, ())),), ())
     assert isinstance(decision, Retry)
     assert decision.spec.effective_batch_size == 4
@@ -93,16 +90,16 @@ gpus_strategy = st.lists(st.floats(0.1, 80), min_size=0, max_size=5).map(
 @st.composite
 def settings_strategy(draw: st.DrawFn) -> PolicySettings:
     batch = draw(st.integers(1, 512))
-    return PolicySettings(
+    return policy(
         batch_size=batch,
         gradient_accumulation_steps=draw(st.integers(1, 8)),
         num_workers=draw(st.integers(0, 8)),
         min_batch_size=draw(st.integers(1, batch)),
         max_retries=draw(st.integers(0, 6)),
-        may_switch_gpu=draw(st.booleans()),
+        auto_device=draw(st.booleans()),
         allow_cpu_fallback=draw(st.booleans()),
         preserve_effective_batch_size=draw(st.booleans()),
-        min_gpu_memory_bytes=draw(st.integers(0, 40)) * GIB,
+        min_gpu_memory_mb=draw(st.integers(0, 40)) * 1024,
     )
 
 
@@ -112,7 +109,7 @@ memory_kinds = st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, ma
 @given(settings_strategy(), gpus_strategy, memory_kinds)
 def test_always_ends_and_never_goes_below_min_batch_size(settings, gpus, kinds):
     specs, _, _ = run_to_the_end(settings, gpus, kinds)
-    assert all(settings.min_batch_size <= s.batch_size <= settings.batch_size for s in specs)
+    assert all(settings.min_batch_size <= s.batch_size <= settings.asked.batch_size for s in specs)
 
 
 @given(settings_strategy(), gpus_strategy, memory_kinds)
@@ -134,8 +131,8 @@ def test_never_tries_the_same_thing_twice(settings, gpus, kinds):
 
 @given(settings_strategy())
 def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
-    settings = replace(settings, preserve_effective_batch_size=True)
-    effective = settings.effective_batch_size
+    settings = changed(settings, preserve_effective_batch_size=True)
+    effective = settings.asked.effective_batch_size
     for batch, _ in list(sizes(settings)):
         if batch == settings.min_batch_size:
             continue
@@ -159,13 +156,3 @@ def test_bugs_and_interruptions_are_never_retried(settings, gpus, kind, memory_f
     spec = first_attempt(settings, gpus[:1])
     history = (failed(spec),) * memory_failures_before + (failed(spec, kind),)
     assert isinstance(decide(settings, history, gpus), GiveUp)
-
-
-def test_the_defaults_of_a_policy_are_those_of_the_configuration():
-    defaults = PolicySettings(batch_size=TrainingConfig.batch_size)
-    configured = policy_settings(RobustConfig())
-    assert configured == replace(
-        defaults,
-        num_workers=TrainingConfig.num_workers,
-        min_gpu_memory_bytes=RobustConfig.min_gpu_memory_mb * MIB,
-    )

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attempts import changed, failed, gpu, policy
 from attempts import decided as decide
-from attempts import failed, gpu
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import GiveUp, Retry
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
@@ -20,7 +20,7 @@ from robust_train.policy.decide import first_attempt, on_gpus
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 
-SETTINGS = PolicySettings(batch_size=64, num_workers=4, min_batch_size=8, max_retries=3)
+SETTINGS = policy(batch_size=64, num_workers=4, min_batch_size=8, max_retries=3)
 FRAGMENTED = Evidence(
     requested_bytes=GIB, reserved_unallocated_bytes=3 * GIB, free_bytes=0, fragmented=True
 )
@@ -57,7 +57,7 @@ def test_a_gpu_that_others_filled_is_no_proof_that_the_batch_fits_on_none():
 
 @pytest.mark.parametrize("known_by", ["stack", "trainer", "history"])
 def test_before_the_first_step_the_batch_is_not_halved(known_by: str):
-    settings = replace(SETTINGS, reports_start=known_by == "trainer")
+    settings = changed(SETTINGS, reports_start=known_by == "trainer")
     spec = first_attempt(settings, (gpu(0, 20),))
     evidence = Evidence(clue=Clue.MODEL if known_by == "stack" else None)
     history = (failed(spec, FailureKind.DEVICE_OOM, evidence),)
@@ -66,7 +66,7 @@ def test_before_the_first_step_the_batch_is_not_halved(known_by: str):
         history = (earlier, *history)
     retry = after(*history, gpus=(gpu(1, 40),), settings=settings)
     assert (retry.action, retry.spec.batch_size) == ("switch_gpu", 64)
-    alone = replace(settings, allow_cpu_fallback=False)
+    alone = changed(settings, allow_cpu_fallback=False)
     decision = decide(alone, history, ())
     assert isinstance(decision, GiveUp)
     assert "model, optimizer and data do not fit" in decision.reason
@@ -88,7 +88,7 @@ def test_a_batch_that_is_halved_on_request_keeps_the_effective_batch_and_costs_n
     assert asked.action == "halve_batch_on_request"
     assert (asked.spec.batch_size, asked.spec.effective_batch_size) == (32, 64)
     assert asked.spec.gpu == first.gpu
-    settings = replace(SETTINGS, max_retries=1)
+    settings = changed(SETTINGS, max_retries=1)
     smaller = after(stopped, failed(asked.spec, FailureKind.DEVICE_OOM), settings=settings)
     assert (smaller.action, smaller.spec.batch_size) == ("halve_batch", 16)
 
@@ -190,16 +190,16 @@ kinds = st.sampled_from(sorted(FailureKind))
 @given(st.data())
 def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu_last(data):
     batch = data.draw(st.integers(1, 256))
-    settings = PolicySettings(
+    settings = policy(
         batch_size=batch,
         gradient_accumulation_steps=data.draw(st.integers(1, 4)),
         num_workers=data.draw(st.integers(0, 8)),
         min_batch_size=data.draw(st.integers(1, batch)),
         max_retries=data.draw(st.integers(0, 4)),
-        may_switch_gpu=data.draw(st.booleans()),
+        auto_device=data.draw(st.booleans()),
         allow_cpu_fallback=data.draw(st.booleans()),
         expandable_segments=data.draw(st.booleans()),
-        may_wait=data.draw(st.booleans()),
+        wait_for_gpu=data.draw(st.booleans()),
         reports_start=data.draw(st.booleans()),
     )
     free = data.draw(st.lists(st.floats(1, 80), max_size=4))
@@ -238,8 +238,8 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
             spec = decision.spec
         else:
             spec = decision.spec
-        assert settings.min_batch_size <= spec.batch_size <= settings.batch_size
-        effective = settings.effective_batch_size
+        assert settings.min_batch_size <= spec.batch_size <= settings.asked.batch_size
+        effective = settings.asked.effective_batch_size
         if effective % spec.batch_size == 0:
             assert spec.effective_batch_size == effective
         if FailureContext(settings, history, gpus).since_progress[0] is history[-1]:
@@ -257,7 +257,7 @@ def of_rank(spec: AttemptSpec, rank: int, kind: FailureKind = FailureKind.DEVICE
 
 
 def test_a_group_halves_for_all_and_exchanges_every_gpu_that_has_no_more_than_the_failed_one():
-    settings = PolicySettings(batch_size=8, gradient_accumulation_steps=2, ranks=2, max_retries=1)
+    settings = policy(batch_size=8, gradient_accumulation_steps=2, num_gpus=2, max_retries=1)
     small, smaller, big, bigger = gpu(0, 10), gpu(1, 9), gpu(2, 18), gpu(3, 20)
     first = first_attempt(settings, (small, smaller))
     assert (first.ranks, first.effective_batch_size) == (2, 32)
@@ -289,7 +289,7 @@ def test_a_group_halves_for_all_and_exchanges_every_gpu_that_has_no_more_than_th
 
 
 def test_a_faulty_gpu_of_a_group_is_exchanged_and_the_others_stay():
-    settings = PolicySettings(batch_size=8, ranks=2)
+    settings = policy(batch_size=8, num_gpus=2)
     spec = first_attempt(settings, (gpu(0, 20), gpu(1, 20)))
     decision = decide(settings, (of_rank(spec, 1, FailureKind.DEVICE_FAULT),), (gpu(2, 20),))
     assert isinstance(decision, Retry)
@@ -298,19 +298,19 @@ def test_a_faulty_gpu_of_a_group_is_exchanged_and_the_others_stay():
 
 
 def test_the_cpu_in_place_of_several_gpus_halves_by_the_whole_effective_batch():
-    settings = PolicySettings(batch_size=16, ranks=3, min_batch_size=1)
+    settings = policy(batch_size=16, num_gpus=3, min_batch_size=1)
     spec = first_attempt(settings, ())
     assert (spec.ranks, spec.gradient_accumulation_steps, spec.effective_batch_size) == (1, 3, 48)
     decision = decide(settings, (failed(spec, FailureKind.HOST_OOM),), ())
     assert isinstance(decision, Retry)
     assert (decision.spec.batch_size, decision.spec.gradient_accumulation_steps) == (8, 6)
     # unless the CPU is what the user has asked for
-    asked = first_attempt(replace(settings, cpu_ranks=3), ())
+    asked = first_attempt(changed(settings, device="cpu", auto_device=False), ())
     assert (asked.ranks, asked.gradient_accumulation_steps) == (3, 1)
 
 
 def test_a_batch_that_must_not_be_split_gets_another_device_or_fewer_workers_or_no_attempt():
-    settings = replace(SETTINGS, num_workers=1, may_checkpoint_gradients=True, rules=())
+    settings = changed(SETTINGS, num_workers=1, can_checkpoint=True)
     kept = {"keeps_batch": "Gan does not accumulate", "end_step": 3}
     small, large = gpu(0, 10), gpu(1, 20)
     spec = first_attempt(settings, (small,))
@@ -340,7 +340,7 @@ def test_a_batch_that_must_not_be_split_gets_another_device_or_fewer_workers_or_
 
 @pytest.mark.parametrize("kind", [FailureKind.DEVICE_OOM, FailureKind.DEVICE_FAULT])
 def test_a_batch_that_must_not_be_split_is_not_shared_by_fewer_ranks(kind: FailureKind):
-    settings = PolicySettings(batch_size=8, ranks=2, min_ranks=1, min_batch_size=8)
+    settings = policy(batch_size=8, num_gpus=2, min_num_gpus=1, min_batch_size=8)
     spec = first_attempt(settings, (gpu(0, 10), gpu(1, 20)))
     gone = Evidence(clue=Clue.HARDWARE)
 
@@ -380,7 +380,7 @@ def killed(spec: AttemptSpec, **outcome: object) -> Attempt:
     ],
 )
 def test_a_checkpoint_beyond_the_last_failure_renews_all_tries(kind, evidence, gpus, further):
-    settings = replace(SETTINGS, allow_cpu_fallback=False)
+    settings = changed(SETTINGS, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))
     once = failed(spec, kind, evidence, end_step=9)
     saved = failed(spec, kind, evidence, end_step=5, saved_step=3, saves=1, checkpoint="last.pt")
@@ -394,7 +394,7 @@ def test_a_checkpoint_beyond_the_last_failure_renews_all_tries(kind, evidence, g
 
 
 def test_after_progress_memory_may_run_out_max_retries_times_again():
-    settings = replace(SETTINGS, max_retries=1)
+    settings = changed(SETTINGS, max_retries=1)
     first = first_attempt(settings, (gpu(0, 20),))
     half = replace(first, batch_size=32, gradient_accumulation_steps=2)
     ran_out = failed(first, FailureKind.DEVICE_OOM, end_step=4)
@@ -418,7 +418,7 @@ def test_after_progress_memory_may_run_out_max_retries_times_again():
     ],
 )
 def test_after_progress_a_gpu_that_was_left_is_tried_again(kind, evidence):
-    settings = replace(SETTINGS, max_retries=0, min_batch_size=64)
+    settings = changed(SETTINGS, max_retries=0, min_batch_size=64)
     one, two = gpu(0, 20), gpu(1, 20)
     first, second = first_attempt(settings, (one,)), first_attempt(settings, (two,))
     left = failed(first, kind, evidence, end_step=3)
@@ -451,7 +451,7 @@ def test_a_fault_at_the_start_in_another_week_on_another_gpu_is_no_proof_against
     "kind", [FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.WORKER_DEATH]
 )
 def test_what_a_leak_ends_at_the_smallest_size_is_started_again_as_long_as_it_gets_further(kind):
-    settings = replace(SETTINGS, min_batch_size=64, num_workers=0, allow_cpu_fallback=False)
+    settings = changed(SETTINGS, min_batch_size=64, num_workers=0, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))
     history: tuple[Attempt, ...] = ()
     for week in range(1, 9):
@@ -466,7 +466,7 @@ def test_what_a_leak_ends_at_the_smallest_size_is_started_again_as_long_as_it_ge
 @pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
 def test_a_script_that_begins_anew_each_time_is_not_repeated_for_ever(name: str):
     """It saves as much as one that goes on, and a script need not report steps."""
-    settings = replace(SETTINGS, min_batch_size=64, num_workers=0, allow_cpu_fallback=False)
+    settings = changed(SETTINGS, min_batch_size=64, num_workers=0, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))
     history: tuple[Attempt, ...] = ()
     for number in range(50):
@@ -484,7 +484,7 @@ def test_a_script_that_begins_anew_each_time_is_not_repeated_for_ever(name: str)
 
 
 def test_the_smallest_batch_is_tried_with_gradient_checkpointing_before_another_device():
-    settings = replace(SETTINGS, may_checkpoint_gradients=True)
+    settings = changed(SETTINGS, can_checkpoint=True)
     first = first_attempt(settings, (gpu(0, 20),))
     gpus = (gpu(1, 40), gpu(0, 20))
     history = (failed(replace(first, batch_size=8), FailureKind.DEVICE_OOM, end_step=3),)
@@ -498,14 +498,14 @@ def test_the_smallest_batch_is_tried_with_gradient_checkpointing_before_another_
     on_cpu = after(*history, settings=settings)
     assert (on_cpu.action, on_cpu.spec.gradient_checkpointing) == ("cpu_fallback", False)
     # where max_retries ends the halving, the smallest size that may be used
-    few = replace(settings, max_retries=1)
+    few = changed(settings, max_retries=1)
     half = replace(first, batch_size=32, gradient_accumulation_steps=2)
     history = tuple(failed(spec, FailureKind.DEVICE_OOM, end_step=3) for spec in (first, half))
     assert after(*history, settings=few).spec.batch_size == 8
 
 
 def test_gradient_checkpointing_saves_host_memory_of_jobs_on_the_cpu_alone():
-    settings = replace(SETTINGS, may_checkpoint_gradients=True, num_workers=0, min_batch_size=64)
+    settings = changed(SETTINGS, can_checkpoint=True, num_workers=0, min_batch_size=64)
     for gpus, action in (((), "gradient_checkpointing"), ((gpu(0, 20),), None)):
         failure = failed(first_attempt(settings, gpus), FailureKind.HOST_OOM, end_step=3)
         decision = decide(settings, (failure,), gpus)
@@ -522,7 +522,7 @@ def test_attempts_that_stopped_because_the_user_asked_use_up_no_try_of_a_killed_
 
 
 def of_four(**keys) -> PolicySettings:
-    return PolicySettings(**{"batch_size": 24, "ranks": 4, "min_batch_size": 4, **keys})
+    return policy(24, **{"num_gpus": 4, **keys})
 
 
 FOUR = tuple(gpu(index, 40) for index in range(4))
@@ -537,7 +537,7 @@ def lost(settings: PolicySettings, group=FOUR) -> Attempt:
 
 
 def test_without_another_gpu_a_group_goes_on_with_fewer_where_its_user_allows_it():
-    allowed = of_four(min_ranks=2)
+    allowed = of_four(min_num_gpus=2)
     retry = after(lost(allowed), gpus=FOUR, settings=allowed)
     assert (retry.action, retry.room.counts, retry.room.exclude) == (
         "fewer_gpus",
@@ -549,7 +549,7 @@ def test_without_another_gpu_a_group_goes_on_with_fewer_where_its_user_allows_it
 
 
 def test_a_group_goes_on_without_the_gpu_that_has_too_little_memory_for_any_size():
-    settings, group = of_four(min_ranks=2), (*FOUR[:3], gpu(3, 20))
+    settings, group = of_four(min_num_gpus=2), (*FOUR[:3], gpu(3, 20))
 
     def ran_out(rank: int, group=group) -> Attempt:
         spec = replace(first_attempt(settings, group), batch_size=settings.min_batch_size)
@@ -566,19 +566,19 @@ def test_a_group_goes_on_without_the_gpu_that_has_too_little_memory_for_any_size
     assert retry.room.free_bytes > group[3].free_bytes
     assert retry.otherwise.action == "cpu_fallback"
     assert after(ran_out(0, FOUR), gpus=FOUR, settings=settings).action == "cpu_fallback"
-    three = replace(settings, min_ranks=4)
+    three = changed(settings, min_num_gpus=4)
     assert after(ran_out(3), gpus=group, settings=three).action == "cpu_fallback"
 
 
 def test_it_waits_first_where_others_have_gpus_that_would_do():
-    settings = of_four(min_ranks=3)
+    settings = of_four(min_num_gpus=3)
     retry = decide(settings, (lost(settings),), FOUR, (gpu(4, 40),))
     assert (retry.action, retry.room.counts) == ("wait", (4,))
     assert retry.otherwise.action == "fewer_gpus"
 
 
 def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
-    settings = of_four(min_ranks=2)
+    settings = of_four(min_num_gpus=2)
     spec = moved(settings, first_attempt(settings, FOUR), FOUR[:3])
     again = replace(lost(settings, FOUR[:3]), spec=spec)
     assert decide(settings, (again,), FOUR[:3], (gpu(4, 40),)).room.counts == (3,)
@@ -595,21 +595,21 @@ def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
 def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
     batch_size, accumulation, ranks, min_ranks, min_batch_size
 ):
-    settings = PolicySettings(
+    settings = policy(
         batch_size,
         accumulation,
-        ranks,
-        min_ranks=min(min_ranks, ranks),
+        num_gpus=ranks,
+        min_num_gpus=min(min_ranks, ranks),
         min_batch_size=min(min_batch_size, batch_size),
     )
     spec = first_attempt(settings, tuple(gpu(index, 40) for index in range(ranks)))
     counts = settings.fewer_ranks(ranks)
     assert list(counts) == sorted(counts, reverse=True)
     for count in counts:
-        assert settings.min_ranks <= count < ranks
+        assert settings.config.min_num_gpus <= count < ranks
         fewer = moved(settings, spec, spec.gpus[:count])
         assert (fewer.ranks, len(fewer.gpus)) == (count, count)
-        assert fewer.effective_batch_size == settings.effective_batch_size
+        assert fewer.effective_batch_size == settings.asked.effective_batch_size
         assert settings.min_batch_size <= fewer.batch_size <= batch_size
 
 
@@ -638,7 +638,7 @@ def test_a_batch_that_changes_nothing_is_halved_once():
     ):
         other = failed(smaller, FailureKind.DEVICE_OOM, evidence, **reported)
         assert after(silent, other).action == "halve_batch"
-    auto = replace(SETTINGS, finds_batch_size=True)
+    auto = changed(SETTINGS, finds_batch_size=True)
     assert after(silent, again, settings=auto).action == "halve_batch"
     script = failed(spec, FailureKind.DEVICE_OOM, big)
     assert after(script, replace(script, spec=smaller)).action == "halve_batch"

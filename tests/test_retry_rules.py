@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import attempts
+from attempts import changed, policy
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.failures import bounded_search
@@ -26,7 +27,7 @@ GPUS = tuple(
 
 
 def settings_with(*rules: RetryRule) -> PolicySettings:
-    return PolicySettings(batch_size=64, min_batch_size=16, rules=rules)
+    return policy(batch_size=64, min_batch_size=16, rules=rules)
 
 
 def failed(settings: PolicySettings, **record: object) -> Attempt:
@@ -77,14 +78,14 @@ def test_pauses_double_up_to_an_hour():
     retry = decided(settings, *[failed(settings)] * 40)
     assert isinstance(retry, Retry)
     assert retry.pause_seconds == 3600
-    network = replace(settings_with(), max_retries=3000, retry_pause_seconds=5000.0)
+    network = changed(settings_with(), max_retries=3000, retry_pause_seconds=5000.0)
     retry = decided(network, *[failed(network, kind=FailureKind.COMM)] * 40)
     assert isinstance(retry, Retry)
     assert retry.pause_seconds == 5000
 
 
 def test_who_wants_no_retries_reads_of_one_attempt():
-    settings = replace(settings_with(), max_retries=0)
+    settings = changed(settings_with(), max_retries=0)
     decision = decided(settings, failed(settings, kind=FailureKind.COMM))
     assert ", 1 attempt without progress: giving up" in decision.reason
 

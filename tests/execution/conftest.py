@@ -56,6 +56,7 @@ class Attempts:
                 on_event(event)
 
         given = {"device": "cpu", "training": {"batch_size": 8}, "trainer": {}, **keys}
+        given["stop_grace_seconds"] = stop_grace_seconds
         cfg = complete(given)
         ref = TrainerRef(path)
         self.events = []
@@ -65,12 +66,12 @@ class Attempts:
             cfg=cfg,
             hydra_cfg=None,
             config=checked(cfg),
+            spec=attempt.spec,
             attempt=1,
             run_dir=self.run_dir,
             resume_checkpoint=None,
             environ=environ,
             cwd=str(self.run_dir.parent),
-            stop_grace_seconds=stop_grace_seconds,
         )
         executor = ProcessExecutor(ref, cfg, SignalWatch(), has_standby=False)
         try:

@@ -39,6 +39,7 @@ from robust_train.model.events import (
     StallWarning,
     TrainingStarted,
 )
+from robust_train.model.spec import AttemptSpec
 from simulated_nvml import Gpu, Machine
 
 times = st.floats(0, 1e6)
@@ -141,12 +142,12 @@ class Watched:
             cfg=complete({}),
             hydra_cfg=None,
             config=RobustConfig(),
+            spec=AttemptSpec((), 8, 1),
             attempt=1,
             run_dir=folder,
             resume_checkpoint=None,
             environ={},
             cwd="/",
-            stall_timeout_seconds=None,
             longest_pause=longest,
         )
         self.watch = StallWatch(request, self.pids, self.events.append)
@@ -313,6 +314,8 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
         from robust_train.launcher import stall_watch
         from robust_train.config.request import AttemptRequest
         from robust_train.config.trainer_ref import TrainerRef
+        from robust_train.model.gpu import GpuInfo
+        from robust_train.model.spec import AttemptSpec
 
         class Clock:
             now = 0.0
@@ -320,10 +323,10 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
                 return self.now
 
         stall_watch.time = clock = Clock()
+        spec = AttemptSpec((GpuInfo("{machine.uuid(0)}", "", 0, "", 1, 1, 0),), 8, 1)
         request = AttemptRequest(
-            TrainerRef("trainers.any"), complete({{}}), None, RobustConfig(), 1, Path(), None,
+            TrainerRef("trainers.any"), complete({{}}), None, RobustConfig(), spec, 1, Path(), None,
             {{}}, "/",
-            stall_timeout_seconds=None, gpu_uuids=("{machine.uuid(0)}",),
         )
         watch = stall_watch.StallWatch(request, [os.getpid()], lambda event: None)
         stands = None

@@ -14,6 +14,7 @@ from robust_train.config.composition import complete
 from robust_train.config.request import AttemptRequest
 from robust_train.config.trainer_ref import TrainerRef
 from robust_train.model.events import Event, Failed, TrainerSupports
+from robust_train.model.spec import AttemptSpec
 
 
 def reads_it(cfg):
@@ -44,6 +45,7 @@ def events_of(trainer: object, folder: Path) -> list[Event]:
         cfg=cfg,
         hydra_cfg=None,
         config=checked(cfg),
+        spec=AttemptSpec((), 8, 1),
         attempt=1,
         run_dir=folder,
         resume_checkpoint=None,

@@ -32,9 +32,9 @@ def policy(
     """The settings of a job whose run folder knows these sizes, by kind of device."""
     whole = complete(cfg)
     config = checked(whole)
-    knowledge = BatchKnowledge(whole, config, "my.trainer")
+    knowledge = BatchKnowledge(whole, "my.trainer")
     spec = AttemptSpec((), 1, 1)
-    prefix = knowledge.search_for(replace(spec, searches=True), PolicySettings(1)).key
+    prefix = knowledge.key_for(spec)
     keys = {prefix.removesuffix("cpu") + kind: size for kind, size in (found or {}).items()}
     known = policy_settings(config)
     return knowledge.informed(known, keys, requested)
@@ -125,9 +125,9 @@ def test_several_processes_are_not_probed_and_share_the_effective_batch():
 def test_what_does_not_change_memory_does_not_change_the_key():
     def key(trainer: str = "my.trainer", gpu: GpuInfo | None = GPU, **cfg: object) -> str:
         whole = complete(cfg)
-        knowledge = BatchKnowledge(whole, checked(whole), trainer)
+        knowledge = BatchKnowledge(whole, trainer)
         spec = AttemptSpec((gpu,) if gpu else (), 64, 1, searches=True)
-        return knowledge.search_for(spec, PolicySettings(64)).key
+        return knowledge.key_for(spec)
 
     same = key()
     assert key(training={"lr": 0.5, "batch_size": 8, "epochs": 3}, max_retries=9) == same

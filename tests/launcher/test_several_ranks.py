@@ -210,7 +210,8 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
         )
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
         stacks = tmp_path / "stacks"
-        request = SimpleNamespace(gpu_uuids=("GPU-a",), ranks=count, stacks_file=stacks)
+        spec = SimpleNamespace(gpus=("GPU-a",))
+        request = SimpleNamespace(spec=spec, ranks=count, stacks_file=stacks)
         interpreter.set_up(count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.model.attempt import Attempt, Exit
-from robust_train.model.decision import Decision
+from robust_train.model.decision import Decision, RetryRule
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo
@@ -13,6 +15,53 @@ from robust_train.model.spec import AttemptSpec
 from robust_train.policy.decide import Offers, decide, with_rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
+
+
+def policy(
+    batch_size: int = 64,
+    gradient_accumulation_steps: int = 1,
+    *,
+    num_workers: int = 0,
+    expandable_segments: bool = True,
+    may_use_expandable_segments: bool = True,
+    can_checkpoint: bool = False,
+    gradient_checkpointing: bool = False,
+    reports_start: bool = False,
+    rules: tuple[RetryRule, ...] = (),
+    **keys: Any,
+) -> PolicySettings:
+    """What decisions depend on in a job with these keys; ``reports_start``: of our trainer."""
+    target = "robust_train.vision.trainer.train" if reports_start else None
+    training = TrainingConfig(
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        num_workers=num_workers,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    config = RobustConfig(
+        training=training,
+        trainer=TrainerConfig(target),
+        retry=RetryConfig(rules),
+        **{"min_gpu_memory_mb": 0, **keys},
+    )
+    return PolicySettings.of(
+        config,
+        expandable_segments=expandable_segments,
+        may_use_expandable_segments=may_use_expandable_segments,
+        can_checkpoint=can_checkpoint,
+    )
+
+
+def changed(settings: PolicySettings, **keys: Any) -> PolicySettings:
+    """The settings of a job with other keys."""
+    config = settings.config
+    if keys.pop("reports_start", False):
+        config = replace(config, trainer=TrainerConfig("robust_train.vision.trainer.train"))
+    can_checkpoint = keys.pop("can_checkpoint", settings.can_checkpoint)
+    workers = keys.pop("num_workers", settings.asked.num_workers)
+    asked = replace(settings.asked, num_workers=workers)
+    config = replace(config, **keys)
+    return replace(settings, config=config, asked=asked, can_checkpoint=can_checkpoint)
 
 
 def gpu(index: int, free_gib: float) -> GpuInfo:

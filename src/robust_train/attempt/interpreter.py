@@ -326,7 +326,7 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
             handler.addFilter(lambda record: _mark(rank, record))
     with contextlib.suppress(OSError):  # a full disk, perhaps
         faulthandler.register(signals.DUMP_STACKS, file=request.stacks_file.open("a"))
-    if request.gpu_uuids:
+    if request.spec.gpus:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
     # it may have been imported before the number of ranks was known

@@ -42,6 +42,7 @@ from robust_train.host.votes import Flags
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
 from robust_train.model.events import Event, Failed, Finished, TrainerSupports
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.policy.batch_search import BatchSearch
 
 log = logging.getLogger("robust_train")
 
@@ -84,7 +85,10 @@ def run_attempt(
         flags=flags,
         has_live_status=request.has_live_status,
     )
-    run.batch_search = request.batch_search
+    if request.spec.searches:
+        run.batch_search = BatchSearch.of(
+            request.config, request.spec, request.search_key
+        )
     error: BaseException | None = None
     ending: Finished | Failed
     with stopping(stop_trainer(run)):

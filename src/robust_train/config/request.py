@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainer_ref import TrainerRef
 from robust_train.model.spec import AttemptSpec
-from robust_train.policy.batch_search import BatchSearch
 
 
 @dataclass(frozen=True)
@@ -23,26 +22,25 @@ class AttemptRequest:
     # Hydra's own config, so that `HydraConfig` and logging work in the trainer
     hydra_cfg: DictConfig | None
     config: RobustConfig  # the same in the types of the code
+    spec: AttemptSpec  # what it was made of
     attempt: int  # number of the attempt, counted from 1
     run_dir: Path
     resume_checkpoint: Path | None
     environ: dict[str, str]  # the whole environment of the attempt's process
     cwd: str
-    # an attempt without progress for this long is ended; 0 for never, None for what is learned
-    stall_timeout_seconds: float | None = 0.0
     longest_pause: float = 0.0  # between two reports in the job so far, seconds
-    gpu_uuids: tuple[str, ...] = ()
-    ranks: int = 1  # processes that run the trainer together
-    stop_grace_seconds: float = 20.0  # time for a last checkpoint
-    batch_search: BatchSearch | None = (
-        None  # the micro-batch is to be found before training
+    search_key: str = (
+        ""  # names what memory depends on, for a search of the micro-batch
     )
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
-    spec: AttemptSpec | None = None  # what it was made of
     job: str = ""  # identity of the job
-    of_first_rank: tuple[
-        str, ...
-    ] = ()  # variables in `environ` that the other ranks do without
+    # variables in `environ` that the other ranks do without
+    of_first_rank: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Processes that run the trainer together; a script starts its own."""
+        return 1 if self.config.is_script else self.spec.ranks
 
     @property
     def runs_script(self) -> bool:

@@ -195,14 +195,17 @@ class GuestJob(Job):
         self._failures = RankFailures(self.run_dir)
         # each restart is a launch, and the policy counts them
         self.config = replace(self.config, max_launches=0)
-        self.policy = replace(
-            self.policy,
-            cpu_ranks=party.guest.world_size,
-            may_switch_gpu=False,
+        # the engine decides on devices and the number of ranks: no other has to be named than one
+        # on which all ranks stay
+        config = replace(
+            self.config,
+            device="cpu",
+            auto_device=False,
             allow_cpu_fallback=False,
-            may_wait=False,
-            min_ranks=None,
+            wait_for_gpu=False,
+            min_num_gpus=None,
         )
+        self.policy = replace(self.policy, config=config)
 
     def _find_executor(self) -> InlineExecutor:
         function = function_of(self.trainer, self.trainer_ref)
@@ -313,7 +316,7 @@ def _follow(
         run_dir=run_dir,
         job=start["job"],
         checkpoint=start["checkpoint"] and Path(start["checkpoint"]),
-        search=None,
+        search_key="",
         longest_pause=0.0,
         has_live_status=False,
     )

@@ -126,8 +126,8 @@ class Job:
             )
         self.trainer = trainer or target_of(config)
         self.trainer_ref = TrainerRef.of(self.trainer, inline=config.runs_inline)
-        self.policy = policy_settings(config, can_checkpoint=False)
-        self.batch = BatchKnowledge(cfg, config, self.trainer)
+        self.policy = policy_settings(config)
+        self.batch = BatchKnowledge(cfg, self.trainer)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(run_dir, self.name)
         refuse_other_version(self.run_dir, resume=config.resume)
@@ -254,7 +254,7 @@ class Job:
         return first_decision(self.policy, group)
 
     def _find_devices(self) -> Group:
-        return self.devices.acquire(self.policy.fewer_ranks(self.policy.ranks))
+        return self.devices.acquire(self.policy.fewer_ranks(self.config.num_gpus))
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
@@ -354,7 +354,7 @@ class Job:
             run_dir=self.run_dir,
             job=job,
             checkpoint=self.checkpoint,
-            search=self.batch.search_for(spec, self.policy),
+            search_key=self.batch.key_for(spec),
             longest_pause=self.folder.state.longest_pause or 0.0,
             has_live_status=owns_terminal(self.config),
         )
@@ -382,7 +382,7 @@ class Job:
         attempt = with_advice(
             attempt,
             is_script=self.config.is_script,
-            is_built_in=self.policy.reports_start,
+            is_built_in=self.config.is_built_in,
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
@@ -412,8 +412,7 @@ class Job:
         """Record an event of the attempt."""
         match event:
             case TrainerSupports():
-                allowed = self.config.allow_gradient_checkpointing
-                self.policy = replace(self.policy, may_checkpoint_gradients=allowed)
+                self.policy = replace(self.policy, can_checkpoint=True)
                 return
             case CheckpointSaved():
                 self.checkpoint = Path(event.path)

@@ -16,7 +16,6 @@ from robust_train.launcher import flight_recorder
 from robust_train.launcher.environment import attempt_environment
 from robust_train.launcher.hydra_state import hydra_config
 from robust_train.model.spec import AttemptSpec
-from robust_train.policy.batch_search import BatchSearch
 
 
 def request_for(
@@ -30,8 +29,7 @@ def request_for(
     run_dir: Path,
     job: str,  # its identity
     checkpoint: Path | None,  # what it resumes from
-    search: BatchSearch
-    | None,  # the search for its micro-batch, None if the size is known
+    search_key: str,  # names what memory depends on
     longest_pause: float,  # between two reports in the job so far, seconds
     has_live_status: bool,  # the launcher shows steps and loss on a terminal
 ) -> AttemptRequest:
@@ -59,12 +57,7 @@ def request_for(
         environ={**environ, **trackers},
         of_first_rank=tuple(trackers),
         cwd=os.getcwd(),
-        stall_timeout_seconds=config.stall_timeout_seconds,
         longest_pause=longest_pause,
-        gpu_uuids=tuple(gpu.uuid for gpu in spec.gpus),
-        # a script starts its processes itself
-        ranks=1 if config.is_script else spec.ranks,
-        stop_grace_seconds=config.stop_grace_seconds,
-        batch_search=search,
+        search_key=search_key,
         has_live_status=has_live_status,
     )

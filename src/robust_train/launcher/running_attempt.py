@@ -61,7 +61,7 @@ class RunningAttempt:
         self._processes = processes
         self._request = request
         self._on_event = on_event
-        self._clock = AttemptClock(request.stop_grace_seconds)
+        self._clock = AttemptClock(request.config.stop_grace_seconds)
         pids = [one.pid for one in processes]
         self._watch = StallWatch(request, pids, on_event)
         self._votes = Votes(request.ranks) if request.ranks > 1 else None
@@ -138,7 +138,9 @@ class RunningAttempt:
         while self._unanswered:
             log.info(
                 "%s",
-                _stopping(self._unanswered.pop(), self._request.stop_grace_seconds),
+                _stopping(
+                    self._unanswered.pop(), self._request.config.stop_grace_seconds
+                ),
             )
         if clock.kills_now():
             self._signal_all(signal.SIGKILL)
@@ -187,10 +189,10 @@ class RunningAttempt:
         failed = [end for end in known if end.is_failure]
         if failed:
             knows = all(end.others_know for end in failed)
-            grace = self._request.stop_grace_seconds
+            grace = self._request.config.stop_grace_seconds
             self._clock.kill_in(grace if knows else _LAST_REPORT_SECONDS)
         elif len(known) == len(ends):
-            self._clock.kill_in(self._request.stop_grace_seconds)
+            self._clock.kill_in(self._request.config.stop_grace_seconds)
         self._limits_others = bool(failed) or len(known) == len(ends)
 
     def _exited(self) -> Exited:

@@ -89,7 +89,7 @@ class StallWatch:
         self._pulse = Pulse(longest=request.longest_pause)
         self._known = request.longest_pause
         self._ticked = time.monotonic()
-        limit = request.stall_timeout_seconds or SHORTEST_SECONDS
+        limit = request.config.stall_timeout_seconds or SHORTEST_SECONDS
         self._longest_tick = min(
             max(limit / 10, _LONGEST_TICK_SECONDS[0]), _LONGEST_TICK_SECONDS[1]
         )
@@ -123,12 +123,12 @@ class StallWatch:
     def poll(self) -> Standstill | None:
         """Return the standstill once the attempt hangs; warn when half of its limit is over."""
         self._let_time_pass()
-        found = standstill(self._request.stall_timeout_seconds, self._pulse)
+        found = standstill(self._request.config.stall_timeout_seconds, self._pulse)
         if found is None or self._ticked < self._next_look:
             return None
         if found.share >= _LOOKS_FROM_SHARE:
             self._look(found.limit_seconds)
-            found = standstill(self._request.stall_timeout_seconds, self._pulse)
+            found = standstill(self._request.config.stall_timeout_seconds, self._pulse)
             assert found is not None
         self._warn(found)
         return found if found.share >= 1 and not self._is_suspended else None
@@ -181,7 +181,7 @@ class StallWatch:
         )
 
     def _gpu_is_busy(self) -> bool:
-        uuids = self._request.gpu_uuids
+        uuids = tuple(gpu.uuid for gpu in self._request.spec.gpus)
         if not uuids or self._ticked < self._next_gpu:
             return False
         self._next_gpu = self._ticked + _GPU_SECONDS

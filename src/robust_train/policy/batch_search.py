@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
-from robust_train.policy.sizes import PolicySettings, sizes, with_accumulation
+from robust_train.policy.sizes import (
+    PolicySettings,
+    settings_of_batch,
+    sizes,
+    with_accumulation,
+)
 from robust_train.readable import MIB
 
 MOST_PROBES = 4  # Probes of one search
@@ -40,6 +46,16 @@ class BatchSearch:
         1.0  # of the device's memory, the most to count on; above 0 to 1
     )
     key: str = ""  # names model, data and device, so that the result can be remembered
+
+    @classmethod
+    def of(cls, config: RobustConfig, spec: AttemptSpec, key: str) -> BatchSearch:
+        """Return the search of an attempt."""
+        return cls(
+            effective_batch_size=spec.batch_size * spec.gradient_accumulation_steps,
+            min_batch_size=config.min_batch_size,
+            memory_share=config.memory.fraction / config.gpu_jobs_per_device,
+            key=key,
+        )
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Return the micro-batches to choose from in a batch of ``samples``, the smallest first;
@@ -73,11 +89,9 @@ def micro_batch_sizes(
     """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
     its own batches, where divisors are far apart."""
     least = min(min_batch_size, effective_batch_size)
-    settings = PolicySettings(batch_size=effective_batch_size, min_batch_size=least)
+    settings = settings_of_batch(effective_batch_size, min_batch_size=least)
     halved = {size for size, _ in sizes(settings)}
-    return tuple(
-        sorted(halved.union(exact_sizes(effective_batch_size, min_batch_size)))
-    )
+    return tuple(sorted(halved.union(exact_sizes(effective_batch_size, least))))
 
 
 def size_to_begin_with(
@@ -89,22 +103,23 @@ def size_to_begin_with(
     choices stand.
     """
     spec = replace(spec, searches=False)
-    own = [
-        attempt for attempt in history if attempt.spec.device_kind == spec.device_kind
-    ]
-    if any(_settles_batch(attempt) for attempt in own):
+    if any(
+        _settles_batch(attempt)
+        for attempt in history
+        if attempt.spec.device_kind == spec.device_kind
+    ):
         return spec, ""
     ranks = settings.for_ranks(spec.ranks)
     exact = exact_sizes(ranks.share, ranks.min_batch_size)
     # the job may go on with other sizes than it was requested with
-    requested = [size for size in exact if size <= (settings.requested_size or 0)]
+    requested = [size for size in exact if size <= settings.requested_size]
     if requested and not history and requested[-1] < spec.batch_size:
         return spec.with_batch(*with_accumulation(ranks, requested[-1])), (
             f"micro-batch {requested[-1]} instead of {spec.batch_size}, as 'robust-train run "
             "halve-batch' requested of this job; the effective batch size stays "
-            f"{settings.effective_batch_size}"
+            f"{settings.asked.effective_batch_size}"
         )
-    if not settings.finds_batch_size:
+    if not settings.config.finds_batch_size:
         return spec, ""
     earlier = settings.found_sizes.get(spec.device_kind)
     if earlier in exact:  # not if the ranks are others than then
@@ -113,10 +128,11 @@ def size_to_begin_with(
         )
         return spec.with_batch(*with_accumulation(ranks, earlier)), why
     whole = spec.with_batch(*with_accumulation(ranks, ranks.share))
-    if settings.can_probe and spec.ranks == 1:
+    is_script = settings.config.is_script
+    if spec.ranks == 1 and not is_script:
         return replace(whole, searches=True), ""
     return whole, (
-        f"training.batch_size=auto: {'several processes' if settings.can_probe else 'a script'} "
+        f"training.batch_size=auto: {'a script' if is_script else 'several processes'} "
         f"cannot be probed: training starts with {whole.batch_size} and halves when memory runs out"
     )
 

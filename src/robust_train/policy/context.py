@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
+from robust_train.model.decision import Retry, Room
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name, gpus_of
 from robust_train.model.spec import AttemptSpec
 from robust_train.policy.sizes import PolicySettings, with_accumulation
+from robust_train.readable import MIB
+
+NOTABLE_BYTES = 256 * MIB
+"""If other processes took at least this many bytes, they are blamed for running out of memory."""
 
 _MOST_PRESUMED = 20
 """How many attempts in a row may count as progress of which no step is known."""
@@ -27,6 +34,11 @@ class FailureContext:
     held: tuple[
         GpuInfo, ...
     ] = ()  # those that the job may use, but others have them now
+
+    @property
+    def config(self) -> RobustConfig:
+        """The job's config."""
+        return self.settings.config
 
     @property
     def attempt(self) -> Attempt:
@@ -87,16 +99,14 @@ class FailureContext:
             return False
         return (
             self.evidence.clue == Clue.MODEL
-            or self.settings.reports_start
+            or self.config.is_built_in
             or any(attempt.began_training for attempt in self.history)
         )
 
     @property
     def nothing_was_reported(self) -> bool:
         """Whether no attempt reported anything that shows a step: the batch may be no matter."""
-        return self.settings.may_report and not any(
-            one.has_begun for one in self.history
-        )
+        return not any(one.has_begun for one in self.history)
 
     @property
     def ran_out_alike_before(self) -> bool:
@@ -180,26 +190,30 @@ class FailureContext:
             failure is not None and failure.kind is self.failure.kind for failure in own
         )
 
-    def earlier_at_same_step(self) -> Iterable[Attempt]:
-        """Return the attempts before that failed in the same way at the same step.
+    @property
+    def earlier_at_same_step(self) -> tuple[Attempt, ...]:
+        """The attempts before that failed in the same way at the same step.
 
         Before the first step: since progress, for each attempt may fail there once in a while.
         """
-        is_at_start = self.attempt.end_step is None
-        for earlier in (self.since_progress if is_at_start else self.history)[:-1]:
-            if earlier.failure is None or earlier.failure.kind is not self.failure.kind:
-                continue
-            if earlier.end_step == self.attempt.end_step:
-                yield earlier
+        step = self.attempt.end_step
+        return tuple(
+            one
+            for one in (self.since_progress if step is None else self.history)[:-1]
+            if one.failure is not None
+            and one.failure.kind is self.failure.kind
+            and one.end_step == step
+        )
 
+    @property
     def faulty(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs not to return to after a fault.
+        """The UUIDs of the GPUs not to return to after a fault.
 
         On these the hardware failed, the same step failed twice, or faults go on without progress.
         """
         left: set[str] = set()
         seen: set[tuple[tuple[str, ...], int | None]] = set()
-        no_progress = self.failures_without_progress > self.settings.max_retries
+        no_progress = self.failures_without_progress > self.config.max_retries
         progress_at = len(self.history) - len(self.since_progress)
         for number, attempt in enumerate(self.history):
             failure, here = attempt.failure, uuids(failed_gpus(attempt))
@@ -217,6 +231,64 @@ class FailureContext:
     def new_in(self, group: Group) -> Group:
         """Return the GPUs of ``group`` that the attempt did not have."""
         return tuple(gpu for gpu in group if gpu not in self.last.gpus)
+
+    @property
+    def what_failed(self) -> str:
+        """What failed and where, for the beginning of a reason."""
+        failure, device = self.failure, device_name(self.failed_gpus)
+        if self.last.gpus and not self.failed_gpus:
+            device = "another node"
+        rank = "" if failure.rank is None else f" (rank {failure.rank})"
+        match failure.kind:
+            case FailureKind.DEVICE_OOM:
+                # a process without a launcher chose the GPU itself
+                where = device if self.last.gpus else "the GPU"
+                limit = " at this job's own limit (memory.fraction)"
+                return f"out of memory on {where}{rank}{limit if self.evidence.own_limit else ''}"
+            case FailureKind.HOST_OOM:
+                return f"out of memory on the host{rank}"
+            case FailureKind.DEVICE_FAULT:
+                return f"{device} failed ({failure.message})"
+            case FailureKind.DEVICE_UNAVAILABLE:
+                return f"{device} is not available ({failure.message})"
+        return failure.message
+
+    def retry(
+        self,
+        action: str,
+        how: str,
+        *,
+        pause_seconds: float = 0.0,
+        room: Room | None = None,
+        **changes: Any,
+    ) -> Retry:
+        """Return the retry with these changes of the spec; its reason is what failed and ``how``
+        to go on."""
+        spec = replace(self.last, **changes)
+        return Retry(
+            spec,
+            action,
+            self.what_failed + how,
+            self.warning_about(spec),
+            pause_seconds,
+            room,
+        )
+
+    def warning_about(self, spec: AttemptSpec) -> str | None:
+        """Return a sentence if the effective batch is no longer the requested one, once."""
+        wanted = self.settings.asked.effective_batch_size
+        now = spec.effective_batch_size
+        if now in (wanted, self.attempt.spec.effective_batch_size):
+            return None
+        if not self.config.preserve_effective_batch_size:
+            return (
+                f"the effective batch size is now {now} instead of {wanted}: "
+                "preserve_effective_batch_size is false"
+            )
+        return (
+            f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
+            f"effective batch size {wanted}; it is now {now}"
+        )
 
 
 def failed_gpus(attempt: Attempt) -> Group:
@@ -238,31 +310,6 @@ def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group 
 def uuids(gpus: Group) -> tuple[str, ...]:
     """Return the identities of ``gpus``."""
     return tuple(gpu.uuid for gpu in gpus)
-
-
-def what_failed(context: FailureContext) -> str:
-    """Return what failed and where, for the beginning of a reason."""
-    failure, device = context.failure, device_name(context.failed_gpus)
-    if context.last.gpus and not context.failed_gpus:
-        device = "another node"
-    rank = "" if failure.rank is None else f" (rank {failure.rank})"
-    if failure.kind is FailureKind.DEVICE_OOM:
-        limit = (
-            " at this job's own limit (memory.fraction)"
-            if failure.evidence.own_limit
-            else ""
-        )
-        where = (
-            device if context.last.gpus else "the GPU"
-        )  # of a process that chose it itself
-        return f"out of memory on {where}{rank}{limit}"
-    if failure.kind is FailureKind.HOST_OOM:
-        return f"out of memory on the host{rank}"
-    if failure.kind is FailureKind.DEVICE_FAULT:
-        return f"{device} failed ({failure.message})"
-    if failure.kind is FailureKind.DEVICE_UNAVAILABLE:
-        return f"{device} is not available ({failure.message})"
-    return failure.message
 
 
 def is_hardware_fault(evidence: Evidence) -> bool:

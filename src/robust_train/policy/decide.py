@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from robust_train.failures.bounded_search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import Decision, GiveUp, Retry, RetryRule
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.model.spec import AttemptSpec
 from robust_train.policy import remedies
@@ -79,18 +79,8 @@ def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
     """Return the requested batch on these GPUs, or on the CPU."""
-    settings = settings.for_ranks(len(gpus) or settings.cpu_ranks)
-    return AttemptSpec(
-        gpus=gpus,
-        ranks=settings.ranks,
-        batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        num_workers=settings.num_workers,
-        prefetch_factor=settings.prefetch_factor,
-        expandable_segments=settings.expandable_segments,
-        has_batch=settings.has_batch,
-    )
+    asked = settings.for_ranks(len(gpus) or settings.cpu_ranks).asked
+    return replace(asked, gpus=gpus)
 
 
 def decide(
@@ -192,11 +182,7 @@ def _has_same_split(retry: Retry, context: FailureContext) -> bool:
 
 def _why_give_up(context: FailureContext) -> str:
     """Return one sentence: what failed, and with what it was tried."""
-    kind, message, settings = (
-        context.failure.kind,
-        context.failure.message,
-        context.settings,
-    )
+    kind, message = context.failure.kind, context.failure.message
     if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         return message if rank is None else f"{message} (rank {rank})"
@@ -225,7 +211,11 @@ def _why_give_up(context: FailureContext) -> str:
         f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items()
     )
     if kind.is_memory:
-        hint = "" if settings.allow_cpu_fallback else " (allow_cpu_fallback is false)"
+        hint = (
+            ""
+            if context.config.allow_cpu_fallback
+            else " (allow_cpu_fallback is false)"
+        )
         if not any(attempt.has_begun for attempt in context.history):
             hint += "; no attempt reported a step: where model or data do not fit, no batch does"
         if context.keeps_batch:
@@ -248,9 +238,9 @@ def with_rule(
     if failure is None or attempt.stopped_for is not None:
         return attempt
     context = FailureContext(settings, (*earlier, attempt), ())
-    for number, rule in enumerate(settings.rules):
+    for number, rule in enumerate(settings.config.retry.rules):
         has_tries = rule.then == "stop" or _tries(context, number) < _most(
-            settings, rule
+            context, rule
         )
         if has_tries and _fits(rule, attempt) and _can(rule, context):
             break
@@ -261,11 +251,14 @@ def with_rule(
         return attempt
     why = _why(replace(context, history=(*earlier, attempt)))
     evidence = replace(failure.evidence, clue=Clue.HARDWARE)
-    fault = FailureKind.DEVICE_FAULT
-    failure = replace(
-        failure, kind=fault, message=f"{why}: {EXCLUDE_GPU}", evidence=evidence
+    fault = Failure(
+        FailureKind.DEVICE_FAULT,
+        f"{why}: {EXCLUDE_GPU}",
+        evidence,
+        failure.advice,
+        failure.rank,
     )
-    return replace(attempt, failure=failure)
+    return replace(attempt, failure=fault)
 
 
 def _by_rule(context: FailureContext) -> Decision | None:
@@ -273,16 +266,15 @@ def _by_rule(context: FailureContext) -> Decision | None:
     number = context.attempt.rule
     if number is None:
         return None
-    match context.settings.rules[number].then:
+    why = _why(context)
+    match context.config.retry.rules[number].then:
         case "stop":
-            return GiveUp(f"{_why(context)}: stop")
+            return GiveUp(f"{why}: stop")
         case "smaller_batch":
-            return remedies.halved(
-                context, "halve_batch", f"{_why(context)}: micro-batch "
-            )
+            return remedies.halved(context, "halve_batch", f"{why}: ")
         case "retry":
-            pause = remedies.pause_before(context.settings, _tries(context, number))
-            reason = f"{_why(context)}: the same again in {pause:g} s"
+            pause = remedies.pause_before(context, _tries(context, number))
+            reason = f"{why}: the same again in {pause:g} s"
             return Retry(context.last, "retry", reason, pause_seconds=pause)
     return None  # the remedies for a GPU whose hardware failed
 
@@ -291,9 +283,9 @@ def _why(context: FailureContext) -> str:
     """Return the failure, the rule that applies to it, and which try of the rule this is."""
     number = context.attempt.rule
     assert number is not None
-    rule, which = context.settings.rules[number], ""
+    rule, which = context.config.retry.rules[number], ""
     if rule.then != "stop":
-        which = f" ({_tries(context, number)} of {_most(context.settings, rule)})"
+        which = f" ({_tries(context, number)} of {_most(context, rule)})"
     return f"{context.failure.message}; retry.rules[{number}]{which}"
 
 
@@ -302,8 +294,8 @@ def _tries(context: FailureContext, number: int) -> int:
     return sum(attempt.rule == number for attempt in context.since_progress)
 
 
-def _most(settings: PolicySettings, rule: RetryRule) -> int:
-    return settings.max_retries if rule.times is None else rule.times
+def _most(context: FailureContext, rule: RetryRule) -> int:
+    return context.config.max_retries if rule.times is None else rule.times
 
 
 def _fits(rule: RetryRule, attempt: Attempt) -> bool:

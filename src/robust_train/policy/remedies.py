@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from robust_train.model.decision import Retry, Room
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
-from robust_train.model.spec import AttemptSpec
 from robust_train.policy.context import (
+    NOTABLE_BYTES,
     FailureContext,
     exchanged,
     failed_gpus,
     is_hardware_fault,
     uuids,
-    what_failed,
 )
-from robust_train.policy.sizes import PolicySettings, largest_up_to, next_smaller, sizes
-from robust_train.readable import MIB, mib
-
-NOTABLE_BYTES = 256 * MIB
-"""If other processes took at least this many bytes, they are blamed for running out of memory."""
+from robust_train.policy.sizes import largest_up_to, next_smaller, sizes
+from robust_train.readable import mib
 
 ALIKE = 0.9
 """Share of a GPU's free memory that another must have to count as much like it."""
@@ -36,48 +31,45 @@ Rule = Callable[[FailureContext], "Retry | None"]
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
     """Retry the same batch where others left room, or when there is room again."""
-    settings, taken = context.settings, context.attempt.taken_by_others_bytes
-    if (
-        not context.last.gpus
-        or taken < NOTABLE_BYTES
-        or not _would_have_fitted(context, taken)
-    ):
+    taken, evidence = context.attempt.taken_by_others_bytes, context.evidence
+    had_enough = (evidence.free_bytes or 0) + taken >= (evidence.requested_bytes or 0)
+    # where our own limit was reached, what others took would not have sufficed
+    is_theirs = taken >= NOTABLE_BYTES and had_enough and not evidence.own_limit
+    here = (context.last.device_key, context.last.batch_size)
+    tries = sum(
+        (one.spec.device_key, one.spec.batch_size) == here
+        for one in context.since_progress
+    )
+    if not context.last.gpus or not is_theirs or tries > context.config.max_retries:
         return None
-    if _tries_of_the_same(context) > settings.max_retries:
-        return None
-    needed = context.attempt.gpu_free_before_bytes
-    assert needed is not None
-    why = f"{what_failed(context)}, but others took {mib(taken)} of it meanwhile"
+    needed = context.attempt.gpu_free_before_bytes or 0
+    why = f", but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
     group = exchanged(context.last.gpus, context.failed_gpus, offers)
-    if group is not None:
+    if group:
         new = context.new_in(group)
         free = mib(min(gpu.free_bytes for gpu in new))
-        reason = f"{why}; {device_name(new)} has {free} free: same batch there"
-        return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
-    if not settings.may_wait:
+        how = f"{why}; {device_name(new)} has {free} free: same batch there"
+        return context.retry("switch_gpu", how, gpus=group)
+    if not context.config.wait_for_gpu:
         return None
-    reason = f"{why}: same batch when {mib(needed)} are free there again"
-    return Retry(
-        context.last, "wait", reason, room=Room(uuids(context.failed_gpus), needed)
-    )
+    how = f"{why}: same batch when {mib(needed)} are free there again"
+    return context.retry("wait", how, room=Room(uuids(context.failed_gpus), needed))
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
     """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
     last = context.last
+    failures = (one.failure for one in context.history)
+    is_refused = any(one and one.evidence.clue == Clue.DRIVER for one in failures)
+    is_possible = context.settings.may_use_expandable_segments and not is_refused
     if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
         return None
-    if not context.settings.may_use_expandable_segments or _driver_refused_segments(
-        context
-    ):
+    if not is_possible:
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
-    reason = (
-        f"{what_failed(context)} with {unused} reserved but unused: fragmentation; same batch "
-        "with expandable segments"
-    )
-    return Retry(replace(last, expandable_segments=True), "expandable_segments", reason)
+    how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
+    return context.retry("expandable_segments", how, expandable_segments=True)
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
@@ -87,45 +79,40 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     if has_none or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
-    reason = (
-        f"{what_failed(context)}: {last.num_workers} → {workers} data-loader workers"
-    )
+    how = f": {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
-        reason += f", {last.prefetch_factor} → {prefetch} batches ahead"
-    spec = replace(last, num_workers=workers, prefetch_factor=prefetch)
-    return Retry(spec, "fewer_workers", reason)
+        how += f", {last.prefetch_factor} → {prefetch} batches ahead"
+    return context.retry(
+        "fewer_workers", how, num_workers=workers, prefetch_factor=prefetch
+    )
 
 
 def halve_batch(context: FailureContext) -> Retry | None:
     """Half the micro-batch on the same device, while that can help."""
-    settings, last = context.settings, context.last
-    if last.batch_size <= settings.min_batch_size or context.failed_before_training:
+    is_smallest = context.last.batch_size <= context.settings.min_batch_size
+    if is_smallest or context.failed_before_training:
         return None
     if _confirmed_by_another_gpu(context):
         return None
-    if context.ran_out_alike_before and not settings.finds_batch_size:
+    is_last = context.smaller_batches_tried_here >= context.config.max_retries
+    is_in_vain = is_last or context.ran_out_alike_before
+    if is_in_vain and not context.config.finds_batch_size:
         return None
-    is_last = context.smaller_batches_tried_here >= settings.max_retries
-    if is_last and not settings.finds_batch_size:
-        return None
-    why = what_failed(context)
+    silence = ""
     if context.nothing_was_reported:
-        why += ", and no step was reported, so the batch may not matter"
-    return halved(context, "halve_batch", f"{why}: micro-batch ")
+        silence = ", and no step was reported, so the batch may not matter"
+    return halved(context, "halve_batch", f"{context.what_failed}{silence}: ")
 
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
     """Half the micro-batch on the same device because the user asks for it."""
-    action, why = (
-        "halve_batch_on_request",
-        "requested by 'robust-train run halve-batch': ",
+    action = "halve_batch_on_request"
+    why, size = "requested by 'robust-train run halve-batch': ", context.last.batch_size
+    if size > context.settings.min_batch_size:
+        return halved(context, action, why)
+    return Retry(
+        context.last, action, f"{why}micro-batch {size} is the smallest already"
     )
-    if context.last.batch_size <= context.settings.min_batch_size:
-        size = context.last.batch_size
-        return Retry(
-            context.last, action, f"{why}micro-batch {size} is the smallest already"
-        )
-    return halved(context, action, f"{why}micro-batch ")
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
@@ -140,14 +127,20 @@ def switch_gpu(context: FailureContext) -> Retry | None:
     if not group:
         return None
     offered = min(gpu.free_bytes for gpu in group)
-    batch_size, accumulation = _size_that_should_fit(context, had=had, offered=offered)
-    spec = replace(context.last.with_batch(batch_size, accumulation), gpus=group)
-    reason = (
-        f"{what_failed(context)} at micro-batch {context.last.batch_size}; {spec.device} has "
-        f"{mib(offered)} free ({mib(had)} were free on {device_name(context.failed_gpus)})"
+    # memory is near-affine in the micro-batch with a constant part above zero, so k times the
+    # memory holds at least k times the micro-batch that almost fitted
+    at_most = context.last.batch_size * offered / max(had, 1)
+    batch_size, accumulation = largest_up_to(context.sizes, at_most)
+    how = (
+        f" at micro-batch {context.last.batch_size}; {device_name(group)} has {mib(offered)} free "
+        f"({mib(had)} were free on {device_name(context.failed_gpus)})"
     )
-    return Retry(
-        spec, "switch_gpu", reason, effective_batch_warning(context.settings, spec)
+    return context.retry(
+        "switch_gpu",
+        how,
+        gpus=group,
+        batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
     )
 
 
@@ -161,14 +154,14 @@ def second_opinion(context: FailureContext) -> Retry | None:
     if _confirmed_by_another_gpu(context):
         return None
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had]
-    group = exchanged(context.last.gpus, short, offers)
-    if not group:
-        return None
-    reason = (
-        f"{what_failed(context)} at micro-batch {context.last.batch_size}: same size once on "
-        f"{device_name(context.new_in(group))}, which has about as much memory free, before the CPU"
+    how = f" at micro-batch {context.last.batch_size}: same size once on "
+    return _exchange(
+        context,
+        short,
+        offers,
+        how,
+        ", which has about as much memory free, before the CPU",
     )
-    return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -179,54 +172,43 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
     last = context.last
     if not last.gpus or not last.expandable_segments or context.attempt.has_begun:
         return None
-    if (
-        not context.settings.may_use_expandable_segments
-        or context.evidence.clue != Clue.DRIVER
-    ):
+    is_drivers = context.evidence.clue == Clue.DRIVER
+    if not is_drivers or not context.settings.may_use_expandable_segments:
         return None
-    reason = (
-        f"{what_failed(context)} before the first step: the same again without expandable "
-        "segments, which this driver may not support"
+    how = (
+        " before the first step: the same again without expandable segments, which this driver may "
+        "not support"
     )
-    return Retry(
-        replace(last, expandable_segments=False), "no_expandable_segments", reason
-    )
+    return context.retry("no_expandable_segments", how, expandable_segments=False)
 
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
     """Start over on the same GPU: most faults break the process's context, not the GPU."""
-    if not context.gpus_are_available or context.faulty().intersection(
-        uuids(context.failed_gpus)
-    ):
+    failed = context.failed_gpus
+    if not context.gpus_are_available or context.faulty.intersection(uuids(failed)):
         return None
-    where = device_name(context.failed_gpus)
-    reason = f"{what_failed(context)}: a new process on {where}"
-    return Retry(context.last, "retry", reason)
+    return context.retry("retry", f": a new process on {device_name(failed)}")
 
 
 def other_gpu(context: FailureContext) -> Retry | None:
     """Retry the same batch on the best GPU not tried yet."""
-    group = exchanged(context.last.gpus, context.failed_gpus, _untried(context))
-    if not group:
-        return None
-    reason = (
-        f"{what_failed(context)}: same batch on {device_name(context.new_in(group))}"
+    return _exchange(
+        context, context.failed_gpus, _untried(context), ": same batch on "
     )
-    return Retry(replace(context.last, gpus=group), "switch_gpu", reason)
 
 
 def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     """Wait for the first GPU that becomes free: others have those that would do."""
-    settings, faulty = context.settings, context.faulty()
-    others = [gpu for gpu in context.held if gpu.uuid not in faulty]
-    if len(others) < len(context.failed_gpus) or not context.last.gpus:
+    config, count = context.config, len(context.last.gpus)
+    others = [gpu for gpu in context.held if gpu.uuid not in context.faulty]
+    if len(others) < len(context.failed_gpus) or not count:
         return None
-    if not settings.may_wait or not settings.may_switch_gpu:
+    if not config.wait_for_gpu or not config.auto_device:
         return None
-    reason = f"{what_failed(context)}: same batch on the next GPU that becomes free"
-    exclude, count = tuple(sorted(faulty)), len(context.last.gpus)
-    room = Room((), settings.min_gpu_memory_bytes, exclude, (count,))
-    return Retry(context.last, "wait", reason, room=room)
+    exclude = tuple(sorted(context.faulty))
+    room = Room((), config.min_gpu_memory_bytes, exclude, (count,))
+    how = ": same batch on the next GPU that becomes free"
+    return context.retry("wait", how, room=room)
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
@@ -234,7 +216,7 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
 
     Where memory ran out: on those of the group that had more than the GPU on which it did.
     """
-    excluded, least = {*context.faulty()}, context.settings.min_gpu_memory_bytes
+    excluded, least = {*context.faulty}, context.config.min_gpu_memory_bytes
     most = len(context.last.gpus)
     if context.failure.kind is FailureKind.DEVICE_OOM:
         had, short = _shortest(context)
@@ -247,9 +229,11 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     if not counts:
         return None
     room = Room((), least, tuple(sorted(excluded)), counts)
-    what = f"{what_failed(context)} and no other GPU is available"
-    reason = f"{what}: on with fewer GPUs (min_num_gpus={context.settings.min_ranks})"
-    return Retry(context.last, "fewer_gpus", reason, room=room)
+    how = (
+        " and no other GPU is available: on with fewer GPUs "
+        f"(min_num_gpus={context.config.min_num_gpus})"
+    )
+    return context.retry("fewer_gpus", how, room=room)
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:
@@ -261,58 +245,54 @@ def busy_gpu_again(context: FailureContext) -> Retry | None:
 
 def wait_for_turn(context: FailureContext) -> Retry | None:
     """Retry on the next available GPU: another job was faster on this one."""
-    settings, ours = context.settings, uuids(context.last.gpus)
-    if (
-        not ours
-        or not settings.may_wait
-        or {gpu.uuid for gpu in context.gpus}.issuperset(ours)
-    ):
+    config, ours = context.config, uuids(context.last.gpus)
+    is_taken = bool(ours) and not {*uuids(context.gpus)}.issuperset(ours)
+    if not is_taken or not config.wait_for_gpu:
         return None
-    if context.failures_without_progress > settings.max_retries:
+    if context.failures_without_progress > config.max_retries:
         return None
-    what = what_failed(context)
-    reason = f"{what}, and someone else has it: same batch on the next available GPU"
-    only = () if settings.may_switch_gpu else ours
-    room = Room(only, settings.min_gpu_memory_bytes, counts=(len(ours),))
-    return Retry(context.last, "wait", reason, room=room)
+    only = () if config.auto_device else ours
+    room = Room(only, config.min_gpu_memory_bytes, counts=(len(ours),))
+    how = ", and someone else has it: same batch on the next available GPU"
+    return context.retry("wait", how, room=room)
 
 
 def same_again(context: FailureContext) -> Retry | None:
     """Retry after a pause that doubles each time: peers, networks and devices come back."""
     failures = context.failures_without_progress
-    if failures > context.settings.max_retries:
+    if failures > context.config.max_retries:
         return None
-    pause = pause_before(context.settings, failures)
-    reason = f"{what_failed(context)}: the same again in {pause:g} s"
-    return Retry(context.last, "retry", reason, pause_seconds=pause)
+    pause = pause_before(context, failures)
+    return context.retry(
+        "retry", f": the same again in {pause:g} s", pause_seconds=pause
+    )
 
 
 def killed_again(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint: someone killed the process without a request."""
     if context.evidence.clue != Clue.KILLED:
         return None
-    if context.failures_without_progress > context.settings.max_retries:
+    if context.failures_without_progress > context.config.max_retries:
         return None
     where = device_name(context.last.gpus)
-    reason = (
-        f"{what_failed(context)}: the same again on {where} from the last checkpoint"
+    return context.retry(
+        "retry", f": the same again on {where} from the last checkpoint"
     )
-    return Retry(context.last, "retry", reason)
 
 
 def same_fault_elsewhere(context: FailureContext) -> str | None:
     """Return why the device is not to blame: the same fault at the same step on two devices."""
     if is_hardware_fault(context.evidence):
         return None
-    here = uuids(context.failed_gpus)
-    for earlier in context.earlier_at_same_step():
-        if uuids(failed_gpus(earlier)) != here:
+    here = context.failed_gpus
+    for earlier in context.earlier_at_same_step:
+        there = failed_gpus(earlier)
+        if uuids(there) != uuids(here):
             step = context.attempt.end_step
             where = "before the first step" if step is None else f"at step {step}"
             return (
-                f"the same failure {where} on two devices ({device_name(failed_gpus(earlier))} "
-                f"and {device_name(context.failed_gpus)}) is not the device's: "
-                f"{context.failure.message}"
+                f"the same failure {where} on two devices ({device_name(there)} and "
+                f"{device_name(here)}) is not the device's: {context.failure.message}"
             )
     return None
 
@@ -322,53 +302,57 @@ def same_fault_elsewhere(context: FailureContext) -> str | None:
 
 def checkpoint_gradients(context: FailureContext) -> Retry | None:
     """Retry the smallest micro-batch, with activations recomputed instead of kept."""
-    settings, last = context.settings, context.last
-    if not settings.may_checkpoint_gradients or last.gradient_checkpointing:
+    last, config = context.last, context.config
+    is_possible = (
+        config.allow_gradient_checkpointing and context.settings.can_checkpoint
+    )
+    if not is_possible or last.gradient_checkpointing or context.failed_before_training:
         return None
-    # on a GPU it is there that activations lie
-    is_hosts = context.failure.kind is FailureKind.HOST_OOM and bool(last.gpus)
-    if context.failed_before_training or is_hosts:
+    # activations lie on the GPU, if there is one
+    if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
         return None
     *_, (size, accumulation) = sizes(context.sizes)
-    spec = replace(last.with_batch(size, accumulation), gradient_checkpointing=True)
     change = (
         f" at micro-batch {last.batch_size}: {size}" if last.has_batch else ": again"
     )
-    reason = (
-        f"{what_failed(context)}{change} with gradient checkpointing: the same gradients in about "
-        "a third more time (allow_gradient_checkpointing)"
+    how = (
+        f"{change} with gradient checkpointing: the same gradients in about a third more time "
+        "(allow_gradient_checkpointing)"
     )
-    warning = effective_batch_warning(settings, spec)
-    return Retry(spec, "gradient_checkpointing", reason, warning)
+    return context.retry(
+        "gradient_checkpointing",
+        how,
+        batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        gradient_checkpointing=True,
+    )
 
 
 def again_after_progress(context: FailureContext) -> Retry | None:
     """Repeat in a new process as long as each attempt saves a later checkpoint: memory leaks."""
     if not context.got_further or context.failed_before_training:
         return None
-    reason = f"{what_failed(context)}, but got further: the same again from the last checkpoint"
-    return Retry(context.last, "retry", reason)
+    how = ", but got further: the same again from the last checkpoint"
+    return context.retry("retry", how)
 
 
 def cpu_fallback(context: FailureContext) -> Retry | None:
     """Take the CPU at the requested batch, once, where the user allows it."""
-    if not context.settings.allow_cpu_fallback or "cpu" in context.tried_devices:
+    if not context.config.allow_cpu_fallback or "cpu" in context.tried_devices:
         return None
-    settings = context.settings.for_ranks(context.settings.cpu_ranks)
-    spec = replace(
-        context.last,
-        gpus=(),
-        ranks=settings.ranks,
-        gradient_checkpointing=settings.gradient_checkpointing,
-    )
-    spec = spec.with_batch(settings.batch_size, settings.gradient_accumulation_steps)
-    why = f"{what_failed(context)} and no other GPU is available: on the CPU"
+    asked = context.settings.for_ranks(context.settings.cpu_ranks).asked
+    how = " and no other GPU is available: on the CPU"
     if context.failure.kind is FailureKind.DEVICE_OOM:
-        size = context.last.batch_size
-        why = (
-            f"{what_failed(context)} at micro-batch {size} and no GPU has more to offer"
-        )
-    return Retry(spec, "cpu_fallback", why)
+        how = f" at micro-batch {context.last.batch_size} and no GPU has more to offer"
+    return context.retry(
+        "cpu_fallback",
+        how,
+        gpus=(),
+        ranks=asked.ranks,
+        batch_size=asked.batch_size,
+        gradient_accumulation_steps=asked.gradient_accumulation_steps,
+        gradient_checkpointing=asked.gradient_checkpointing,
+    )
 
 
 # --- what rules share -----------------------------------------------------------------------------
@@ -376,16 +360,31 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
 
 def _untried(context: FailureContext) -> list[GpuInfo]:
     """Return GPUs to take now that had no attempt since progress, best first."""
-    if not context.settings.may_switch_gpu:
+    if not context.config.auto_device:
         return []
-    left = context.tried_devices | context.faulty()
+    left = context.tried_devices | context.faulty
     return [
         gpu
         for gpu in context.gpus
         if gpu.uuid not in left
         and gpu.unusable is None
-        and gpu.free_bytes >= context.settings.min_gpu_memory_bytes
+        and gpu.free_bytes >= context.config.min_gpu_memory_bytes
     ]
+
+
+def _exchange(
+    context: FailureContext,
+    leaving: Group,
+    offers: Sequence[GpuInfo],
+    how: str,
+    why: str = "",
+) -> Retry | None:
+    """Return the retry of the same batch on offered GPUs, whose names stand between two texts."""
+    group = exchanged(context.last.gpus, leaving, offers)
+    if not group:
+        return None
+    new = device_name(context.new_in(group))
+    return context.retry("switch_gpu", f"{how}{new}{why}", gpus=group)
 
 
 def _shortest(context: FailureContext) -> tuple[int, Group]:
@@ -397,7 +396,7 @@ def _shortest(context: FailureContext) -> tuple[int, Group]:
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
     """Return whether memory ran out so on another GPU with no less, at this step and size."""
     (had, _), here = _shortest(context), {*uuids(context.failed_gpus)}
-    for earlier in context.earlier_at_same_step():
+    for earlier in context.earlier_at_same_step:
         there = failed_gpus(earlier)
         if not here or not there or here.intersection(uuids(there)):
             continue
@@ -405,75 +404,25 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         if earlier.taken_by_others_bytes >= NOTABLE_BYTES:
             continue
         reached = earlier.micro_batch or earlier.spec.batch_size
-        if (
-            reached <= context.last.batch_size
-            and min(gpu.free_bytes for gpu in there) >= had
-        ):
+        had_no_less = min(gpu.free_bytes for gpu in there) >= had
+        if reached <= context.last.batch_size and had_no_less:
             return True
     return False
 
 
-def _driver_refused_segments(context: FailureContext) -> bool:
-    failures = (attempt.failure for attempt in context.history)
-    return any(failure and failure.evidence.clue == Clue.DRIVER for failure in failures)
-
-
-def _would_have_fitted(context: FailureContext, taken: int) -> bool:
-    """Return whether what others took would have sufficed; not where our limit was reached."""
-    evidence = context.evidence
-    if evidence.own_limit:
-        return False
-    return (evidence.free_bytes or 0) + taken >= (evidence.requested_bytes or 0)
-
-
-def _tries_of_the_same(context: FailureContext) -> int:
-    here = (context.last.device_key, context.last.batch_size)
-    return sum(
-        (a.spec.device_key, a.spec.batch_size) == here for a in context.since_progress
-    )
-
-
-def _size_that_should_fit(
-    context: FailureContext, *, had: int, offered: int
-) -> tuple[int, int]:
-    """Return the largest size within the share by which ``offered`` bytes are more than ``had``.
-
-    Memory is near-affine in the micro-batch with a constant part above zero, so ``k`` times the
-    memory holds at least ``k`` times the micro-batch that almost fitted.
-    """
-    at_most = context.last.batch_size * offered / max(had, 1)
-    return largest_up_to(context.sizes, at_most)
-
-
-def pause_before(settings: PolicySettings, tries: int) -> float:
+def pause_before(context: FailureContext, tries: int) -> float:
     """Return the seconds before a try of the same: they double each time, up to an hour."""
-    first = settings.retry_pause_seconds
+    first = context.config.retry_pause_seconds
     return min(first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS))
 
 
 def halved(context: FailureContext, action: str, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last = context.last
-    batch_size, accumulation = next_smaller(context.sizes, last.batch_size)
-    spec = last.with_batch(batch_size, accumulation)
-    before = last.gradient_accumulation_steps
+    size, accumulation = next_smaller(context.sizes, last.batch_size)
     reason = (
-        f"{why}{last.batch_size} → {batch_size}, accumulation {before} → {accumulation}"
+        f"{why}micro-batch {last.batch_size} → {size}, accumulation "
+        f"{last.gradient_accumulation_steps} → {accumulation}"
     )
-    return Retry(spec, action, reason, effective_batch_warning(context.settings, spec))
-
-
-def effective_batch_warning(settings: PolicySettings, spec: AttemptSpec) -> str | None:
-    """Return a sentence where the effective batch is no longer the requested one."""
-    wanted = settings.effective_batch_size
-    if spec.effective_batch_size == wanted:
-        return None
-    if not settings.preserve_effective_batch_size:
-        return (
-            f"the effective batch size is now {spec.effective_batch_size} instead of {wanted}: "
-            "preserve_effective_batch_size is false"
-        )
-    return (
-        f"no micro-batch from {settings.min_batch_size} to {spec.batch_size} divides the effective "
-        f"batch size {wanted}; it is now {spec.effective_batch_size}"
-    )
+    spec = last.with_batch(size, accumulation)
+    return Retry(spec, action, reason, context.warning_about(spec))

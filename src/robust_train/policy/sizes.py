@@ -4,107 +4,113 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from robust_train.model.decision import RetryRule
+from robust_train.config.placeholders import placeholders_in
+from robust_train.config.schema import RobustConfig, TrainingConfig
+from robust_train.model.spec import AttemptSpec
 
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the user asked for, as far as decisions depend on it."""
+    """What the user asked for, and what is known beside it."""
 
-    batch_size: int  # requested micro-batch of each rank
-    gradient_accumulation_steps: int = 1  # requested accumulation of each rank
-    ranks: int = 1  # requested processes that share a step, one for each GPU
-    cpu_ranks: int = 1  # processes on the CPU
-    min_ranks: int | None = (
-        None  # fewest GPUs to go on with; None: never fewer than `ranks`
-    )
-    num_workers: int = 0  # requested data-loader workers
-    min_batch_size: int = 4  # no attempt uses a smaller micro-batch
-    # smaller micro-batches tried on one device, and failures in the same way, before something
-    # else is tried; both since the last checkpoint of a later step
-    max_retries: int = 3
-    may_switch_gpu: bool = True  # whether another GPU may be taken
-    allow_cpu_fallback: bool = True  # whether the CPU may be taken in the end
-    # whether accumulation grows as the micro-batch shrinks
-    preserve_effective_batch_size: bool = True
-    min_gpu_memory_bytes: int = 0  # memory a GPU must have free to be taken
-    prefetch_factor: int = (
-        2  # requested batches that each data-loader worker prepares ahead
-    )
-    expandable_segments: bool = True  # what the allocator uses from the start
-    may_use_expandable_segments: bool = (
-        True  # False where the user's own environment settles it
-    )
-    may_wait: bool = (
-        True  # whether to wait for a GPU or for memory that other processes took
-    )
-    retry_pause_seconds: float = (
-        10.0  # before the first retry of the same thing; doubles with each
-    )
-    # `training.batch_size=auto`: `batch_size` is only the largest, so halving it is no retry
-    finds_batch_size: bool = False
-    can_probe: bool = (
-        True  # an attempt can find the size before it trains; a script cannot
-    )
-    found_sizes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by earlier launches, by device
-    requested_size: int | None = (
-        None  # in an earlier launch, by `robust-train run halve-batch`
-    )
-    may_report: bool = True  # an attempt can report its steps, if its trainer does
-    reports_start: bool = False  # the trainer is known to report when training begins
-    has_batch: bool = True  # the trainer is given a batch size
-    gradient_checkpointing: bool = False  # what the user asked for
-    # whether it may be turned on: the trainer heeds it, and the user allows it
-    may_checkpoint_gradients: bool = False
-    rules: tuple[RetryRule, ...] = ()  # the user's own, in order
+    config: RobustConfig
+    # the requested batch, workers and so on of each rank; its GPUs are left open
+    asked: AttemptSpec
+    # False if the user's own environment, or WSL, settles it
+    may_use_expandable_segments: bool = True
+    # the trainer supports `training.gradient_checkpointing`
+    can_checkpoint: bool = False
+    # micro-batches that earlier launches found, by kind of device
+    found_sizes: Mapping[str, int] = field(default_factory=dict)
+    # the one that `robust-train run halve-batch` led to in an earlier launch; 0: none
+    requested_size: int = 0
+
+    @classmethod
+    def of(
+        cls, config: RobustConfig, *, expandable_segments: bool = True, **known: Any
+    ) -> PolicySettings:
+        """Return the settings of a job; ``known`` are fields beside its config."""
+        training = config.training
+        placeholders = placeholders_in(" ".join(config.trainer.argv or ()))
+        # 1 is also what scripts without a batch size have
+        is_one = training.batch_size == training.gradient_accumulation_steps == 1
+        asked = AttemptSpec(
+            gpus=(),
+            batch_size=training.batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            ranks=config.num_gpus,
+            num_workers=training.num_workers,
+            prefetch_factor=training.prefetch_factor,
+            expandable_segments=expandable_segments,
+            has_batch=not (config.is_script and is_one) or "batch_size" in placeholders,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
+        can_checkpoint = "gradient_checkpointing" in placeholders or config.is_built_in
+        return cls(config, asked, **{"can_checkpoint": can_checkpoint, **known})
 
     @property
-    def effective_batch_size(self) -> int:
-        """Samples per optimizer step that the user asked for."""
-        return self.share * self.ranks
+    def min_batch_size(self) -> int:
+        """No attempt uses a smaller micro-batch."""
+        return self.config.min_batch_size
 
     @property
     def share(self) -> int:
         """Samples of each rank per optimizer step."""
-        return self.batch_size * self.gradient_accumulation_steps
+        return self.asked.batch_size * self.asked.gradient_accumulation_steps
+
+    @property
+    def cpu_ranks(self) -> int:
+        """Processes on the CPU: several only if the user asked for the CPU."""
+        is_asked = self.config.device == "cpu" and not self.config.auto_device
+        return self.config.num_gpus if is_asked else 1
 
     def for_ranks(self, ranks: int) -> PolicySettings:
         """Share the same effective batch among another number of processes."""
-        if ranks == self.ranks or not self.preserve_effective_batch_size:
-            return replace(self, ranks=ranks)
-        total = self.effective_batch_size
+        asked = self.asked
+        if ranks == asked.ranks or not self.config.preserve_effective_batch_size:
+            return replace(self, asked=replace(asked, ranks=ranks))
+        total = asked.effective_batch_size
         exact = (
             size
-            for size in range(self.batch_size, self.min_batch_size - 1, -1)
+            for size in range(asked.batch_size, self.min_batch_size - 1, -1)
             if total % (size * ranks) == 0
         )
-        size = next(exact, self.batch_size)
-        steps = -(-total // (size * ranks))
-        return replace(
-            self, batch_size=size, ranks=ranks, gradient_accumulation_steps=steps
-        )
+        size = next(exact, asked.batch_size)
+        asked = asked.with_batch(size, -(-total // (size * ranks)))
+        return replace(self, asked=replace(asked, ranks=ranks))
 
     def fewer_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the allowed numbers of GPUs below ``ranks``, most first.
 
         Each divides the effective batch size, where that is to be preserved.
         """
-        least = ranks if self.min_ranks is None else self.min_ranks
+        total, least = self.asked.effective_batch_size, self.config.min_num_gpus
         return tuple(
             fewer
-            for fewer in range(ranks - 1, least - 1, -1)
-            if not self.preserve_effective_batch_size
-            or self.for_ranks(fewer).effective_batch_size == self.effective_batch_size
+            for fewer in range(ranks - 1, (least or ranks) - 1, -1)
+            if not self.config.preserve_effective_batch_size
+            or self.for_ranks(fewer).asked.effective_batch_size == total
         )
+
+
+def settings_of_batch(
+    batch_size: int, gradient_accumulation_steps: int = 1, **keys: Any
+) -> PolicySettings:
+    """Return the settings of a batch outside of a job; ``keys`` are those of the config."""
+    training = TrainingConfig(
+        batch_size=batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        num_workers=0,
+    )
+    return PolicySettings.of(RobustConfig(training=training, **keys))
 
 
 def with_accumulation(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     """Return ``batch_size`` and the accumulation that makes up the effective batch with it."""
-    if not settings.preserve_effective_batch_size:
-        return batch_size, settings.gradient_accumulation_steps
+    if not settings.config.preserve_effective_batch_size:
+        return batch_size, settings.asked.gradient_accumulation_steps
     return batch_size, -(-settings.share // batch_size)
 
 
@@ -116,7 +122,7 @@ def next_smaller(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     rounded up, and the effective batch is no longer exact.
     """
     at_most = max(batch_size // 2, settings.min_batch_size)
-    if settings.preserve_effective_batch_size:
+    if settings.config.preserve_effective_batch_size:
         for candidate in range(at_most, settings.min_batch_size - 1, -1):
             if settings.share % candidate == 0:
                 return candidate, settings.share // candidate
@@ -125,7 +131,7 @@ def next_smaller(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
 
 def sizes(settings: PolicySettings) -> Iterator[tuple[int, int]]:
     """Yield each (micro-batch, accumulation) from the requested one to ``min_batch_size``."""
-    size = settings.batch_size, settings.gradient_accumulation_steps
+    size = settings.asked.batch_size, settings.asked.gradient_accumulation_steps
     yield size
     while size[0] > settings.min_batch_size:
         size = next_smaller(settings, size[0])
@@ -134,8 +140,5 @@ def sizes(settings: PolicySettings) -> Iterator[tuple[int, int]]:
 
 def largest_up_to(settings: PolicySettings, at_most: float) -> tuple[int, int]:
     """Return the largest of :func:`sizes` that is no larger, else the smallest."""
-    size = settings.batch_size, settings.gradient_accumulation_steps
-    for size in sizes(settings):
-        if size[0] <= at_most:
-            break
-    return size
+    every = list(sizes(settings))
+    return next((size for size in every if size[0] <= at_most), every[-1])

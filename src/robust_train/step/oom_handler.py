@@ -20,7 +20,7 @@ from robust_train.model.decision import GiveUp
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.model.failure import Clue
 from robust_train.policy.decide import Offers, decide, first_attempt
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.sizes import settings_of_batch
 from robust_train.step.trained import GradientsBefore, leaves_in
 
 log = logging.getLogger("robust_train")
@@ -86,15 +86,14 @@ class OOMHandler:
             raise ValueError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps}: must be 1 or more"
             )
-        self._settings = PolicySettings(
-            batch_size=initial_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
+        self._settings = settings_of_batch(
+            initial_batch_size,
+            gradient_accumulation_steps,
             min_batch_size=min_batch_size,
             max_retries=_UNLIMITED if max_retries is None else max_retries,
-            may_switch_gpu=False,
+            auto_device=False,
             allow_cpu_fallback=False,
             preserve_effective_batch_size=preserve_effective_batch_size,
-            may_report=False,
         )
         self._batch_argument = batch_argument
         self._spec = first_attempt(self._settings, ())
@@ -148,7 +147,9 @@ class OOMHandler:
         left = None if self._start is None else self._start.describe_rest()
         do_without_onednn(failure)
         number = len(self._history) + 1
-        self._history += (Attempt(number, self._spec, failure=failure),)
+        # the function's own steps are unknown: as far as the policy goes it trains
+        attempt = Attempt(number, self._spec, began_training=True, failure=failure)
+        self._history += (attempt,)
         decision = decide(self._settings, self._history, Offers())
         if isinstance(decision, GiveUp):
             if failure.evidence.clue == Clue.UNCLEAR:

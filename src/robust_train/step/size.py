@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from robust_train.policy.sizes import PolicySettings, next_smaller
+from robust_train.policy.sizes import next_smaller, settings_of_batch
 
 
 class SizeState(TypedDict, total=False):
@@ -64,9 +64,9 @@ class MicroBatchSize:
         """Return the next smaller size, None if ``failed`` is the smallest."""
         if failed <= self._min:
             return None
-        settings = PolicySettings(
-            batch_size=max(self._requested or failed, failed),
-            gradient_accumulation_steps=self._accumulation,
+        settings = settings_of_batch(
+            max(self._requested or failed, failed),
+            self._accumulation,
             min_batch_size=self._min,
         )
         return next_smaller(settings, failed)[0]
