@@ -106,7 +106,7 @@ def job(
     run_dir.mkdir(parents=True)
     rng = random.Random(seed)
     trainer = TrainerRef("kill_and_resume.tells_its_process")
-    executor = ProcessExecutor(trainer, cfg, SignalWatch(), has_standby=True)
+    executor = ProcessExecutor(trainer, cfg, has_standby=True)
     executor.prepare()
     checkpoint: Path | None = None
     killed = number = 0
@@ -138,6 +138,7 @@ def job(
                 cwd=os.getcwd(),
             ),
             take,
+            SignalWatch(),
         )
         killer.end()
         checkpoint = killer.checkpoint or checkpoint

@@ -40,7 +40,6 @@ class Attempts:
         path: str,
         /,
         *,
-        stop_grace_seconds: float = 20.0,
         on_event: Callable[[Event], None] = lambda event: None,
         **keys: Any,
     ) -> Attempt:
@@ -73,9 +72,9 @@ class Attempts:
             environ=environ,
             cwd=str(self.run_dir.parent),
         )
-        executor = ProcessExecutor(ref, cfg, SignalWatch(), has_standby=False)
+        executor = ProcessExecutor(ref, cfg, has_standby=False)
         try:
-            process_exit = executor.run(request, take)
+            process_exit = executor.run(request, take, SignalWatch())
             if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
                 raise ConfigError(attempt.ending.config_error)
             whole = replace(attempt, exit=process_exit)

@@ -20,7 +20,7 @@ from robust_train.launcher.interpreters import (
     preparation,
     wait_until_prepared,
 )
-from robust_train.launcher.process import Standby
+from robust_train.launcher.process import has_room_for_standby
 from world import World, is_running, parent_of, wait_until
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
@@ -67,10 +67,9 @@ def test_an_interpreter_does_not_suit_another_environment(interpreters: Interpre
 def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters: Interpreters):
     one = prepared(interpreters)
     interpreters.signal(one, signal.SIGKILL)
-    wait_until(lambda: interpreters.poll() or one.ended, "its end is reported")
-    assert one.ended is not None
-    assert one.ended.returncode == -signal.SIGKILL
-    assert one.ended.max_resident_bytes > 1 << 20
+    wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
+    assert one.returncode == -signal.SIGKILL
+    assert one.max_resident_bytes > 1 << 20
 
 
 def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_read(
@@ -88,8 +87,8 @@ def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_re
 
 def test_a_standby_takes_a_small_share_of_the_free_memory():
     available = psutil.virtual_memory().total
-    assert Standby(1 << 20).has_room()
-    assert not Standby(available).has_room()
+    assert has_room_for_standby(1 << 20)
+    assert not has_room_for_standby(available)
 
 
 def _start(world: World, trainer: str) -> tuple[subprocess.Popen[str], dict[str, int]]:

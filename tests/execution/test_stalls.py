@@ -21,7 +21,7 @@ from robust_train.config.trainer_ref import TrainerRef
 from robust_train.failures.stack import where_it_stands
 from robust_train.folder.journal import JobStarted
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher import flight_recorder, stall_watch
+from robust_train.launcher import stall_watch
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
@@ -30,7 +30,12 @@ from robust_train.launcher.stall import (
     Standstill,
     standstill,
 )
-from robust_train.launcher.stall_watch import StallWatch
+from robust_train.launcher.stall_watch import (
+    StallWatch,
+    dump_stacks,
+    nccl_variables,
+    remove_nccl_pipes,
+)
 from robust_train.model.events import (
     Event,
     MemoryReported,
@@ -123,6 +128,21 @@ class Clock:
         return self.now
 
 
+def request_in(folder: Path) -> AttemptRequest:
+    return AttemptRequest(
+        trainer=TrainerRef("trainers.any"),
+        cfg=complete({}),
+        hydra_cfg=None,
+        config=RobustConfig(),
+        spec=AttemptSpec((), 8, 1),
+        attempt=1,
+        run_dir=folder,
+        resume_checkpoint=None,
+        environ={},
+        cwd="/",
+    )
+
+
 class Watched:
     """Two processes, under a shell, and who watches them.
 
@@ -137,19 +157,7 @@ class Watched:
         assert self.shell.stdout is not None
         self.pids = [int(self.shell.stdout.readline()) for _ in range(2)]
         self.events: list[Event] = []
-        request = AttemptRequest(
-            trainer=TrainerRef("trainers.any"),
-            cfg=complete({}),
-            hydra_cfg=None,
-            config=RobustConfig(),
-            spec=AttemptSpec((), 8, 1),
-            attempt=1,
-            run_dir=folder,
-            resume_checkpoint=None,
-            environ={},
-            cwd="/",
-            longest_pause=longest,
-        )
+        request = replace(request_in(folder), longest_pause=longest)
         self.watch = StallWatch(request, self.pids, self.events.append)
         self._clock = clock
 
@@ -294,7 +302,7 @@ def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ):
     looks = itertools.count()
-    monkeypatch.setattr(stall_watch, "bytes_moved_by", lambda process: next(looks) // 32 * 10**8)
+    monkeypatch.setattr(stall_watch, "bytes_moved_by", lambda process: next(looks) // 32 * 10**6)
     watched.watch.on_event(Progress(1))
     assert watched.wait(590) is None
     assert watched.wait(100) is not None
@@ -306,15 +314,15 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
 ):
     machine = machine_with(Gpu(utilization=percent), Gpu(utilization=90))
     assert hangs is machine.python(
-        f"""
+        """
         import os
         from pathlib import Path
         from robust_train.config.composition import complete
         from robust_train.config.schema import RobustConfig
+        from robust_train.gpu.inventory import read_inventory
         from robust_train.launcher import stall_watch
         from robust_train.config.request import AttemptRequest
         from robust_train.config.trainer_ref import TrainerRef
-        from robust_train.model.gpu import GpuInfo
         from robust_train.model.spec import AttemptSpec
 
         class Clock:
@@ -323,10 +331,9 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
                 return self.now
 
         stall_watch.time = clock = Clock()
-        spec = AttemptSpec((GpuInfo("{machine.uuid(0)}", "", 0, "", 1, 1, 0),), 8, 1)
         request = AttemptRequest(
-            TrainerRef("trainers.any"), complete({{}}), None, RobustConfig(), spec, 1, Path(), None,
-            {{}}, "/",
+            TrainerRef("trainers.any"), complete({}), None, RobustConfig(),
+            AttemptSpec(read_inventory().gpus[:1], 8, 1), 1, Path(), None, {}, "/",
         )
         watch = stall_watch.StallWatch(request, [os.getpid()], lambda event: None)
         stands = None
@@ -381,19 +388,20 @@ def test_the_innermost_frames_that_are_no_librarys_are_named(stacks: str, where:
 
 
 def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_path: Path):
-    settings = flight_recorder.settings({}, tmp_path, 3)
+    settings = nccl_variables({}, tmp_path, 1)
     stem = settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     assert not list(tmp_path.iterdir())
     for rank in range(2):
         os.mkfifo(f"{stem}{rank}.pipe")
     reader = os.open(f"{stem}1.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    assert flight_recorder.request_dumps(tmp_path, 3) == 1
+    assert dump_stacks(request_in(tmp_path), {}, lambda rank: None) > 1
     assert os.read(reader, 128)
     os.close(reader)
     os.mkfifo(tmp_path / "attempt-2.nccl-0.pipe")  # its launcher was killed
-    flight_recorder.remove_pipes(tmp_path)
+    (tmp_path / "attempt-1.stacks").unlink()
+    remove_nccl_pipes(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path: Path):
-    assert flight_recorder.settings({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}
+    assert nccl_variables({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}

@@ -29,7 +29,6 @@ from robust_train.folder.state import RunState, read_state
 from robust_train.launcher import notifier as module
 from robust_train.launcher.notifier import (
     Notifier,
-    news,
     notifications,
     sentence,
 )
@@ -58,7 +57,6 @@ def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
         (NEW, replace(NEW, state="completed"), "completed"),
         (NEW, replace(NEW, state="no_device"), "failed"),
         (NEW, replace(NEW, state="interrupted"), "interrupted"),
-        (replace(NEW, state="completed"), replace(NEW, state="completed"), None),
         (ON_GPU, ON_CPU, "cpu"),
         (WAITING, ON_CPU, "cpu"),
         (NEW, ON_CPU, None),
@@ -67,8 +65,16 @@ def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
         (WAITING, replace(WAITING, since=400.0), "waiting"),
     ],
 )
-def test_what_is_news(before: RunState, after: RunState, event: str | None):
-    assert news(before, after, now=1000.0, waiting_seconds=600.0) == event
+def test_what_is_news(
+    before: RunState, after: RunState, event: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module.time, "time", lambda: 1000.0)
+    sent: list[str] = []
+    notifier = Notifier(NotifyConfig(("program",), waiting_minutes=10))
+    monkeypatch.setattr(notifier, "deliver", lambda event, *given: sent.append(event))
+    for state in (before, after, after):
+        notifier.poll(state)
+    assert sent == [event] * (event is not None)
 
 
 def test_each_event_has_its_line():
@@ -149,24 +155,6 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(
     assert (summary.status, summary.result) == ("completed", 0.5)
     assert read_state(tmp_path / "run").exit_code == 0
     assert "ended by a signal" in caplog.text
-
-
-def test_a_program_that_hangs_at_its_start_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    released = threading.Event()
-
-    def popen(*_: object, **__: object) -> None:
-        released.wait()
-        raise OSError
-
-    monkeypatch.setattr(module.subprocess, "Popen", popen)
-    monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
-    notifier = Notifier(NotifyConfig(("on-a-hung-disk",)))
-    notifier.send("failed", "text", {})
-    notifier.finish(0.0)
-    assert "on-a-hung-disk: it took too long" in caplog.text
-    released.set()
 
 
 def test_any_text_can_be_told(tmp_path: Path):

@@ -138,13 +138,10 @@ class Party:
             raise ConfigError(start["refusal"])
         return start
 
-    def executor(
-        self, trainer: Callable[..., Any], signals: SignalWatch
-    ) -> InlineExecutor:
+    def executor(self, trainer: Callable[..., Any]) -> InlineExecutor:
         """Return what runs this rank's part of an attempt."""
         return InlineExecutor(
             lambda: trainer,
-            signals,
             can_restart=False,
             rank=self.guest.rank,
             flags=self._votes,
@@ -209,7 +206,7 @@ class GuestJob(Job):
 
     def _find_executor(self) -> InlineExecutor:
         function = function_of(self.trainer, self.trainer_ref)
-        return self._party.executor(function, self.signals)
+        return self._party.executor(function)
 
     def _find_devices(self) -> Group:
         group = _own_gpu(self._party.guest, self.config)
@@ -338,8 +335,8 @@ def _follow(
     function = function_of(trainer, ref)
     try:
         with signals:
-            process_exit = party.executor(function, signals).run(
-                replace(request, environ=environ), take
+            process_exit = party.executor(function).run(
+                replace(request, environ=environ), take, signals
             )
             signals.raise_if_received()
     finally:

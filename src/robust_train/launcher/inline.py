@@ -40,7 +40,6 @@ class InlineExecutor:
     def __init__(
         self,
         trainer: Callable[[], Trainer],
-        signals: SignalWatch,
         *,
         can_restart: bool = True,
         # as one rank of several, and how they agree on when to stop
@@ -49,7 +48,6 @@ class InlineExecutor:
         process_ends: bool = False,  # with the attempt, so memory need not be returned
     ) -> None:
         self._trainer = trainer
-        self._signals = signals
         self._can_restart = can_restart
         self._rank = rank
         self._flags = flags
@@ -70,6 +68,7 @@ class InlineExecutor:
         self,
         request: AttemptRequest,
         on_event: Callable[[Event], None],
+        signals: SignalWatch,
         *,
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
@@ -93,7 +92,7 @@ class InlineExecutor:
                 request,
                 self._trainer,
                 take,
-                stopping=lambda ask: self._signals.handed_to(lambda signum: stop(ask)),
+                stopping=lambda ask: signals.handed_to(lambda signum: stop(ask)),
                 tick=tick,
                 process_ends=self._process_ends,
                 can_restart=self._can_restart,

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import psutil
 
 from robust_train.compat import base_executable
 from robust_train.config.request import Begin, Preparation
+from robust_train.folder import trackers
 from robust_train.host import reaper
 from robust_train.host.linux import (
     JOB_MARKER,
@@ -34,7 +34,6 @@ from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_s
 from robust_train.host.waiting import TICK_SECONDS, readable
 from robust_train.host.wire import read_events
 from robust_train.launcher.attempt_output import OutputPump, has_input
-from robust_train.launcher.environment import read_at_import
 from robust_train.model.events import Event, Prepared
 
 log = logging.getLogger("robust_train")
@@ -43,6 +42,32 @@ _LARGEST_PACKET = 1 << 16
 _REPLY_SECONDS = 60.0
 _AFTER_KILL_SECONDS = 8.0
 _QUIET_SECONDS = 0.5
+
+# what an attempt can still change after libraries were imported, and what none of them reads
+_NOT_READ_AT_IMPORT = (
+    "HYDRA_",
+    "ROBUST_TRAIN_",
+    "NCCL_",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "CUBLAS_",
+    "SLURM_",
+    "SUBMITIT_",
+)
+_SET_FOR_EACH_ATTEMPT = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "COLUMNS",
+        "LINES",
+        *trackers.VARIABLES,
+    }
+)
+_ALLOCATORS = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)
 
 _alive: set[str] = set()
 """The tokens of this process's reapers."""
@@ -56,19 +81,12 @@ class ReaperDied(Exception):
         self.returncode = returncode
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How an interpreter's process ended."""
-
-    returncode: int  # as subprocess has it
-    max_resident_bytes: int  # peak resident memory
-
-
 class Interpreter:
     """One plain interpreter, from its start to its end.
 
     Attributes:
-        ended: how it ended, None while it runs.
+        returncode: how it ended, as subprocess has it; None while it runs.
+        max_resident_bytes: its peak resident memory, once it has ended.
         is_asked: it was given something to import.
         is_begun: it was given its attempt.
         refusal: why the trainer does not accept the config, None if it does.
@@ -80,11 +98,17 @@ class Interpreter:
     ) -> None:
         self.pid = pid
         self.channel = channel
-        self.ended: Ended | None = None
+        self.returncode: int | None = None
+        self.max_resident_bytes = 0
         self.refusal: str | None = None
         self.is_unfit = self.is_asked = self.is_begun = False
-        self._read_at_import = read_at_import(environ)
+        self._read_at_import = _read_at_import(environ)
         self._answers_due = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process has not ended."""
+        return self.returncode is None
 
     @property
     def is_prepared(self) -> bool:
@@ -93,10 +117,10 @@ class Interpreter:
 
     def suits(self, environ: Mapping[str, str]) -> bool:
         """Return whether it can still run an attempt with this environment."""
-        is_same = self._read_at_import == read_at_import(
+        is_same = self._read_at_import == _read_at_import(
             shared_machine_environment(environ)
         )
-        return is_same and self.ended is None and not self.is_unfit
+        return is_same and self.is_running and not self.is_unfit
 
     def prepare(self, wanted: Preparation) -> None:
         """Have it import modules; it breaks off an earlier preparation for this one."""
@@ -219,7 +243,7 @@ class Interpreters:
         self._request({"signal": int(signum), "pid": one.pid})
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Read what the reaper reports: :attr:`Interpreter.ended` is set then."""
+        """Read what the reaper reports: :attr:`Interpreter.returncode` is set then."""
         while readable([self.control.fileno()], seconds):
             seconds = 0.0
             self._on_message(self._receive())
@@ -240,23 +264,20 @@ class Interpreters:
         self.running.pop(one.pid, None)
         one.channel.close()
 
-    def close(self, *, gently: bool = False) -> None:
-        """End all interpreters; in a fork of this process close its descriptors only.
-
-        ``gently``: an attempt runs, and is given the time for a last checkpoint.
-        """
-        if os.getpid() == self._owner:
-            with contextlib.suppress(ReaperDied):
-                for one in () if gently else self.running.values():
-                    if one.ended is None:
-                        self.signal(one, signal.SIGKILL)
-            self._close_channels()
-            was_killed = self._process.poll() is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(ORPHAN_GRACE_SECONDS + _AFTER_KILL_SECONDS)
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_AFTER_KILL_SECONDS)
+    def close(self) -> None:
+        """End all interpreters; in a fork of this process close its descriptors only."""
+        if self.control.fileno() < 0:  # closed
+            return
+        is_owner, was_killed = os.getpid() == self._owner, not self.is_alive
+        with contextlib.suppress(ReaperDied):
+            for one in self.running.values() if is_owner else ():
+                if one.is_running:
+                    self.signal(one, signal.SIGKILL)
+        self.control.close()
+        for one in self.running.values():
+            one.channel.close()
+        if is_owner:
+            self._end_reaper()
             # what the reaper could not end itself
             quiet_seconds = _QUIET_SECONDS if was_killed else 0.0
             left = kill_descendants(self._is_of_job, quiet_seconds=quiet_seconds)
@@ -265,14 +286,14 @@ class Interpreters:
             _alive.discard(self._token)
             if not _alive:
                 become_subreaper(on=False)
-        else:
-            self._close_channels()
         self.pump.close()
 
-    def _close_channels(self) -> None:
-        self.control.close()
-        for one in self.running.values():
-            one.channel.close()
+    def _end_reaper(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(ORPHAN_GRACE_SECONDS + _AFTER_KILL_SECONDS)
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_AFTER_KILL_SECONDS)
 
     def _is_of_job(self, process: psutil.Process) -> bool:
         """Recognize a process by its session, also a zombie, or by its environment."""
@@ -312,7 +333,8 @@ class Interpreters:
     def _on_message(self, message: Mapping[str, Any]) -> None:
         one = self.running.get(message.get("ended", 0))
         if one is not None:
-            one.ended = Ended(message["returncode"], message["max_resident_bytes"])
+            one.returncode = message["returncode"]
+            one.max_resident_bytes = message["max_resident_bytes"]
 
     def _death(self) -> ReaperDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -327,7 +349,7 @@ def wait_until_prepared(
 ) -> None:
     """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
     while pending := [
-        one for one in waited_for if not one.is_prepared and one.ended is None
+        one for one in waited_for if one.is_running and not one.is_prepared
     ]:
         channels = [one.channel.fileno() for one in pending]
         readable([*interpreters.descriptors, *channels], TICK_SECONDS)
@@ -373,3 +395,23 @@ def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparat
         modules=tuple(modules),
         is_standby=is_standby,
     )
+
+
+def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a library may read when it is imported. Of the allocator's settings
+    that is only ``backend``."""
+    read = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_NOT_READ_AT_IMPORT)
+        and name not in _SET_FOR_EACH_ATTEMPT
+        and name not in _ALLOCATORS
+    }
+    for name in _ALLOCATORS:
+        settings = environ.get(name, "").replace(" ", "").split(",")
+        backend = next(
+            (entry for entry in settings if entry.startswith("backend:")), None
+        )
+        if backend is not None:
+            read[name] = backend
+    return read

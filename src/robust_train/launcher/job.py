@@ -236,15 +236,12 @@ class Job:
             from robust_train.launcher.inline import InlineExecutor, function_of
 
             function = function_of(self.trainer, self.trainer_ref)
-            return InlineExecutor(
-                lambda: function, self.signals, can_restart=self._has_remedies
-            )
+            return InlineExecutor(lambda: function, can_restart=self._has_remedies)
         cfg = self.cfg.copy()
         OmegaConf.resolve(cfg)
         return ProcessExecutor(
             self.trainer_ref,
             cfg,
-            self.signals,
             ranks=1 if self.config.is_script else self.config.num_gpus,
             has_standby=sweep_folder() is None,
         )
@@ -362,6 +359,7 @@ class Job:
         process_exit = self.executor.run(
             request,
             self._on_event,
+            self.signals,
             hold=(*self.devices.hold, *self.folder.hold),
             tick=self._tick_attempt if own_process else self.folder.tick,
         )

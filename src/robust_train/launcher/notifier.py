@@ -1,10 +1,14 @@
 """Notify of a job: by a program of the user's, or by Apprise's URLs.
 
-Each delivery is a thread and a process with a time limit, so none can fail, delay or hang a job.
+Each delivery is a process with a time limit, which the launcher's tick looks after: none can fail,
+delay or hang a job. Run as a program, this file sends one notification through Apprise:
+``{"urls": […], "title": …, "body": …}`` comes on standard input, so that no URL is in a command
+line. What failed is printed in one line, by the URLs' schemes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -16,8 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from robust_train.config.schema import NotifyConfig
 from robust_train.config.values import URLS_VARIABLE
@@ -34,7 +39,7 @@ TEXT_VARIABLE = "ROBUST_TRAIN_NOTIFY_TEXT"
 _LIMIT_SECONDS = 30.0
 LAST_CHANCE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
-AFTER_KILL_SECONDS = 1.0
+_AFTER_KILL_SECONDS = 1.0
 _MOST_ERROR_BYTES = 4096
 _FIELDS = (
     "id",
@@ -63,24 +68,6 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
     return replace(config, urls=urls)
 
 
-def news(
-    before: RunState, after: RunState, now: float, waiting_seconds: float
-) -> str | None:
-    """Return the event that a change of a job's state is; None if no one is notified. ``before``
-    is the state at the last look; of a job that waited, its ``waiting`` stays until it has a
-    device."""
-    if before.is_final:
-        return None
-    if after.is_final:
-        return "failed" if after.state == "no_device" else after.state
-    if after.device == "cpu" and before.device != "cpu":
-        had_hope = before.device is not None or before.waiting is not None
-        return "cpu" if had_hope else None
-    if after.state == "waiting" and now - after.since >= waiting_seconds:
-        return "waiting"
-    return None
-
-
 def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     """Return a notification's line of text."""
     job, reason = f"{state.name} on {state.host}", shortened(state.reason or "", 300)
@@ -101,67 +88,72 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     return f"{job} {what} after {spent}: {reason or state.state}"
 
 
-def _number(state: RunState) -> int | None:
-    return None if state.attempt is None else state.attempt.number
-
-
 class Notifier:
     """Watches a job's state and notifies of what happens, if there is anyone to notify.
-    ``has_failed``: whether a delivery has."""
+
+    Attributes:
+        urls: where Apprise sends notifications.
+        has_failed: a delivery has.
+    """
 
     def __init__(self, settings: NotifyConfig, run_dir: Path | None = None) -> None:
-        self._settings, self.urls = settings, settings.urls
-        self._run_dir = run_dir
-        self._seen: RunState | None = None
-        self._waited_since: float | None = None
-        self._deliveries: list[_Delivery] = []
+        self.urls = settings.urls
         self.has_failed = False
+        self._settings = settings
+        self._run_dir = run_dir
+        self._hopes_for_gpu = False
+        self._last_news: tuple[str, float] | None = None
+        self._deliveries: list[_Delivery] = []
         self._lock = threading.Lock()  # in-process attempts: their thread ticks
 
     def poll(self, state: RunState) -> None:
-        """Notify of what is new in a job's state, and log deliveries that have failed."""
-        if not (self._settings.command or self._settings.urls):
+        """Notify of what is new in a job's state, and see to the deliveries under way."""
+        if not (self._settings.command or self.urls):
             return
         with self._lock:
-            before, now = (
-                self._seen or replace(state, state="starting", attempt=None),
-                time.time(),
-            )
-            waiting = state.waiting if state.state == "waiting" else before.waiting
-            self._seen = (
-                state if state.attempt is not None else replace(state, waiting=waiting)
-            )
-            event = news(before, state, now, 60 * self._settings.waiting_minutes)
-            if event == "waiting":
-                event = None if self._waited_since == state.since else event
-                self._waited_since = state.since
-            if event is not None:
-                self._notify(event, state, now)
-            self._log_failures()
+            event = self._news(state)
+            if event is not None and self._last_news != (event, state.since):
+                self._last_news = event, state.since
+                self._notify(event, state)
+            self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
         """Notify of an attempt without progress, at half of its limit and at its end."""
         if isinstance(event, (StallWarning, Stalled)):
             text = None
             if isinstance(event, StallWarning):
-                text = f"{state.name} on {state.host} shows no progress for "
-                text += f"{duration(event.seconds)} in attempt {_number(state)}, "
-                text += f"which is ended after {duration(event.limit_seconds)}"
+                text = (
+                    f"{state.name} on {state.host} shows no progress for "
+                    f"{duration(event.seconds)} in attempt {_number(state)}, "
+                    f"which is ended after {duration(event.limit_seconds)}"
+                )
             with self._lock:
-                self._notify("stalled", state, time.time(), text)
+                self._notify("stalled", state, text)
 
-    def _notify(
-        self, event: str, state: RunState, now: float, text: str | None = None
-    ) -> None:
-        summary = (
-            read_summary(self._run_dir)
-            if event == "completed" and self._run_dir
-            else None
-        )
-        result = None if summary is None else summary.objective
+    def _news(self, state: RunState) -> str | None:
+        """Return the event that a job's state amounts to; None if no one is notified."""
+        hoped = self._hopes_for_gpu
+        if state.state == "waiting":
+            self._hopes_for_gpu = True
+        elif state.device is not None:
+            self._hopes_for_gpu = state.device != "cpu"
+        if state.is_final:
+            return "failed" if state.state == "no_device" else state.state
+        if hoped and not self._hopes_for_gpu:
+            return "cpu"
+        waiting_seconds = 60 * self._settings.waiting_minutes
+        if state.state == "waiting" and time.time() - state.since >= waiting_seconds:
+            return "waiting"
+        return None
+
+    def _notify(self, event: str, state: RunState, text: str | None = None) -> None:
+        now, result = time.time(), None
+        if event == "completed" and self._run_dir is not None:
+            summary = read_summary(self._run_dir)
+            result = None if summary is None else summary.objective
         known = state.about()
-        about = {name: known.get(name) for name in _FIELDS}
-        about |= {
+        about = {
+            **{name: known.get(name) for name in _FIELDS},
             "job": state.name,
             "result": result,
             "seconds": round(state.seconds(now), 1),
@@ -176,13 +168,19 @@ class Notifier:
         content = strict_json(
             {"event": event, "text": text, "time": time.time(), **about}
         )
-        command, urls = self._settings.command, self._settings.urls
+        command = self._settings.command
         if command:
             self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
-        if urls:
-            child = (sys.executable, "-m", "robust_train.launcher.send_urls")
-            message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
-            self.deliver(event, "notify.urls", child, message, {"PYTHONSAFEPATH": "1"})
+        if self.urls:
+            program = (sys.executable, "-m", __name__)
+            message = {
+                "urls": self.urls,
+                "title": f"robust-train: {event}",
+                "body": text,
+            }
+            self.deliver(
+                event, "notify.urls", program, message, {"PYTHONSAFEPATH": "1"}
+            )
 
     def deliver(
         self,
@@ -193,87 +191,110 @@ class Notifier:
         more: Mapping[str, str],
     ) -> None:
         """Start a program that delivers what is ``given``."""
-        delivery = _Delivery(f"({event}) not delivered by {what}", command, given, more)
-        self._deliveries.append(delivery)
+        environ = {**os.environ, **more}
+        environ.pop(URLS_VARIABLE, None)
+        name = f"({event}) not delivered by {what}"
+        errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the delivery
         try:
-            delivery.start()
-        except RuntimeError:  # the interpreter is shutting down
-            delivery.run()
-
-    def _log_failures(self, *, over: bool = False) -> None:
-        """Log deliveries that have failed; those under way stay, unless all is over."""
-        for delivery in [one for one in self._deliveries if over or not one.is_alive()]:
-            self._deliveries.remove(delivery)
-            if delivery.problem:
-                self.has_failed = True
-                log.warning("notification %s: %s", delivery.name, delivery.problem)
-
-    def finish(self, seconds: float = LAST_CHANCE_SECONDS) -> None:
-        """Wait a moment for what is being delivered, and end the rest; Ctrl-C ends it at once."""
-        until = time.monotonic() + seconds
-        for delivery in self._deliveries:
-            delivery.until = min(delivery.until, until)
-        while any(delivery.may_end() for delivery in self._deliveries):
-            try:
-                time.sleep(_POLL_SECONDS)
-            except KeyboardInterrupt:
-                self.hurry()
-        self._log_failures(over=True)
-
-    def hurry(self) -> None:
-        """End the deliveries under way at once."""
-        for delivery in self._deliveries:
-            if delivery.is_alive():
-                delivery.problem, delivery.until = "ended by a signal", time.monotonic()
-
-
-class _Delivery(threading.Thread):
-    """A process that delivers one notification; ``problem``: why it has not, empty once it has. A
-    thread, for starting a program may hang as well, as on a disk that does."""
-
-    def __init__(
-        self, name: str, command: Sequence[str], given: Json, more: Mapping[str, str]
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self.problem = "it took too long"
-        self.until = time.monotonic() + _LIMIT_SECONDS
-        environ = {
-            key: value for key, value in os.environ.items() if key != URLS_VARIABLE
-        }
-        self._command, self._environ = command, {**environ, **more}
-        self._given = json.dumps(given, default=str).encode()
-
-    def may_end(self) -> bool:
-        """Return whether it is under way, and worth waiting for."""
-        return self.is_alive() and time.monotonic() < self.until + AFTER_KILL_SECONDS
-
-    def run(self) -> None:
-        """Deliver, until the time is over."""
-        try:
-            with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as errors:
-                stdin.write(self._given)
+            with tempfile.TemporaryFile() as stdin:
+                stdin.write(json.dumps(given, default=str).encode())
                 stdin.seek(0)
                 process = subprocess.Popen(
-                    self._command,
+                    command,
                     stdin=stdin,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
-                    env=self._environ,
+                    env=environ,
                     start_new_session=True,
                 )
-                while process.poll() is None and time.monotonic() < self.until:
-                    time.sleep(_POLL_SECONDS)
-                if process.returncode is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                    return
-                errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
-                lines = errors.read().decode(errors="replace").strip().splitlines()
-            problem = (
-                shortened(lines[-1], 300)
-                if lines
-                else f"exit code {process.returncode}"
-            )
-            self.problem = problem if process.returncode else ""
         except (OSError, ValueError) as error:
-            self.problem = getattr(error, "strerror", None) or str(error)
+            self._log_failure(name, getattr(error, "strerror", None) or str(error))
+            return
+        until = time.monotonic() + _LIMIT_SECONDS
+        self._deliveries.append(_Delivery(name, process, errors, until))
+
+    def _collect(self) -> None:
+        """End deliveries that take too long; log those that have failed."""
+        for delivery in tuple(self._deliveries):
+            if delivery.process.poll() is None and time.monotonic() < delivery.until:
+                continue
+            self._deliveries.remove(delivery)
+            problem = delivery.ended()
+            if problem:
+                self._log_failure(delivery.name, problem)
+
+    def _log_failure(self, name: str, problem: str) -> None:
+        self.has_failed = True
+        log.warning("notification %s: %s", name, problem)
+
+    def finish(self, seconds: float = LAST_CHANCE_SECONDS) -> None:
+        """Wait a moment for what is being delivered, and end the rest."""
+        until = time.monotonic() + seconds
+        for delivery in self._deliveries:
+            delivery.until = min(delivery.until, until)
+        self._collect()
+        while self._deliveries:
+            time.sleep(_POLL_SECONDS)
+            self._collect()
+
+    def hurry(self) -> None:
+        """End the deliveries under way at once; a signal's handler may call this."""
+        for delivery in self._deliveries:
+            delivery.why_ended, delivery.until = "ended by a signal", 0.0
+
+
+@dataclass
+class _Delivery:
+    """A process that delivers one notification."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]  # what it prints of them
+    until: float  # by the monotonic clock; then it is ended
+    why_ended: str = "it took too long"
+
+    def ended(self) -> str:
+        """Return why it has not delivered, empty if it has; end it if it runs."""
+        process = self.process
+        with self.errors as errors:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_AFTER_KILL_SECONDS)
+                return self.why_ended
+            if process.returncode == 0:
+                return ""
+            errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
+            lines = errors.read().decode(errors="replace").strip().splitlines()
+        return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+
+
+def _number(state: RunState) -> int | None:
+    return None if state.attempt is None else state.attempt.number
+
+
+def main() -> None:
+    """Send one notification through Apprise; the exit code is 0 if every URL took it."""
+    given = json.load(sys.stdin)
+    try:
+        import apprise
+    except ImportError:
+        sys.exit("Apprise is not installed: pip install 'robust-train[notify]'")
+    logging.disable(logging.CRITICAL)  # its lines may name parts of a URL
+    failed = []
+    for number, url in enumerate(given["urls"], start=1):
+        target = apprise.Apprise()
+        sent = False
+        with contextlib.suppress(Exception):
+            sent = target.add(url) and bool(
+                target.notify(title=given["title"], body=given["body"])
+            )
+        if not sent:
+            scheme, separator, _ = url.partition("://")
+            failed.append(f"{scheme if separator else 'no scheme'} (URL {number})")
+    if failed:
+        sys.exit(f"not delivered: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

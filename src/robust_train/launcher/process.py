@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from omegaconf import DictConfig
@@ -18,7 +18,6 @@ from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.memory import read_host_memory
 from robust_train.host.oom_killer import OomKillWatch
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher.flight_recorder import remove_pipes
 from robust_train.launcher.interpreters import (
     Interpreter,
     Interpreters,
@@ -27,23 +26,17 @@ from robust_train.launcher.interpreters import (
     take_early,
     wait_until_prepared,
 )
-from robust_train.launcher.running_attempt import Exited, RunningAttempt
+from robust_train.launcher.running_attempt import RunningAttempt
+from robust_train.launcher.stall_watch import remove_nccl_pipes
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import (
-    Event,
-    Failed,
-    LibrariesImported,
-    ScriptStarted,
-    Stalled,
-)
+from robust_train.model.events import Event, Failed, LibrariesImported, Stalled
 from robust_train.model.failure import FailureKind
 
 log = logging.getLogger("robust_train")
 
 _SIGNAL_SECONDS = 0.5
 _STANDBY_SHARE = 0.05  # of the memory that programs can still get, within the cgroup
-_STANDBY_CHECK_SECONDS = 5.0
 
 
 class ProcessExecutor:
@@ -52,7 +45,6 @@ class ProcessExecutor:
     Args:
         trainer: what they run.
         cfg: the resolved config.
-        signals: what asks the job to stop.
         ranks: in how many processes the first attempt will run.
         has_standby: while an attempt trains, an interpreter for the next one imports what it has.
 
@@ -64,32 +56,28 @@ class ProcessExecutor:
         self,
         trainer: TrainerRef,
         cfg: DictConfig,
-        signals: SignalWatch,
         *,
         ranks: int = 1,
         has_standby: bool,
     ) -> None:
         self._trainer = trainer
         self._cfg = cfg
-        self._signals = signals
         self._has_standby = has_standby
-        self._modules: Sequence[str] = early_imports(cfg)
+        self._modules = tuple(early_imports(cfg))
         self._ranks = ranks
-        self._standby = Standby(0)
-        self._interpreters: Interpreters | None = take_early()
+        self._standby_bytes = 0
+        self._interpreters = take_early()
         with contextlib.suppress(ReaperDied, OSError):  # tried again for the attempt
-            for one in self._waiting(os.environ, self._ranks):
-                one.prepare(self._preparation())
+            self._import_early(os.environ, ranks, self._preparation())
 
     def poll(self) -> None:
         """Raise ConfigError if the trainer has refused the config meanwhile."""
-        interpreters = self._interpreters
-        if interpreters is None:
+        if not self._interpreters.is_alive:
             return
         with contextlib.suppress(ReaperDied):  # found when the attempt is to begin
-            interpreters.poll()
-            interpreters.pump.move()
-            for one in interpreters.running.values():
+            self._interpreters.poll()
+            self._interpreters.pump.move()
+            for one in self._interpreters.running.values():
                 list(one.read())
                 if one.refusal is not None:
                     raise ConfigError(one.refusal)
@@ -102,6 +90,7 @@ class ProcessExecutor:
         self,
         request: AttemptRequest,
         on_event: Callable[[Event], None],
+        signals: SignalWatch,
         *,
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
@@ -112,16 +101,17 @@ class ProcessExecutor:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
         """
         oom_kills = OomKillWatch()
-        reported: list[Event] = []
+        was_interrupted = False
 
         def take(event: Event) -> None:
+            nonlocal was_interrupted
             if isinstance(event, LibrariesImported):
                 self._begin_standby(request, event)
                 return
-            if isinstance(event, Failed) and _may_be_retried(event):
-                self._import_early(request, self._preparation())
-            if isinstance(event, (ScriptStarted, Failed)):
-                reported.append(event)
+            if isinstance(event, Failed):
+                was_interrupted = event.is_interruption
+                if _may_be_retried(event):
+                    self._prepare_next(request, self._preparation())
             on_event(event)
 
         def tick_with_standby() -> None:
@@ -131,49 +121,37 @@ class ProcessExecutor:
         running: RunningAttempt | None = None
         try:
             processes = self._ready(request.environ, request.ranks, tick)
-            interpreters = self._interpreters
-            assert interpreters is not None
-            interpreters.pump.start_log(request.log_file)
-            running = RunningAttempt(interpreters, processes, request, take)
-            exited = running.run(self._signals, hold, tick_with_standby)
-            interpreters.pump.end_log()
-            output = interpreters.pump.tail
-            if exited.pid is None:
-                self._end()
+            pump = self._interpreters.pump
+            pump.start_log(request.log_file)
+            running = RunningAttempt(self._interpreters, processes, request, take)
+            found = running.run(signals, hold, tick_with_standby)
+            pump.end_log()
+            if found.pid is None:
+                self.close()
         except ReaperDied as death:
-            exited = Exited(None, death.returncode)
+            found = Exit(death.returncode)
             if running is not None:
                 running.unread_events()  # what was reported counts, whichever process was killed
-            output = self._end()
-        remove_pipes(request.run_dir)
-        if any(
-            isinstance(event, Failed) and event.is_interruption for event in reported
-        ):
-            self._await_signal()
-        runs_script = any(isinstance(event, ScriptStarted) for event in reported)
-        stacks = _stacks(request, keep=not runs_script or exited.stalled is not None)
-        if exited.stalled is not None:
-            on_event(Stalled(round(exited.stalled.seconds, 1), stacks))
-        return Exit(
-            returncode=exited.returncode,
-            pid=exited.pid,
-            max_resident_bytes=exited.max_resident_bytes,
-            output=output,
+            self.close()
+        remove_nccl_pipes(request.run_dir)
+        if was_interrupted:
+            _await_signal(signals)
+        stalled = None if running is None else running.stalled
+        stacks = _stacks(request, keep=not request.runs_script or stalled is not None)
+        if stalled is not None:
+            on_event(Stalled(round(stalled.seconds, 1), stacks))
+        return replace(
+            found,
+            output=self._interpreters.pump.tail,
             stacks=stacks,
-            stalled=None if exited.stalled is None else exited.stalled.what,
-            was_stopped=self._signals.received is not None,
+            stalled=None if stalled is None else stalled.what,
+            was_stopped=signals.received is not None,
             oom_killed=oom_kills.killed(),
         )
 
     def close(self) -> None:
-        """End all interpreters."""
-        self._end()
-
-    def _await_signal(self) -> None:
-        """Wait a moment for our own signal: a stop of all processes may reach the attempt first."""
-        deadline = time.monotonic() + _SIGNAL_SECONDS
-        while self._signals.received is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        """End all interpreters; later attempts start others."""
+        self._interpreters.close()
 
     def _ready(
         self, environ: Mapping[str, str], count: int, tick: Callable[[], None]
@@ -183,7 +161,6 @@ class ProcessExecutor:
             try:
                 found = self._waiting(environ, count)
                 interpreters = self._interpreters
-                assert interpreters is not None
                 interpreters.pump.hold()  # what dies at an import is named in a line of ours
                 for one in found:
                     # those that import break off: the rest comes with the trainer
@@ -197,8 +174,8 @@ class ProcessExecutor:
             for one in found:
                 if one.refusal is not None:
                     raise ConfigError(one.refusal)
-                if one.ended is not None:
-                    self._on_death_at_import(one.ended.returncode)
+                if one.returncode is not None:
+                    self._on_death_at_import(one.returncode)
             if all(one.suits(environ) for one in found):
                 interpreters.pump.release()
                 return found
@@ -215,10 +192,10 @@ class ProcessExecutor:
 
     def _waiting(self, environ: Mapping[str, str], count: int) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
+        if not self._interpreters.is_alive:
+            self.close()
+            self._interpreters = Interpreters()
         interpreters = self._interpreters
-        if interpreters is None or not interpreters.is_alive:
-            self._end()
-            self._interpreters = interpreters = Interpreters()
         interpreters.poll()
         waiting = [one for one in interpreters.running.values() if not one.is_begun]
         for one in waiting:
@@ -250,44 +227,45 @@ class ProcessExecutor:
             returncode,
         )
         self._modules = ()
-        self._end()
+        self.close()
 
     def _begin_standby(
         self, request: AttemptRequest, imported: LibrariesImported
     ) -> None:
         """Have the interpreters of the next attempt import what this one has, if there is room."""
         self._modules = imported.modules
-        self._standby = Standby(imported.resident_bytes * request.ranks)
-        if not self._has_standby or not self._standby.has_room():
-            return
-        self._import_early(request, preparation(self._modules, is_standby=True))
-
-    def _import_early(self, request: AttemptRequest, wanted: Preparation) -> None:
-        """Have the next attempt's interpreters import while the present one runs or ends."""
-        interpreters = self._interpreters
-        if interpreters is None or not interpreters.is_alive:
-            return
-        with contextlib.suppress(ReaperDied, OSError):  # the attempt itself comes first
-            for one in self._waiting(request.environ, request.ranks):
-                if wanted.is_standby or not one.is_asked:
-                    one.prepare(wanted)
+        self._standby_bytes = imported.resident_bytes * request.ranks
+        if self._has_standby and has_room_for_standby(self._standby_bytes):
+            self._prepare_next(request, preparation(self._modules, is_standby=True))
 
     def _check_standby(self) -> None:
         """End the standby when memory becomes short."""
-        interpreters = self._interpreters
-        if interpreters is None or self._standby.has_room():
-            return
-        for one in list(interpreters.running.values()):
-            if not one.is_begun:
-                interpreters.end(one)
+        if not has_room_for_standby(self._standby_bytes):
+            for one in list(self._interpreters.running.values()):
+                if not one.is_begun:
+                    self._interpreters.end(one)
 
-    def _end(self) -> str:
-        """End all interpreters; return what the last attempt printed last."""
-        interpreters, self._interpreters = self._interpreters, None
-        if interpreters is None:
-            return ""
-        interpreters.close()
-        return interpreters.pump.tail
+    def _prepare_next(self, request: AttemptRequest, wanted: Preparation) -> None:
+        """Have the next attempt's interpreters import while the present one runs or ends."""
+        if self._interpreters.is_alive:
+            # the attempt itself comes first
+            with contextlib.suppress(ReaperDied, OSError):
+                self._import_early(request.environ, request.ranks, wanted)
+
+    def _import_early(
+        self, environ: Mapping[str, str], count: int, wanted: Preparation
+    ) -> None:
+        for one in self._waiting(environ, count):
+            if wanted.is_standby or not one.is_asked:
+                one.prepare(wanted)
+
+
+def has_room_for_standby(needed_bytes: int) -> bool:
+    """Return whether a standby takes at most a small share of what programs can still get.
+
+    It only waits, so it is worth a little memory.
+    """
+    return needed_bytes <= _STANDBY_SHARE * read_host_memory().available
 
 
 def _may_be_retried(event: Failed) -> bool:
@@ -295,22 +273,11 @@ def _may_be_retried(event: Failed) -> bool:
     return not is_over or event.stopped_for is not None
 
 
-class Standby:
-    """Whether there is room for an interpreter that only waits: it is worth a little memory."""
-
-    def __init__(self, needed_bytes: int) -> None:
-        self._needed_bytes = needed_bytes
-        self._next_check = 0.0
-        self._had_room = True
-
-    def has_room(self) -> bool:
-        """Return whether it takes at most a small share of what programs can still get."""
-        now = time.monotonic()
-        if self._needed_bytes and now >= self._next_check:
-            self._next_check = now + _STANDBY_CHECK_SECONDS
-            available = read_host_memory().available
-            self._had_room = self._needed_bytes <= _STANDBY_SHARE * available
-        return self._had_room
+def _await_signal(signals: SignalWatch) -> None:
+    """Wait a moment for our own signal: a stop of all processes may reach the attempt first."""
+    deadline = time.monotonic() + _SIGNAL_SECONDS
+    while signals.received is None and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _stacks(request: AttemptRequest, *, keep: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,9 +13,11 @@ from robust_train.config.request import AttemptRequest
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainer_ref import TrainerRef
 from robust_train.folder.trackers import tracker_environment
-from robust_train.launcher import flight_recorder
-from robust_train.launcher.environment import attempt_environment
+from robust_train.gpu.visible import mask_for
 from robust_train.launcher.hydra_state import hydra_config
+from robust_train.launcher.stall_watch import nccl_variables
+from robust_train.memory.allocator import VARIABLE, allocator_settings
+from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec
 
 
@@ -42,7 +45,7 @@ def request_for(
         by_index=config.gpus_by_index,
     )
     if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
-        environ |= flight_recorder.settings(environ, run_dir, number)
+        environ |= nccl_variables(environ, run_dir, number)
     config = for_attempt(config, spec, device)
     return AttemptRequest(
         trainer=trainer,
@@ -50,7 +53,6 @@ def request_for(
         hydra_cfg=hydra_config(),
         config=config,
         spec=spec,
-        job=job,
         attempt=number,
         run_dir=run_dir,
         resume_checkpoint=checkpoint,
@@ -61,3 +63,22 @@ def request_for(
         search_key=search_key,
         has_live_status=has_live_status,
     )
+
+
+def attempt_environment(
+    environ: Mapping[str, str],  # the launcher's environment
+    gpus: Group,  # the GPUs of the attempt, empty for the CPU
+    *,
+    expandable_segments: bool,  # for the allocator; what the user has exported takes precedence
+    # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
+    # count differently
+    by_index: bool = False,
+) -> dict[str, str]:
+    """Return the launcher's environment, with these GPUs (or none) visible."""
+    return {
+        **environ,
+        "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
+        # so that a program that prints or parses indices agrees with nvidia-smi
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
+    }

@@ -1,19 +1,30 @@
-"""Looks for signs of life of an attempt: its events and output, CPU time, GPUs.
+"""The senses for a hang: an attempt's signs of life, and what its processes do at its end.
 
-As long as progress is reported, nothing is looked at.
+Our own Python processes write their stacks at
+a signal, by faulthandler; of others py-spy knows them, where it is installed and may trace them.
+With several GPUs torch keeps a record of each rank's last collectives (NCCL's flight recorder). A
+thread of torch's polls a pipe once a second for a request to dump it, and needs no GIL for that
+(``HeartbeatMonitor`` in ``ProcessGroupNCCL.cpp``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import shlex
+import shutil
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
 from robust_train.config.request import AttemptRequest
+from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.nvml_session import close_session
 from robust_train.launcher.stall import (
@@ -35,23 +46,21 @@ from robust_train.model.events import (
     TrainingStarted,
     UserEvent,
 )
-from robust_train.readable import duration
+from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
 
 _OF_THE_LOOP = (Progress, EpochEnded, CheckpointSaved, MicroBatchChanged, UserEvent)
 """Once progress was reported, each of these is progress; others may come from a thread."""
 
-_LONGEST_TICK_SECONDS = 1.0, 5.0
-"""Between two ticks, by the limit; if it was longer, the launcher was suspended or the machine
-slept."""
-_LOOK_SECONDS = 5.0
-_LOOKS_FROM_SHARE = 0.05
+_SHORTEST_TICK_LIMIT, _LONGEST_TICK_LIMIT = 1.0, 5.0
+"""Seconds between two ticks, by the stall limit; if it was longer, the launcher was suspended or
+the machine slept."""
+_LOOKS = 20  # in the time of the limit
 _CPU_SHARE, _CPU_GRAIN_SECONDS = 0.02, 0.02
 _BYTES_PER_SECOND = 200_000
-_GPU_SECONDS = 30.0
 _GPU_PERCENT = 5
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,14 @@ class _Glance:
     pids: frozenset[int]
     stopped: int  # of these, how many are stopped
 
-    def is_busier_than(self, before: _Glance) -> bool:
-        least = _CPU_GRAIN_SECONDS + _CPU_SHARE * (self.at - before.at)
+    def shows_life_since(self, before: _Glance) -> bool:
+        seconds = self.at - before.at
+        computed = self.cpu_seconds - before.cpu_seconds
+        moved = self.moved_bytes - before.moved_bytes
         return (
-            self.pids != before.pids or self.cpu_seconds - before.cpu_seconds >= least
-        )
-
-    def moves_data_since(self, before: _Glance) -> bool:
-        return self.moved_bytes - before.moved_bytes >= _BYTES_PER_SECOND * (
-            self.at - before.at
+            self.pids != before.pids
+            or computed >= _CPU_GRAIN_SECONDS + _CPU_SHARE * seconds
+            or moved >= _BYTES_PER_SECOND * seconds
         )
 
 
@@ -86,30 +94,30 @@ class StallWatch:
         on_event: Callable[[Event], None],
     ) -> None:
         self._request, self._pids, self._on_event = request, pids, on_event
+        self._limit_seconds = request.config.stall_timeout_seconds
         self._pulse = Pulse(longest=request.longest_pause)
         self._known = request.longest_pause
         self._ticked = time.monotonic()
-        limit = request.config.stall_timeout_seconds or SHORTEST_SECONDS
+        tick_seconds = (self._limit_seconds or SHORTEST_SECONDS) / 10
         self._longest_tick = min(
-            max(limit / 10, _LONGEST_TICK_SECONDS[0]), _LONGEST_TICK_SECONDS[1]
+            max(tick_seconds, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT
         )
-        self._next_look = self._next_gpu = 0.0
-        self._glance: _Glance | None = None
-        self._is_suspended = self._has_warned = self._moves_data = False
+        self._next_look = 0.0
+        self._glance: _Glance | None = None  # None after an event
+        self._is_suspended = self._has_warned = False
 
     def on_event(self, event: Event) -> None:
         """Record an event of the attempt."""
         self._let_time_pass()
         pulse = self._pulse
         has_begun = pulse.reported is not None
-        if isinstance(event, Progress) or (
-            has_begun and isinstance(event, _OF_THE_LOOP)
-        ):
+        is_of_loop = has_begun and isinstance(event, _OF_THE_LOOP)
+        if isinstance(event, Progress) or is_of_loop:
             pulse = pulse.after_progress()
         elif isinstance(event, TrainingStarted) and not has_begun:
             pulse = replace(pulse, begun=pulse.now)
         self._pulse = replace(pulse, alive=pulse.now)
-        self._is_suspended = False
+        self._is_suspended, self._glance = False, None
         if worth_keeping(pulse.longest, self._known):
             self._known = pulse.longest
             self._on_event(PauseLearned(round(pulse.longest, 1)))
@@ -123,13 +131,12 @@ class StallWatch:
     def poll(self) -> Standstill | None:
         """Return the standstill once the attempt hangs; warn when half of its limit is over."""
         self._let_time_pass()
-        found = standstill(self._request.config.stall_timeout_seconds, self._pulse)
+        found = standstill(self._limit_seconds, self._pulse)
         if found is None or self._ticked < self._next_look:
             return None
-        if found.share >= _LOOKS_FROM_SHARE:
-            self._look(found.limit_seconds)
-            found = standstill(self._request.config.stall_timeout_seconds, self._pulse)
-            assert found is not None
+        self._next_look = self._ticked + found.limit_seconds / _LOOKS
+        self._look()
+        found = standstill(self._limit_seconds, self._pulse) or found
         self._warn(found)
         return found if found.share >= 1 and not self._is_suspended else None
 
@@ -140,40 +147,29 @@ class StallWatch:
             self._pulse = replace(self._pulse, now=self._pulse.now + passed)
         self._ticked = now
 
-    def _look(self, limit_seconds: float) -> None:
-        every = min(limit_seconds / 20, max(_LOOK_SECONDS, limit_seconds / 100))
-        self._next_look = self._ticked + every
+    def _look(self) -> None:
         before, now = self._glance, self._take_glance()
-        self._glance = now
-        was_suspended, self._is_suspended = (
-            self._is_suspended,
-            0 < len(now.pids) == now.stopped,
-        )
-        if self._is_suspended:
-            if not was_suspended:
-                log.info(
-                    "the attempt is stopped by a signal: this time does not count as a stall"
-                )
+        was_suspended = self._is_suspended
+        self._glance, self._is_suspended = now, 0 < len(now.pids) == now.stopped
+        if self._is_suspended and not was_suspended:
+            log.info(
+                "the attempt is stopped by a signal: this time does not count as a stall"
+            )
+        if now.stopped or before is None:
             return
-        is_recent = before is not None and now.at - before.at <= 4 * max(every, 1.0)
-        if now.stopped or before is None or not is_recent:
-            return
-        # at two looks in a row: once in a while a record of what is measured is rewritten
-        did_move, self._moves_data = self._moves_data, now.moves_data_since(before)
-        moves = did_move and self._moves_data
-        if moves or now.is_busier_than(before) or self._gpu_is_busy():
+        if now.shows_life_since(before) or self._gpu_is_busy():
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def _take_glance(self) -> _Glance:
         cpu_seconds, moved_bytes, stopped, pids = 0.0, 0, 0, set()
-        for process in trainers_processes(self._pids, self._request):
+        for process in _trainers_processes(self._pids, self._request):
             with contextlib.suppress(psutil.Error), process.oneshot():
                 status = process.status()
                 if status == psutil.STATUS_ZOMBIE:
                     continue
                 # with those of children that were collected: a shell starts many short ones
                 cpu_seconds += sum(process.cpu_times()[:4])
-                stopped += status in STOPPED
+                stopped += status in _STOPPED
                 pids.add(process.pid)
                 moved_bytes += bytes_moved_by(process)
         return _Glance(
@@ -181,10 +177,9 @@ class StallWatch:
         )
 
     def _gpu_is_busy(self) -> bool:
-        uuids = tuple(gpu.uuid for gpu in self._request.spec.gpus)
-        if not uuids or self._ticked < self._next_gpu:
+        uuids = {gpu.uuid for gpu in self._request.spec.gpus}
+        if not uuids:
             return False
-        self._next_gpu = self._ticked + _GPU_SECONDS
         found = read_inventory(processes=False).gpus
         close_session()  # an open one blocks a reset of any GPU
         return any(
@@ -205,8 +200,9 @@ class StallWatch:
                 found.what,
                 duration(found.limit_seconds),
             )
-            seconds = round(found.seconds, 1), round(found.limit_seconds, 1)
-            self._on_event(StallWarning(*seconds))
+            self._on_event(
+                StallWarning(round(found.seconds, 1), round(found.limit_seconds, 1))
+            )
 
 
 def bytes_moved_by(process: psutil.Process) -> int:
@@ -217,7 +213,7 @@ def bytes_moved_by(process: psutil.Process) -> int:
     return 0
 
 
-def trainers_processes(
+def _trainers_processes(
     pids: Sequence[int], request: AttemptRequest
 ) -> list[psutil.Process]:
     """Return the processes that train: of a script without the one that only supervises it.
@@ -228,7 +224,127 @@ def trainers_processes(
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(pid)
-            found += ([] if request.runs_script else [one]) + one.children(
-                recursive=True
-            )
+            found += [] if request.runs_script else [one]
+            found += one.children(recursive=True)
     return found
+
+
+# --- what they do when they hang --------------------------------------------------------------
+
+_MOST_PROCESSES = 64
+_PY_SPY_SECONDS, _ALL_SECONDS = 3.0, 10.0
+_OWN_STACKS_SECONDS, _OF_A_RANK_SECONDS = 1.0, 0.3
+_NCCL_DUMP_SECONDS = 5.0
+
+
+def dump_stacks(
+    request: AttemptRequest,
+    pids: Mapping[int, int],  # of the living interpreters, by rank
+    have_it_write: Callable[[int], None],  # signals the interpreter of a rank
+) -> float:
+    """Write what the processes of an attempt do; return the seconds that they need for theirs."""
+    has_nccl = _request_nccl_dumps(request)
+    until = time.monotonic() + _ALL_SECONDS
+    own = {} if request.runs_script else pids
+    silent = [
+        one
+        for one in _trainers_processes(tuple(pids.values()), request)
+        if one.pid not in own.values() or _status(one) in _STOPPED
+    ]
+    with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
+        for one in silent[:_MOST_PROCESSES]:
+            with contextlib.suppress(psutil.Error):
+                command = shortened(shlex.join(one.cmdline()) or one.name(), 100)
+                print(f"process {one.pid} ({command}, {_status(one)})", file=file)
+                if time.monotonic() < until:
+                    file.writelines(f"{line}\n" for line in _threads(one))
+                print(file=file)
+        for rank, pid in own.items():
+            if request.ranks > 1:
+                status = _status(psutil.Process(pid))
+                print(f"rank {rank} (process {pid}, {status})", file=file)
+            size = request.stacks_file.stat().st_size
+            have_it_write(rank)
+            if request.ranks > 1:  # one after the other; a stopped one writes nothing
+                _await_growth(request.stacks_file, size)
+    return _NCCL_DUMP_SECONDS if has_nccl else _OWN_STACKS_SECONDS
+
+
+def _await_growth(path: Path, size: int) -> None:
+    until = time.monotonic() + _OF_A_RANK_SECONDS
+    while path.stat().st_size == size and time.monotonic() < until:
+        time.sleep(_OF_A_RANK_SECONDS / 10)
+    time.sleep(_OF_A_RANK_SECONDS / 10)
+
+
+def _status(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return process.status()
+    return "gone"
+
+
+def _threads(process: psutil.Process) -> Iterator[str]:
+    """Yield a process's threads as faulthandler writes them; none if py-spy finds none."""
+    beside = str(Path(sys.executable).parent)
+    spy = shutil.which("py-spy") or shutil.which("py-spy", path=beside)
+    if spy is None:
+        return
+    command = [spy, "dump", "--json", "--pid", str(process.pid)]
+    if _status(process) in _STOPPED:  # it cannot be paused
+        command.append("--nonblocking")
+    try:
+        for thread in json.loads(printed_by(command, _PY_SPY_SECONDS) or b"[]"):
+            is_main = thread["os_thread_id"] == process.pid
+            name = "MainThread" if is_main else thread["thread_name"]
+            yield f"Thread {thread['os_thread_id']} {name} (most recent call first):"
+            for frame in thread["frames"]:
+                yield f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}'
+    except (ValueError, TypeError, KeyError):
+        return
+
+
+# --- NCCL's flight recorder -----------------------------------------------------------------------
+
+_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+_FILES = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
+# recent versions record anyway; 2,000 is their size of the record
+_RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+def nccl_variables(
+    environ: Mapping[str, str], run_dir: Path, attempt: int
+) -> dict[str, str]:
+    """Return variables with which each rank dumps to ``attempt-<n>.nccl-<rank>`` when asked to.
+
+    torch dumps there at its own time-out as well. Nothing where the user has set any of it, or
+    where the disk has no pipes, which would end the ranks.
+    """
+    stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
+    names = (_PIPE, *_FILES)
+    try:
+        os.mkfifo(probe := f"{stem}.pipe")
+        os.unlink(probe)
+    except OSError:
+        return {}
+    if any(name in environ for name in names):
+        return {}
+    own = {name: value for name, value in _RECORD.items() if name not in environ}
+    return {**own, **dict.fromkeys(names, stem)}
+
+
+def _request_nccl_dumps(request: AttemptRequest) -> bool:
+    """Ask every rank that uses NCCL for its dump; return whether there is one."""
+    asked = False
+    for pipe in request.run_dir.glob(f"attempt-{request.attempt}.nccl-*.pipe"):
+        with contextlib.suppress(OSError):  # no one reads it
+            with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb") as writer:
+                writer.write(b"1")
+            asked = True
+    return asked
+
+
+def remove_nccl_pipes(run_dir: Path) -> None:
+    """Remove the pipes of the attempt that has ended, and of those whose launcher was killed."""
+    for pipe in run_dir.glob("attempt-*.nccl-*.pipe"):
+        with contextlib.suppress(OSError):
+            pipe.unlink()
