@@ -55,7 +55,6 @@ class Attempts:
                 on_event(event)
 
         given = {"device": "cpu", "training": {"batch_size": 8}, "trainer": {}, **keys}
-        given["stop_grace_seconds"] = stop_grace_seconds
         cfg = complete(given)
         ref = TrainerRef(path)
         self.events = []
