@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_module
 
+from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
-from robust_train.config.request import AttemptRequest
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.model.attempt import Attempt

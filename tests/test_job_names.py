@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import trainers
 from robust_train import launch
-from robust_train.config.names import folder_name
+from robust_train.config.trainers import folder_name
 from robust_train.folder.state import read_state
 
 OWN = "trainer._target_=my_project.training.train"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from command_world import CommandWorld, script
-from robust_train.config.names import name_of_program
+from robust_train.config.trainers import name_of_program
 
 EVERYTHING = [
     "it's",

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.request import AttemptRequest
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.ending import ended
 from robust_train.launcher.process import ProcessExecutor

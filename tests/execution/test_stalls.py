@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.config.attempt import AttemptRequest
 from robust_train.config.composition import complete
-from robust_train.config.request import AttemptRequest
 from robust_train.config.schema import RobustConfig
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef
 from robust_train.failures.stack import where_it_stands
 from robust_train.folder.journal import JobStarted
 from robust_train.host.signals import SignalWatch
@@ -321,8 +321,8 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
         from robust_train.config.schema import RobustConfig
         from robust_train.gpu.inventory import read_inventory
         from robust_train.launcher import stall_watch
-        from robust_train.config.request import AttemptRequest
-        from robust_train.config.trainer_ref import TrainerRef
+        from robust_train.config.attempt import AttemptRequest
+        from robust_train.config.trainers import TrainerRef
         from robust_train.model.spec import AttemptSpec
 
         class Clock:

@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.attempt.runner import run_attempt
+from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.request import AttemptRequest
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef
 from robust_train.model.events import Event, Failed, TrainerSupports
 from robust_train.model.spec import AttemptSpec
 

@@ -30,7 +30,7 @@ from robust_train import (
 )
 from robust_train.attempt.loading import load
 from robust_train.attempt.run import Run
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef
 from robust_train.folder.identity import read_identity
 from robust_train.folder.state import read_state
 from robust_train.host.job_logging import logged_to_screen

@@ -14,7 +14,7 @@ from robust_train.attempt.cadence import SaveClock, seconds_between_saves
 from robust_train.attempt.run import Run
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.plans import SavePlan
+from robust_train.config.placeholders import SavePlan
 from robust_train.folder.identity import begin_job
 from robust_train.host.votes import Votes
 

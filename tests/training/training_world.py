@@ -18,7 +18,7 @@ from scipy.io import savemat
 
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
-from robust_train.config.plans import SavePlan
+from robust_train.config.placeholders import SavePlan
 from robust_train.vision import trainer
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-from robust_train.config.plans import SavePlan
+from robust_train.config.placeholders import SavePlan
 from robust_train.folder.identity import read_identity, wait_until_readable
 from robust_train.folder.manifests import Manifest, of_job, record_checkpoint, rotate
 

@@ -27,8 +27,13 @@ from typing import Any, NoReturn
 from robust_train.attempt.loading import Trainer, load
 from robust_train.attempt.runner import run_attempt, stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
-from robust_train.config.attempt import for_rank, trainer_config
-from robust_train.config.request import AttemptRequest, Begin, Preparation
+from robust_train.config.attempt import (
+    AttemptRequest,
+    Begin,
+    Preparation,
+    for_rank,
+    trainer_config,
+)
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals

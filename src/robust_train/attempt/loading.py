@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import AnyNode, Container, DictConfig
 
-from robust_train.config.trainer_ref import MAIN_MODULE, LaunchReached, TrainerRef
+from robust_train.config.trainers import MAIN_MODULE, LaunchReached, TrainerRef
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.readable import meant, named_line

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.speed import SpeedMeter
-from robust_train.config.plans import MicroBatchPlan as MicroBatchPlan
+from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.files import plain
 from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags

@@ -32,8 +32,8 @@ from robust_train.attempt.loading import (
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import Run, memory_in_use
-from robust_train.config.plans import MicroBatchPlan, SavePlan
-from robust_train.config.request import AttemptRequest
+from robust_train.config.attempt import AttemptRequest
+from robust_train.config.placeholders import MicroBatchPlan, SavePlan
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.files import plain

@@ -12,9 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from robust_train.config.attempt import plain_config
 from robust_train.config.checks import unchecked
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.composition import plain_config
+from robust_train.config.trainers import TrainerRef
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.summary import Summary
 from robust_train.launcher.entry import run_job

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from robust_train.cli.command import CommandFailed
 from robust_train.cli.commands import members_of
-from robust_train.config.names import name_of_program
 from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
+from robust_train.config.trainers import name_of_program
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
 
@@ -136,8 +136,8 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) 
     from robust_train.attempt.script.command import check_command
     from robust_train.cli.jobs import exit_code_of, print_failure
     from robust_train.config.checks import checked, hide_urls
-    from robust_train.config.names import job_name_of
     from robust_train.config.refusals import REFUSALS, composed, explain
+    from robust_train.config.trainers import job_name_of
     from robust_train.config.values import is_secret
     from robust_train.launcher import detach
     from robust_train.launcher.hydra_state import run_folder

@@ -84,7 +84,7 @@ def hydra_main(
 
         @functools.wraps(task)
         def main() -> None:
-            from robust_train.config.trainer_ref import MAIN_MODULE
+            from robust_train.config.trainers import MAIN_MODULE
 
             if task.__module__ == MAIN_MODULE:
                 return  # a script without a guard, imported by its own attempt

@@ -17,8 +17,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import replace_node, typed_nodes
 from robust_train.config.checks import gone
-from robust_train.config.names import folder_name
 from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig
+from robust_train.config.trainers import folder_name
 from robust_train.config.values import Declaration
 from robust_train.model.errors import ConfigError
 from robust_train.readable import meant
@@ -97,6 +97,16 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
         if OmegaConf.is_missing(merged, group):
             merged[group] = {}
     return merged
+
+
+def plain_config(cfg: DictConfig) -> DictConfig:
+    """Return the config of a job of ``train.py``: one attempt, without choosing or waiting."""
+    plain = complete(cfg)
+    is_script = OmegaConf.select(plain, "trainer.argv") is not None
+    plain.isolation = "process" if is_script else "none"
+    plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
+    plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
+    return plain
 
 
 def _mistake(error: OmegaConfBaseException) -> ConfigError:

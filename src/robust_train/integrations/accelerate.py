@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.integrations.attempt import (
     Steps,
     effective_batch_size,

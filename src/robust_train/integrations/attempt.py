@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.attempt.run import Run
 from robust_train.config.checks import unchecked
-from robust_train.config.plans import SavePlan
+from robust_train.config.placeholders import SavePlan
 from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 

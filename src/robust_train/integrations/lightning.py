@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.integrations.attempt import keep_batch, machines, result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps

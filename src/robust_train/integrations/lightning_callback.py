@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.integrations.attempt import Steps
 from robust_train.integrations.lightning_position import ResumePosition, loops_at
 from robust_train.integrations.sample_order import SampleOrder, take_over

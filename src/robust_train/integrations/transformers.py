@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.files import replacing
 from robust_train.integrations.attempt import (
     Steps,

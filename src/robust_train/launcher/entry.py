@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.config.composition import complete
-from robust_train.config.trainer_ref import end_import_at_launch
+from robust_train.config.trainers import end_import_at_launch
 from robust_train.folder.summary import Summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen

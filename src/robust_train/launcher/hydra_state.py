@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from robust_train.config.names import folder_name
 from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import folder_name
 from robust_train.folder.command_line import command
 from robust_train.model.errors import ConfigError
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from robust_train.compat import base_executable
-from robust_train.config.request import Begin, Preparation
+from robust_train.config.attempt import Begin, Preparation
 from robust_train.folder import trackers
 from robust_train.host import reaper
 from robust_train.host.linux import (

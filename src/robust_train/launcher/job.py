@@ -18,8 +18,7 @@ import tenacity
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.checks import checked, hide_urls
-from robust_train.config.names import job_name_of, name_of, target_of
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef, job_name_of, name_of, target_of
 from robust_train.failures.advice import with_advice
 from robust_train.files import as_json
 from robust_train.folder.command_line import how_to_go_on, resume_command

@@ -18,8 +18,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from robust_train.config.checks import what_fills_memory
-from robust_train.config.names import Trainer, name_of
 from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import Trainer, name_of
 from robust_train.host.memory import read_host_memory
 from robust_train.memory.allocator import (
     exported_expandable_segments,

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from robust_train.config.attempt import early_imports
-from robust_train.config.request import AttemptRequest, Preparation
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.attempt import AttemptRequest, Preparation, early_imports
+from robust_train.config.trainers import TrainerRef
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.memory import read_host_memory
 from robust_train.host.oom_killer import OomKillWatch

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from robust_train.config.attempt import for_attempt, trainer_config
-from robust_train.config.request import AttemptRequest
+from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
 from robust_train.config.schema import RobustConfig
-from robust_train.config.trainer_ref import TrainerRef
+from robust_train.config.trainers import TrainerRef
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
 from robust_train.launcher.hydra_state import hydra_config

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from robust_train.config.request import AttemptRequest, Begin
+from robust_train.config.attempt import AttemptRequest, Begin
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes

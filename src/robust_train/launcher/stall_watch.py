@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from robust_train.config.request import AttemptRequest
+from robust_train.config.attempt import AttemptRequest
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.nvml_session import close_session

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.attempt.run import Run
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 
 log = logging.getLogger("robust_train.vision")

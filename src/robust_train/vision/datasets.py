@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.vision.images import (
     ImageFiles,

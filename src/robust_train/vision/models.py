@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.vision.images import ImageSpec, Shape
 from robust_train.vision.pretrained import (

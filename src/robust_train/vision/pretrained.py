@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 

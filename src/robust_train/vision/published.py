@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from robust_train.config.extras import require
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.vision.images import ImageFiles, Shape, Splits, with_validation
 
