@@ -92,6 +92,10 @@ format:
     {{ python }} -m ruff check --fix .
     {{ python }} -m ruff format .
 
+# Build, check in an empty environment, and tag the version in pyproject.toml; publishes nothing
+release:
+    .ci/release {{ python }}
+
 # The measurements behind the figures in docs/
 bench:
     {{ python }} benchmarks/startup.py

@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         check=False,
     )
-    if "No matching distribution found for setuptools" in process.stderr:
+    if "No matching distribution found for hatchling" in process.stderr:
         pytest.skip("the build backend cannot be fetched: no network")
     assert process.returncode == 0, process.stderr
     return next(folder.glob("*.whl"))
@@ -44,6 +44,30 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
     assert "hydra_plugins/robust_train_gpu_queue/__init__.py" in names
     # a namespace that other plugins share: a file of ours there would hide theirs
     assert "hydra_plugins/__init__.py" not in names
+
+
+RELATIVE_LINK = re.compile(r"\]\((?![a-z]+:|#)")
+
+
+def test_no_link_of_the_package_page_is_relative(wheel: Path):
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (name for name in files.namelist() if name.endswith("/METADATA"))
+        page = files.read(metadata).decode()
+    assert "## When something fails" in page
+    assert not RELATIVE_LINK.search(page)
+
+
+def test_the_package_page_links_to_the_files_of_its_version(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("hatchling", reason="the extra [test]")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from package_page import absolute
+
+    page = "![a](docs/a.png) [b](c.md#d) [e](https://e.org) [f](#f)"
+    assert absolute(page, "https://host/us", "v1") == (
+        "![a](https://host/us/raw/v1/docs/a.png) [b](https://host/us/blob/v1/c.md#d) "
+        "[e](https://e.org) [f](#f)"
+    )
+    assert absolute(page, "", "v1") == " b [e](https://e.org) [f](#f)"
 
 
 def test_nothing_imports_the_built_in_trainer():
