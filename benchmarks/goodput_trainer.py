@@ -37,7 +37,7 @@ def train(cfg: Any, run: Any) -> None:
     """The trainer under our launcher: default settings, one line in the loop."""
     import torch
 
-    from robust_train.folder.checkpoint_file import write_atomically
+    from robust_train.folder.checkpoints import write_atomically
 
     folder, content = run.run_dir.parent, weights(cfg.megabytes)
     first = torch.load(run.resume_checkpoint)["step"] if run.resume_checkpoint else 0

@@ -23,7 +23,7 @@ from torch import nn
 
 from robust_train.attempt.checkpoints import named_map
 from robust_train.attempt.shards import write_shards
-from robust_train.folder.checkpoint_file import write_atomically
+from robust_train.folder.checkpoints import write_atomically
 from robust_train.vision.sharding import shard
 
 LAYERS = 16

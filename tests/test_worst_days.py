@@ -24,7 +24,7 @@ import pytest
 
 import warm
 import worst_day_trainers
-from robust_train.folder.manifests import SUFFIX
+from robust_train.folder.checkpoints import SUFFIX
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
 from world import SUPPORT, Ended, World, is_running, wait_until

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.script.current_run import current_run
     from robust_train.cli.train import hydra_main
     from robust_train.failures import classify_exit, classify_failure
-    from robust_train.folder.summary import Summary
+    from robust_train.folder.state import Summary
     from robust_train.gpu.best import find_best_device
     from robust_train.launcher.entry import launch
     from robust_train.memory import (
@@ -85,7 +85,7 @@ _NAMES = {
     "step.probing": "FoundBatchSize find_batch_size",
     "attempt.run": "Run",
     "sweep.load_runs": "load_runs",
-    "folder.summary": "Summary",
+    "folder.state": "Summary",
     "attempt.script.current_run": "current_run",
     "model.failure": "Evidence Failure FailureKind",
 }

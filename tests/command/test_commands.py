@@ -15,7 +15,7 @@ from another_user import ANOTHER_USER, needs_root
 from robust_train.cli.command import load
 from robust_train.cli.commands import COMMANDS
 from robust_train.cli.main import find, main, parser_of
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.host import screen
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder

@@ -21,7 +21,7 @@ from robust_train.attempt.script.checkpoint_watch import CheckpointWatch, stamps
 from robust_train.attempt.script.current_run import ScriptRun, appending_to
 from robust_train.attempt.script.messages import LineReader, NotUnderstood, Result, parse
 from robust_train.config.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
-from robust_train.folder.manifests import is_whole
+from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks
 from robust_train.launcher.ending import failure_of_script, last_words, without_escapes
 from robust_train.model.attempt import Exit

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from robust_train.folder.checkpoint_file import CheckpointError
+from robust_train.folder.checkpoints import CheckpointError
 from robust_train.memory import safe_tensor_to_cpu, save_checkpoint
 from robust_train.memory.tensors import copy_with_gaps, has_gaps
 

@@ -9,7 +9,7 @@ from journals import Journal
 
 from robust_train.cli.jobs import print_failure
 from robust_train.folder.journal import JobEnded, JobStarted
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import GiveUp
 from robust_train.model.events import Failed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from robust_train.folder.command_line import this_command
+from robust_train.folder.provenance import this_command
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from live_folder import open_folder
 
 from robust_train import load_runs
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
 

@@ -15,6 +15,7 @@ import pytest
 
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
+from robust_train.folder.checkpoints import Manifest, newest_checkpoint, read_manifests, rotate
 from robust_train.folder.identity import (
     begin_job,
     complete_job,
@@ -22,7 +23,6 @@ from robust_train.folder.identity import (
     resume_from,
     wait_until_readable,
 )
-from robust_train.folder.manifests import Manifest, newest_checkpoint, read_manifests, rotate
 from robust_train.model.errors import ConfigError
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from robust_train.folder.checkpoints import read_manifests
 from robust_train.folder.identity import begin_job, refuse_other_version
-from robust_train.folder.manifests import read_manifests
-from robust_train.folder.state import read_state
-from robust_train.folder.summary import read_summary
+from robust_train.folder.state import read_state, read_summary
 from robust_train.model.errors import ConfigError
 
 RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "run_folder_0_2"

@@ -8,7 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from robust_train.folder.manifests import SUFFIX
+from robust_train.folder.checkpoints import SUFFIX
 from world import Ended, World, is_running, wait_until
 
 TRAINER = "trainer._target_=saving_trainers.counts"

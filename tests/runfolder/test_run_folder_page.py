@@ -8,8 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from robust_train.folder.state import RunState
-from robust_train.folder.summary import Summary, read_summary
+from robust_train.folder.state import RunState, Summary, read_summary
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
 from robust_train.model.failure import Failure, FailureKind

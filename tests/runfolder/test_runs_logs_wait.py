@@ -16,7 +16,7 @@ from robust_train.cli import logs
 from robust_train.cli.logs import as_shown
 from robust_train.cli.main import main
 from robust_train.folder.run_list import state_directory
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.launcher.run_folder import RunFolder
 
 

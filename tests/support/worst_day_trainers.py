@@ -101,7 +101,7 @@ def learns_in_ranks(cfg, run):
 
 def built_in(cfg, run):
     """The built-in trainer."""
-    from robust_train.folder.manifests import SUFFIX
+    from robust_train.folder.checkpoints import SUFFIX
     from robust_train.vision.trainer import train
 
     ready_step = 0

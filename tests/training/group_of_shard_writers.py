@@ -27,8 +27,7 @@ from robust_train.attempt import checkpoints
 from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
-from robust_train.folder.checkpoint_file import CheckpointError
-from robust_train.folder.manifests import newest_checkpoint, of_job
+from robust_train.folder.checkpoints import CheckpointError, newest_checkpoint, of_job
 from robust_train.model.errors import ConfigError, RankFailure
 from robust_train.step.ranks import of_all_ranks
 from robust_train.vision.sharding import folder_writer, shard, shares

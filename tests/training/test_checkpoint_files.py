@@ -16,8 +16,12 @@ from robust_train.attempt import checkpoints
 from robust_train.attempt.checkpoints import CheckpointFolder, read_newest, together
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
-from robust_train.folder.checkpoint_file import CheckpointError, write_atomically
-from robust_train.folder.manifests import newest_checkpoint, of_job
+from robust_train.folder.checkpoints import (
+    CheckpointError,
+    newest_checkpoint,
+    of_job,
+    write_atomically,
+)
 
 LIMITED = """
 import logging, resource, sys

@@ -11,7 +11,7 @@ import pytest
 import preloaded
 from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 from robust_train.attempt.run import Run
-from robust_train.folder.manifests import newest_checkpoint
+from robust_train.folder.checkpoints import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from robust_train.config.placeholders import SavePlan
+from robust_train.folder.checkpoints import Manifest, of_job, record_checkpoint, rotate
 from robust_train.folder.identity import read_identity, wait_until_readable
-from robust_train.folder.manifests import Manifest, of_job, record_checkpoint, rotate
 
 log = logging.getLogger("robust_train")
 

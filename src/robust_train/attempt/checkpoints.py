@@ -19,9 +19,14 @@ from torch import Tensor
 from robust_train.attempt.run import Run
 from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoint_file import Content, write_atomically
+from robust_train.folder.checkpoints import (
+    SUFFIX,
+    Content,
+    read_manifests,
+    size_of,
+    write_atomically,
+)
 from robust_train.folder.identity import wait_until_readable
-from robust_train.folder.manifests import SUFFIX, read_manifests, size_of
 from robust_train.host.memory import read_host_memory
 from robust_train.model.errors import RankFailure
 from robust_train.readable import first_line

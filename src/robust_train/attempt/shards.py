@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from robust_train.attempt import checkpoints
 from robust_train.failures import classify_failure
 from robust_train.files import sync
-from robust_train.folder.checkpoint_file import (
+from robust_train.folder.checkpoints import (
     CheckpointError,
     Content,
     system_errors,

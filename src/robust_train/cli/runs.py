@@ -20,7 +20,7 @@ from robust_train.folder.run_list import (
     find_runs,
     state_directory,
 )
-from robust_train.folder.summary import read_summary
+from robust_train.folder.state import read_summary
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, mib, shortened
 from robust_train.sweep.sweep_table import short_result

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from robust_train.files import read_object, set_aside, sync, write_json
+from robust_train.folder.checkpoints import Manifest, newest_checkpoint, read_manifests
 from robust_train.folder.journal import read_earlier
-from robust_train.folder.manifests import Manifest, newest_checkpoint, read_manifests
-from robust_train.folder.summary import read_summary
+from robust_train.folder.state import read_summary
 from robust_train.model.errors import ConfigError, NoProgress
 from robust_train.model.events import SCHEMA, from_json
 from robust_train.readable import shortened

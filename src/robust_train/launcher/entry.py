@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from robust_train.config.composition import complete
 from robust_train.config.trainers import end_import_at_launch
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen
 from robust_train.launcher.job import Job, Trainer

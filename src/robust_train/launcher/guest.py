@@ -27,7 +27,7 @@ from robust_train.config.attempt import guest_config
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import TrainerRef, job_name_of, target_of
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.host.engine import GuestRank

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
-from robust_train.folder.command_line import command
+from robust_train.folder.provenance import command
 from robust_train.model.errors import ConfigError
 
 _LONGEST_COMMAND = 2000

@@ -21,7 +21,6 @@ from robust_train.config.checks import checked, hide_urls
 from robust_train.config.trainers import TrainerRef, job_name_of, name_of, target_of
 from robust_train.failures.advice import with_advice
 from robust_train.files import as_json
-from robust_train.folder.command_line import how_to_go_on, resume_command
 from robust_train.folder.identity import (
     begin_job,
     complete_job,
@@ -36,7 +35,8 @@ from robust_train.folder.journal import (
     JobStarted,
     Journal,
 )
-from robust_train.folder.summary import Summary
+from robust_train.folder.provenance import how_to_go_on, resume_command
+from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
 from robust_train.host.waiting import sleep_with_ticks
 from robust_train.launcher import detach

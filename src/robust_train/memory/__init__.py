@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from robust_train.folder.checkpoint_file import save_checkpoint
+    from robust_train.folder.checkpoints import save_checkpoint
     from robust_train.memory.clearing import (
         Cleared,
         cleanup_model_memory,
@@ -48,7 +48,7 @@ _HOMES = "memory.clearing memory.limits memory.stats memory.tensors"
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        for home in (*_HOMES.split(), "folder.checkpoint_file"):
+        for home in (*_HOMES.split(), "folder.checkpoints"):
             module = importlib.import_module(f"robust_train.{home}")
             if hasattr(module, name):
                 return getattr(module, name)

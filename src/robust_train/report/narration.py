@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from robust_train.folder.journal import DeviceAcquired, JobStarted
-from robust_train.folder.summary import Summary
+from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import Decision, Retry
 from robust_train.model.failure import Clue, FailureKind

@@ -21,7 +21,7 @@ from robust_train.folder.journal import (
     JobStarted,
 )
 from robust_train.folder.provenance import read_environment
-from robust_train.folder.summary import Summary, read_summary
+from robust_train.folder.state import Summary, read_summary
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
 from robust_train.model.attempt import Attempt

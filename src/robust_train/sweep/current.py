@@ -17,7 +17,7 @@ from robust_train.config.checks import unchecked
 from robust_train.files import set_aside
 from robust_train.folder.lock import refusal
 from robust_train.folder.requests import sweep_stop_requested
-from robust_train.folder.summary import read_summary
+from robust_train.folder.state import read_summary
 from robust_train.launcher.hydra_state import sweep_folder
 from robust_train.sweep.job_record import (
     COMPLETED,

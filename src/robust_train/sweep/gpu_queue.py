@@ -41,8 +41,7 @@ from robust_train.folder.requests import (
     request_sweep_stop,
     sweep_stop_requested,
 )
-from robust_train.folder.state import read_state
-from robust_train.folder.summary import read_summary
+from robust_train.folder.state import read_state, read_summary
 from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.interpreters import discard_early

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import as_json
 from robust_train.folder.run_list import read_run
-from robust_train.folder.summary import Summary, read_summary
+from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
 from robust_train.sweep.sweep_table import job_folders
 

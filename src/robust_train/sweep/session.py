@@ -24,8 +24,8 @@ from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import NotifyConfig
-from robust_train.folder.command_line import this_command
 from robust_train.folder.lock import RunLock, read_holder
+from robust_train.folder.provenance import this_command
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
 from robust_train.launcher.notifier import Notifier, notifications

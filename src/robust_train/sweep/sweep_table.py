@@ -20,7 +20,7 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import read_object, write_json
-from robust_train.folder.summary import Summary, read_summary
+from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
 from robust_train.readable import aligned, signal_name
 from robust_train.sweep.job_record import (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from robust_train.attempt.checkpoints import Share, named_map
-from robust_train.folder.checkpoint_file import Content
+from robust_train.folder.checkpoints import Content
 from robust_train.model.errors import ConfigError
 from robust_train.step.replicas import broadcast
 

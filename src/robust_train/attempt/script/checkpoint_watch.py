@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from robust_train.folder.manifests import SUFFIX, UNFINISHED, files_in, is_whole
+from robust_train.folder.checkpoints import SUFFIX, UNFINISHED, files_in, is_whole
 
 Stamp = tuple[int, int]
 """By which a file or folder is known again: last change in nanoseconds, and size in bytes."""
