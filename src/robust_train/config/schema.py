@@ -377,7 +377,7 @@ class RobustConfig(PlainConfig):
         None,
         "without progress for this long, end the attempt and resume; `0`: never",
         more="`auto`: five times the longest pause so far, at least 10 minutes, and 30 before the "
-        "first progress ([hangs](walk-away.md#hangs)). Not with `isolation=none`",
+        "first progress ([hangs](hangs.md)). Not with `isolation=none`",
         unit="minutes",
         range=FROM_0,
         written=AUTO,
