@@ -46,7 +46,7 @@ def measure(
     from hydra import compose, initialize_config_module
 
     from robust_train import find_batch_size
-    from robust_train.memory.cleanup import return_memory
+    from robust_train.memory.clearing import return_memory
     from robust_train.vision.images import Shape
     from robust_train.vision.models import build_model, set_train_mode
 

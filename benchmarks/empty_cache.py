@@ -23,7 +23,7 @@ from torch import nn
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.run import Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
-from robust_train.memory.cleanup import return_memory
+from robust_train.memory.clearing import return_memory
 
 AfterStep = Callable[[int], None]
 

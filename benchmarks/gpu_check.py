@@ -39,9 +39,12 @@ from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import read_inventory  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
-from robust_train.memory.allocator import VARIABLE, allocator_settings  # noqa: E402
-from robust_train.memory.cleanup import return_memory  # noqa: E402
-from robust_train.memory.cuda import alloc_retries  # noqa: E402
+from robust_train.memory.clearing import return_memory  # noqa: E402
+from robust_train.memory.cuda import (  # noqa: E402
+    VARIABLE,
+    alloc_retries,
+    allocator_settings,
+)
 from robust_train.memory.samples import Sampler  # noqa: E402
 from robust_train.memory.stats import memory_in_use  # noqa: E402
 from robust_train.model.failure import FailureKind  # noqa: E402

@@ -157,13 +157,13 @@ def test_the_built_in_step_removes_half_made_optimizer_state_and_raises():
     assert torch.equal(model.weight, weights)
 
 
-def test_a_fault_is_reported_where_the_device_gives_no_gradient_back(tmp_path, monkeypatch):
+def test_a_fault_is_reported_where_the_device_answers_nothing_after_it(tmp_path, monkeypatch):
     message = "CUDA error: an illegal memory access was encountered"
 
     def fails(*arguments):
         raise RuntimeError(message)
 
-    monkeypatch.setattr("robust_train.memory.cleanup.KeptGradients.restore", fails)
+    monkeypatch.setattr("robust_train.memory.clearing.StartingMemory.describe_rest", fails)
     cfg = {"isolation": "none", "device": "cpu", "auto_device": False}
     with pytest.raises(TrainerFailed, match="illegal memory access"):
         launch(fails, cfg, run_dir=tmp_path)

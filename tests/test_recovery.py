@@ -15,7 +15,7 @@ import tenacity
 import torch
 
 from robust_train import AttemptsExhausted, OOMHandler, adaptive_batch_training, retry_on_oom
-from robust_train.memory.cleanup import release_memory
+from robust_train.memory.clearing import release_memory
 from robust_train.memory.tensors import live_tensors
 
 

@@ -13,7 +13,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.launcher import interpreters, running_attempt
 from robust_train.launcher.request import attempt_environment
-from robust_train.memory.allocator import VARIABLE
+from robust_train.memory.cuda import VARIABLE
 from robust_train.model.events import Event, UserEvent
 from robust_train.model.failure import FailureKind
 from world import wait_until

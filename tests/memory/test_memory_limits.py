@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from robust_train.memory import set_memory_fraction
-from robust_train.memory.allocator import VARIABLE, use_expandable_segments
+from robust_train.memory.cuda import VARIABLE, use_expandable_segments
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(
@@ -100,7 +100,7 @@ def test_what_is_exported_goes_before_and_what_is_there_beside_it_stays() -> Non
 
 
 def test_the_allocator_of_this_torch_takes_the_setting_at_run_time() -> None:
-    from robust_train.memory.limits import apply_to_allocator
+    from robust_train.memory.cuda import apply_to_allocator
 
     assert apply_to_allocator(torch, "expandable_segments:True") == (
         "the allocator of this process: expandable_segments:True"

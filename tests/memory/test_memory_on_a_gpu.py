@@ -19,7 +19,7 @@ from torch import nn
 
 from robust_train import memory
 from robust_train.gpu.inventory import read_inventory
-from robust_train.memory.on_request import perform
+from robust_train.memory.reports import perform
 from world import wait_until
 
 pytestmark = [
@@ -107,8 +107,8 @@ def test_a_snapshot_can_be_opened_and_the_second_has_the_history(tmp_path: Path)
         second = perform("memory_snapshot", {}, tmp_path)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    assert "from here on the history is recorded" in first["sentence"]
-    assert "from here on" not in second["sentence"]
+    assert "the history is recorded from now on" in first["sentence"]
+    assert "from now on" not in second["sentence"]
     snapshots = [
         pickle.loads(Path(answer["written"][1]).read_bytes()) for answer in (first, second)
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from robust_train.memory.on_request import perform
+from robust_train.memory.reports import perform
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(

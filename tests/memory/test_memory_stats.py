@@ -21,8 +21,7 @@ from robust_train.attempt.runner import call_trainer
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.host.memory import cgroup_rooms, own_memory, reset_peak
-from robust_train.memory.cuda import Segment, ordinal_of, unused_blocks
-from robust_train.memory.stats import fragmentation
+from robust_train.memory.cuda import ordinal_of, unused_blocks
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import Failure, FailureKind
@@ -178,21 +177,22 @@ def test_what_names_no_device_is_refused_in_a_line(device) -> None:
         memory.get_gpu_memory_stats(device)
 
 
+def segment(device: int, *sizes: int, pool: tuple[int, int] = (0, 0)) -> dict[str, object]:
+    """A segment as torch lists it, with unused blocks of these sizes."""
+    blocks = [{"state": "inactive", "size": size} for size in sizes]
+    used = {"state": "active_allocated", "size": 1000}
+    return {"device": device, "segment_pool_id": pool, "blocks": [used, *blocks]}
+
+
 def test_only_unused_blocks_of_the_devices_common_pool_count() -> None:
-    segments = [
-        Segment(0, False, (3, 9)),
-        Segment(0, True, (100,)),
-        Segment(0, False),
-        Segment(1, False, (70,)),
-    ]
-    assert unused_blocks(segments, 0) == (9, 12)
+    segments = [segment(0, 3, 9), segment(0, 100, pool=(0, 1)), segment(0), segment(1, 70)]
+    assert unused_blocks(segments, 0) == (9, 0.25)
     assert unused_blocks(segments, 2) == (0, 0)
 
 
 @given(st.lists(st.integers(1, 2**40), max_size=20))
 def test_fragmentation_is_a_share_and_nothing_for_one_block(sizes) -> None:
-    largest, unused = unused_blocks([Segment(0, False, tuple(sizes))], 0)
-    share = fragmentation(largest, unused)
+    _, share = unused_blocks([segment(0, *sizes)], 0)
     assert 0 <= share < 1
     assert (share == 0) == (len(sizes) <= 1)
 

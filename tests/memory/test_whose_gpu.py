@@ -16,7 +16,7 @@ from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.gpu import footprint
 from robust_train.memory import stats as in_use
-from robust_train.memory.cleanup import return_memory
+from robust_train.memory.clearing import return_memory
 from robust_train.memory.cuda import busiest_gpu, cached_on
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory

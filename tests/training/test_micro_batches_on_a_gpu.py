@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from robust_train import find_batch_size
-from robust_train.memory.cleanup import return_memory
+from robust_train.memory.clearing import return_memory
 from robust_train.step.batcher import MicroBatcher
 
 pytestmark = [

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 from robust_train import find_batch_size
 from robust_train.policy.batch_search import BatchSearch
-from robust_train.memory.cleanup import return_memory
+from robust_train.memory.clearing import return_memory
 from robust_train.attempt.run import MicroBatchPlan, Run
 from trainers_of_their_own import limit_growth
 

@@ -15,21 +15,21 @@ from robust_train.attempt.run import Run
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.host.memory import resident_bytes
-from robust_train.memory.cleanup import release_memory, return_memory
+from robust_train.memory.clearing import release_memory, return_memory
 from robust_train.memory.cuda import (
     Cached,
     alloc_retries,
     busiest_gpu,
     cached_on,
     device_index,
+    limit_when_cuda_starts,
     started_torch,
 )
-from robust_train.memory.limits import limit_when_cuda_starts
-from robust_train.memory.samples import Sampler
-from robust_train.memory.snapshots import (
+from robust_train.memory.reports import (
     record_history_after_an_oom,
     write_out_of_memory,
 )
+from robust_train.memory.samples import Sampler
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryTight
 from robust_train.model.failure import Failure

@@ -25,7 +25,7 @@ from robust_train.folder.requests import (
     find_requests,
 )
 from robust_train.folder.state import REQUESTED
-from robust_train.memory.on_request import perform
+from robust_train.memory.reports import perform
 from robust_train.model.events import AttemptProcess, RequestDone
 from robust_train.readable import named_line
 

@@ -15,7 +15,7 @@ from robust_train.cli.command import Answer, CommandFailed, Table
 from robust_train.cli.gpus import machine_memory
 from robust_train.folder.requests import ControlError, ask
 from robust_train.folder.run_list import NoLiveRun, NothingAlive, Run, choose_run
-from robust_train.memory import allocator
+from robust_train.memory import cuda
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
 from robust_train.readable import MIB
@@ -99,16 +99,18 @@ def enable(arguments: Namespace) -> Answer:
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-    exported = allocator.exported_expandable_segments(os.environ)
-    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
-    line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
+    exported = cuda.exported_expandable_segments(os.environ)
+    settings = cuda.allocator_settings(os.environ, expandable_segments=True)
+    line = f"export {cuda.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
+        line = (
+            f"# {cuda.VARIABLE} has expandable_segments:{exported} already, which stays"
+        )
     shown = [line]
     if sys.stdout.isatty():  # not inside $(…)
         shown.append('to set it in this shell: eval "$(robust-train memory enable)"')
     return Answer(
-        {"variable": allocator.VARIABLE, "value": settings, "lines": [line]}, shown
+        {"variable": cuda.VARIABLE, "value": settings, "lines": [line]}, shown
     )
 
 

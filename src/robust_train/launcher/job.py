@@ -52,7 +52,7 @@ from robust_train.launcher.policy_inputs import BatchKnowledge, policy_settings
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.launcher.request import request_for
 from robust_train.launcher.run_folder import RunFolder
-from robust_train.memory.stability import attempt_stability
+from robust_train.memory.samples import attempt_stability
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import Decision, GiveUp, Retry
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDevice, NoProgress

@@ -21,7 +21,7 @@ from robust_train.config.checks import what_fills_memory
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, name_of
 from robust_train.host.memory import read_host_memory
-from robust_train.memory.allocator import (
+from robust_train.memory.cuda import (
     exported_expandable_segments,
     is_wsl,
     use_expandable_segments,

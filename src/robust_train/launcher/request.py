@@ -15,7 +15,7 @@ from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
 from robust_train.launcher.hydra_state import hydra_config
 from robust_train.launcher.stall_watch import nccl_variables
-from robust_train.memory.allocator import VARIABLE, allocator_settings
+from robust_train.memory.cuda import VARIABLE, allocator_settings
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         clear_cuda_memory,
         clear_gpu_memory,
     )
-    from robust_train.memory.limits import (
+    from robust_train.memory.cuda import (
         MemoryLimit,
         enable_memory_efficient_settings,
         set_memory_fraction,
@@ -43,7 +43,7 @@ __all__ = [
 ]
 # fmt: on
 
-_HOMES = "memory.clearing memory.limits memory.stats memory.tensors"
+_HOMES = "memory.clearing memory.cuda memory.stats memory.tensors"
 
 
 def __getattr__(name: str) -> object:

@@ -1,17 +1,23 @@
-"""Return memory: what is not in use any more, and what a model holds."""
+"""Return memory: what a failed try still holds, what is not in use any more, what a model holds.
+
+Imports no torch: without it there are no tensors.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from robust_train.compat import clear_cublas_workspaces
 from robust_train.memory import tensors
-from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.memory.cuda import holds_graphs, memory_segments, started_torch
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
-from robust_train.readable import MIB, mib
+from robust_train.readable import MIB, first_line, mib
 
 log = logging.getLogger("robust_train")
 
@@ -20,6 +26,139 @@ if TYPE_CHECKING:
 
 _TOP = 10
 _MOST_PASSES = 5
+_TOLERATED_SHARE = 0.01
+# below this are generators' states, counters and the like
+_TOLERATED_BYTES = 64 * 1024
+_TOP_OF_A_TRY = 3
+
+
+# --- after a failed try ---
+
+
+def release_memory(error: BaseException, *, thorough: bool = True) -> None:
+    """Release everything that a failed try still holds in this process.
+
+    Whoever keeps the exception (a logger, a Future, tenacity's retry state) keeps its traceback
+    with the frames, and their variables keep every tensor of the failed pass. So the frames are
+    emptied. An optimizer whose first step ran out of memory loses its half-made state.
+
+    Call it outside of the failed function, as soon as it has failed. Frames that still run, among
+    them the caller's own, cannot be emptied.
+    """
+    _forget_first_steps(error)
+    clear_frames(error)
+    return_memory(thorough=thorough, workspaces=True)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Empty the frames in the traceback of ``error`` and of all that it was raised from."""
+    for frame in tensors.frames_of(error):
+        try:
+            frame.clear()
+        except RuntimeError:
+            continue  # it still runs
+        # a debugger may have left a copy of the variables there; this updates it, to nothing
+        _ = frame.f_locals
+
+
+def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
+    """Collect garbage, and return unused memory to the device and to the system.
+
+    Args:
+        thorough: look through all objects; else only through young ones, as those of a pass that
+            has just failed are, in a tenth of the time beside a process full of libraries.
+        workspaces: return cuBLAS's as well, unless a CUDA graph was captured, which embeds their
+            addresses. Never between steps that go well.
+    """
+    gc.collect() if thorough else gc.collect(1)
+    torch = started_torch()
+    if torch is not None:
+        try:
+            segments = memory_segments(torch) if workspaces else None
+            if segments is not None and not holds_graphs(segments):
+                clear_cublas_workspaces(torch)
+            # what other processes have released becomes cache, which the next call returns
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            # it synchronises, so it shows what else went wrong
+            log.warning("cannot empty the CUDA cache: %s", first_line(error))
+    # a cgroup counts freed pages that the C library keeps for later; only glibc can return them
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class StartingMemory:
+    """The memory of tensors before the first try, to compare with before each later one.
+
+    On a GPU it is what the caching allocator counts, on the CPU the storages of all tensors that
+    Python knows.
+    """
+
+    def __init__(self) -> None:
+        alive = tensors.live_tensors()
+        self._bytes_on = tensors.bytes_on(alive)
+        self._storages = frozenset(tensors.storages(alive))
+
+    def describe_rest(self) -> str | None:
+        """Describe what a failed try has left behind; None if it is at most one percent."""
+        sizes = {}
+        for device, now in tensors.bytes_on(tensors.live_tensors()).items():
+            before = self._bytes_on.get(device, 0)
+            if now - before > max(_TOLERATED_SHARE * before, _TOLERATED_BYTES):
+                sizes[device] = (
+                    f"{mib(now - before, 1)} more on {device} than before the first try "
+                    f"({before / MIB:.1f})"
+                )
+        if not sizes:
+            return None
+        found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
+        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
+        return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
+
+
+def release_and_check(
+    error: BaseException,  # what ended the try
+    start: StartingMemory,  # from before the first try
+    *,
+    # False if it is not shown again. An emptied frame still keeps its function, and so the
+    # variables of a closure.
+    keep_traceback: bool = True,
+) -> str | None:
+    """Drop the gradients of a failed try, do :func:`release_memory`, and describe what is left."""
+    for leaf in tensors.leaves_in(error):
+        leaf.grad = None
+    release_memory(error)
+    if not keep_traceback:
+        for current in tensors.with_causes(error):
+            current.__traceback__ = None
+        return_memory()
+    return start.describe_rest()
+
+
+def _forget_first_steps(error: BaseException) -> None:
+    """Drop the state of optimizers in the traceback that have never completed a step."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    for frame in tensors.frames_of(error):
+        # not of others: a frame that still runs keeps the copy that `f_locals` makes
+        in_step = frame.f_code.co_name in ("step", "_init_group")
+        owner = frame.f_locals.get("self") if in_step else None
+        if isinstance(owner, torch.optim.Optimizer) and _never_stepped(owner):
+            owner.state.clear()
+
+
+def _never_stepped(optimizer: Any) -> bool:
+    # the step that failed may have counted itself already
+    counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+    try:
+        return bool(counters) and all(float(counter) <= 1 for counter in counters)
+    except RuntimeError:  # they are on a device that has failed
+        return False
+
+
+# --- at a user's request ---
 
 
 @dataclass(frozen=True)
@@ -28,9 +167,8 @@ class Cleared:
 
     before: MemoryStats  # the current device's figures before
     after: MemoryStats  # and after
-    dropped_bytes: int = (
-        0  # of tensors that no program could reach any more; only with ``force``
-    )
+    # of tensors that no program could reach any more; only with ``force``
+    dropped_bytes: int = 0
     # the largest tensors that are still alive, with the variables that hold them; only with `force`
     held: tuple[tensors.HeldTensor, ...] = ()
     done: tuple[str, ...] = ()  # sentences about what else was done
@@ -43,12 +181,9 @@ class Cleared:
     @property
     def description(self) -> str:
         """The result in a line for people."""
-        what = (
-            self.after.device
-            if self.after.on_gpu
-            else "no CUDA in this process; host memory"
-        )
-        verb = "reserved" if self.after.on_gpu else "resident"
+        what, verb = "no CUDA in this process; host memory", "resident"
+        if self.after.on_gpu:
+            what, verb = self.after.device, "reserved"
         parts = [
             f"{what}: {mib(self.freed, 1)} released, "
             f"{self.before.reserved / MIB:.1f} → {mib(self.after.reserved, 1)} {verb}",
@@ -77,12 +212,8 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     done: list[str] = []
     dropped = _drop_unreachable(done) if force else 0
     return_memory(workspaces=True)
-    held: list[tensors.HeldTensor] = []
-    if force:
-        held = tensors.largest_alive(_TOP)
-    return _logged(
-        Cleared(before, get_gpu_memory_stats(), dropped, tuple(held), tuple(done))
-    )
+    held = tensors.largest_alive(_TOP) if force else []
+    return _cleared(before, dropped, held, done)
 
 
 clear_cuda_memory = (
@@ -104,9 +235,13 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     torch = sys.modules["torch"]
     before = get_gpu_memory_stats()
     gc.collect()
-    optimizers = _optimizers_of(model, torch.optim.Optimizer)
-    for optimizer in optimizers:
-        optimizer.state.clear()
+    own = set(model.parameters())
+    optimizers = 0
+    for optimizer in tensors.live_objects(torch.optim.Optimizer):
+        if any(own.intersection(group["params"]) for group in optimizer.param_groups):
+            optimizer.state.clear()
+            optimizers += 1
+    own.clear()
     model.zero_grad(set_to_none=True)
     if keep_weights:
         model.cpu()
@@ -114,29 +249,19 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
         for tensor in (*model.parameters(), *model.buffers()):
             # in place: optimizers would keep parameters that are only replaced
             tensor.data = torch.empty(0, dtype=tensor.dtype)
-    weights = "weights on the host" if keep_weights else "weights dropped"
-    done = (
-        f"gradients and optimizer state ({len(optimizers)} found) dropped, {weights}",
-    )
-    del optimizers
     return_memory(workspaces=True)
-    return _logged(Cleared(before, get_gpu_memory_stats(), done=done))
+    weights = "weights on the host" if keep_weights else "weights dropped"
+    done = f"gradients and optimizer state ({optimizers} found) dropped, {weights}"
+    return _cleared(before, 0, [], [done])
 
 
-def _logged(cleared: Cleared) -> Cleared:
+def _cleared(
+    before: MemoryStats, dropped: int, held: list[tensors.HeldTensor], done: list[str]
+) -> Cleared:
+    after = get_gpu_memory_stats()
+    cleared = Cleared(before, after, dropped, tuple(held), tuple(done))
     log.info("%s", cleared.description)
     return cleared
-
-
-def _optimizers_of(model: nn.Module, base: type) -> list[Any]:
-    own = {id(parameter) for parameter in model.parameters()}
-    return [
-        optimizer
-        for optimizer in tensors.live_objects(base)
-        if any(
-            id(p) in own for group in optimizer.param_groups for p in group["params"]
-        )
-    ]
 
 
 def _drop_unreachable(done: list[str]) -> int:

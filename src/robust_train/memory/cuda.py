@@ -1,15 +1,38 @@
-"""CUDA's caching allocator in this process, and its devices. Never starts CUDA."""
+"""CUDA's caching allocator in this process: its devices, figures, settings and limits.
+
+Nothing here starts CUDA, but for the functions that set a limit at a user's request.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import resource
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from robust_train.compat import set_allocator_settings, when_cuda_starts
+from robust_train.config.schema import MemoryConfig
+from robust_train.host.memory import read_host_memory
+from robust_train.readable import MIB, first_line
+
+log = logging.getLogger("robust_train")
+
+VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+"""Read by every torch since 2.4. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``;
+the first that is set wins."""
+
+_NEWER = "PYTORCH_ALLOC_CONF"
+_COMMON_POOL = (0, 0)  # of segments; a CUDA graph has a pool of its own
+
 HOST = -1  # The host's memory, among the numbers of `ordinal_of`
-_DEFAULT_POOL = (0, 0)
+
+
+# --- devices ---
 
 
 def started_torch() -> Any:
@@ -18,12 +41,6 @@ def started_torch() -> Any:
     # another thread may be importing it at this moment
     is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
     return torch if is_initialized is not None and is_initialized() else None
-
-
-def usable_torch() -> Any:
-    """Return the module torch if it is loaded and CUDA can be used, else None."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
 
 
 def device_index(device: str) -> int | None:
@@ -35,20 +52,17 @@ def device_index(device: str) -> int | None:
 def ordinal_of(device: Any) -> int | None:
     """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None if it has no number.
     Raises ValueError: it names no device."""
-    if device is None:
-        return None
-    if isinstance(device, int):
-        if device < 0:
-            raise ValueError(f"device {device}: a number from 0 on")
+    if isinstance(device, int) and device >= 0:
         return device
-    match = re.fullmatch(r"(cpu)(?::0)?|cuda(?::(\d+))?", str(device))
+    names = r"None|(?P<host>cpu)(:0)?|cuda(:(?P<number>\d+))?"
+    match = re.fullmatch(names, str(device))
     if match is None:
         raise ValueError(
             f"device {str(device)!r}: accepted are cpu, cuda, cuda:<number>, a number"
         )
-    if match[1]:
+    if match["host"]:
         return HOST
-    return None if match[2] is None else int(match[2])
+    return None if match["number"] is None else int(match["number"])
 
 
 def started_gpu(device: Any) -> tuple[Any, int] | None:
@@ -56,12 +70,10 @@ def started_gpu(device: Any) -> tuple[Any, int] | None:
     ValueError: this process has no such device."""
     ordinal = ordinal_of(device)
     torch = None if ordinal == HOST else started_torch()
-    return None if torch is None else (torch, gpu_number(torch, ordinal))
+    return None if torch is None else (torch, _gpu_number(torch, ordinal))
 
 
-def gpu_number(torch: Any, ordinal: int | None) -> int:
-    """Return ``ordinal``, or without one the GPU of :func:`busiest_gpu`. Raises ValueError: this
-    process has no such GPU."""
+def _gpu_number(torch: Any, ordinal: int | None) -> int:
     if ordinal is None:
         return busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
@@ -78,6 +90,9 @@ def busiest_gpu(torch: Any) -> int:
         torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())
     ]
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
+
+
+# --- figures ---
 
 
 @dataclass(frozen=True)
@@ -122,42 +137,259 @@ def alloc_retries() -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of GPU memory that the allocator holds, and the sizes of its unused blocks."""
-
-    device: int
-    is_private: bool
-    unused: tuple[int, ...] = ()
-
-
-def memory_segments(torch: Any) -> list[Segment] | None:
-    """Return the allocator's segments; None if it has none (``backend:cudaMallocAsync``)."""
+def memory_segments(torch: Any) -> list[Any] | None:
+    """Return the allocator's segments as torch lists them; None if it has none, as
+    ``backend:cudaMallocAsync``."""
     try:
         try:
             # without the recorded history, which may be gigabytes
-            found = torch.cuda.memory_snapshot(include_traces=False)
+            return list(torch.cuda.memory_snapshot(include_traces=False))
         except TypeError:
-            found = torch.cuda.memory_snapshot()
+            return list(torch.cuda.memory_snapshot())
     except RuntimeError:
         return None
-    return [_segment(entry) for entry in found]
 
 
-def _segment(entry: Mapping[str, Any]) -> Segment:
-    blocks = entry["blocks"]
-    return Segment(
-        entry["device"],
-        is_private=tuple(entry.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL,
-        unused=tuple(
-            int(block["size"]) for block in blocks if block["state"] == "inactive"
-        ),
-    )
+def holds_graphs(segments: Iterable[Any]) -> bool:
+    """Return whether a CUDA graph was captured, whose memory comes back to no one."""
+    return any(_is_private(segment) for segment in segments)
 
 
-def unused_blocks(segments: Iterable[Segment], index: int) -> tuple[int, int]:
-    """Return the largest unused block of a GPU, and the sum of all, in bytes. Blocks in private
-    pools (CUDA graphs) do not count: only their graph can use them."""
-    shared = [s for s in segments if s.device == index and not s.is_private]
-    sizes = [size for segment in shared for size in segment.unused]
-    return max(sizes, default=0), sum(sizes)
+def unused_blocks(segments: Iterable[Any], index: int) -> tuple[int, float]:
+    """Return the largest unused block of a GPU, and the share of all unused bytes outside of it, 0
+    (one block) to 1. Blocks in private pools (CUDA graphs) do not count: only their graph can use
+    them."""
+    sizes = [
+        int(block["size"])
+        for segment in segments
+        if segment["device"] == index and not _is_private(segment)
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+    largest = max(sizes, default=0)
+    return largest, 1 - largest / sum(sizes) if largest else 0.0
+
+
+def _is_private(segment: Any) -> bool:
+    return tuple(segment.get("segment_pool_id", _COMMON_POOL)) != _COMMON_POOL
+
+
+# --- settings ---
+
+
+def use_expandable_segments(
+    setting: bool | None,
+    environ: Mapping[str, str],
+    *,
+    is_script: bool = False,
+    gpus: int = 1,
+    kernel: str | None = None,
+) -> bool:
+    """Decide whether the allocator uses expandable segments from the start.
+
+    ``setting`` is ``memory.expandable_segments``, None for ``auto``; the user's environment
+    overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
+    under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
+    all-reduce: so ``auto`` leaves scripts and several GPUs alone.
+    """
+    exported = exported_expandable_segments(environ)
+    if exported is not None:
+        return exported
+    if setting is not None:
+        return setting
+    return not is_script and gpus == 1 and not is_wsl(kernel)
+
+
+def is_wsl(kernel: str | None = None) -> bool:
+    """Return whether the kernel, by default this machine's ``/proc/version``, is WSL's."""
+    if kernel is None:
+        try:
+            kernel = Path("/proc/version").read_text(errors="replace")
+        except OSError:
+            return False
+    return "microsoft" in kernel.lower()
+
+
+def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
+    """Return the variable's value: what the user exports under either name, then our setting. An
+    exported setting of expandable segments stays."""
+    exported = _exported(environ)
+    if exported_expandable_segments(environ) is not None:
+        return exported
+    ours = f"expandable_segments:{expandable_segments}"
+    return f"{exported},{ours}" if exported else ours
+
+
+def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
+    """Return the setting in the user's own environment, None if there is none."""
+    found = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
+    return None if found is None else found.group(1).lower() == "true"
+
+
+def _exported(environ: Mapping[str, str]) -> str:
+    return environ.get(VARIABLE) or environ.get(_NEWER) or ""
+
+
+def enable_memory_efficient_settings(
+    *, fraction: float | None = 0.95, tf32: bool = True
+) -> tuple[str, ...]:
+    """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
+
+    Expandable segments, unless the environment forbids them or this is WSL, which lacks them: in
+    the variable, for programs started from here, and in this process where CUDA is there.
+    Segments that the allocator has already stay as they are, so call it before CUDA is used.
+
+    Args:
+        fraction: as in :func:`set_memory_fraction`; None sets no limit.
+        tf32: let float32 matrix products use TensorFloat32 if the GPU has it (Ampere and later), as
+            convolutions do by default: faster, at 10 bits of mantissa. It saves no memory.
+    """
+    exported = exported_expandable_segments(os.environ)
+    settings = allocator_settings(os.environ, expandable_segments=True)
+    is_possible = exported is None and not is_wsl()
+    if is_possible:
+        os.environ[VARIABLE] = settings
+        done = [f"{VARIABLE}={settings} for programs started from here"]
+    elif exported is None:
+        done = ["no expandable segments: WSL's driver lacks them"]
+    else:
+        done = [f"{VARIABLE} has expandable_segments:{exported} already, which stays"]
+    torch = _usable_torch()
+    if torch is None:
+        done.append("no CUDA in this process: nothing else to set")
+    else:
+        if is_possible:
+            done.append(apply_to_allocator(torch, settings))
+        if fraction is not None:
+            done.append(set_memory_fraction(fraction).description)
+        if tf32:
+            # the flags exist on every GPU and act only where the hardware has the format
+            torch.set_float32_matmul_precision("high")
+            done.append("TensorFloat32 for float32 matrix products if the GPU has it")
+    for sentence in done:
+        log.info("%s", sentence)
+    return tuple(done)
+
+
+def apply_to_allocator(torch: Any, settings: str) -> str:
+    """Apply settings to the allocator of this process; return what was done, in a sentence."""
+    try:
+        set_allocator_settings(torch, settings)
+    except (RuntimeError, ValueError) as error:
+        return f"torch refuses {settings}: {first_line(error)}"
+    return f"the allocator of this process: {settings}"
+
+
+def _usable_torch() -> Any:
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_available() else None
+
+
+# --- limits ---
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit that this process has been given.
+
+    Attributes:
+        device: ``cuda:0`` or ``cpu``.
+        fraction: of ``total``.
+        bytes: the most that the caching allocator may reserve; on the host, that writable private
+            memory may be.
+        total: bytes of the device; of the host, or of the cgroup if that has less.
+        in_use: what counts towards the limit now.
+    """
+
+    device: str
+    fraction: float
+    bytes: int
+    total: int
+    in_use: int
+
+    @property
+    def description(self) -> str:
+        """The limit in a line for people."""
+        where = self.device
+        if self.device == "cpu":
+            where = "no CUDA in this process; host memory (RLIMIT_DATA)"
+        text = (
+            f"{where}: at most {self.bytes / MIB:,.0f} of {self.total / MIB:,.0f} MiB "
+            f"({self.fraction:g}), {self.in_use / MIB:,.0f} MiB in use"
+        )
+        if self.in_use > self.bytes:
+            text += (
+                "; that is more than the limit, so the next larger request will fail"
+            )
+        return text
+
+
+def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
+    """Let this process take at most a share of the device's memory; 1 lifts the limit.
+
+    On a GPU it limits torch's caching allocator, as if the GPU were smaller; CUDA contexts and
+    NCCL's memory do not count. CUDA is started if it was not. Without CUDA the writable private
+    memory of this process is limited to that share of the host's (RLIMIT_DATA, see setrlimit(2)):
+    a request beyond it raises MemoryError. Child processes inherit that, each for itself.
+
+    Args:
+        fraction: over 0, up to 1.
+        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+
+    Raises:
+        ValueError: no such fraction or device; or the host process has more already, and would
+            fail at once.
+    """
+    is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+    if not (is_number and 0 < fraction <= 1):
+        raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
+    ordinal, torch = ordinal_of(device), _usable_torch()
+    if ordinal == HOST or torch is None:
+        limit = _limit_host(float(fraction))
+    else:
+        index = _gpu_number(torch, ordinal)
+        torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+        total = torch.cuda.get_device_properties(index).total_memory
+        in_use = torch.cuda.memory_reserved(index)
+        most = int(fraction * total)
+        limit = MemoryLimit(f"cuda:{index}", float(fraction), most, total, in_use)
+    log.info("%s", limit.description)
+    return limit
+
+
+def _limit_host(fraction: float) -> MemoryLimit:
+    memory = read_host_memory()
+    most = int(fraction * memory.total)
+    if memory.data >= most:
+        raise ValueError(
+            f"fraction={fraction:g}: that is {most / MIB:,.0f} MiB of host memory, and this "
+            f"process has {memory.data / MIB:,.0f} already"
+        )
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = hard if fraction == 1 else most
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
+
+
+def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
+    """Let this process's caching allocator hold at most this share of a GPU's memory. Takes effect
+    when torch starts CUDA, and does not start it; a limit that is refused is logged. ``index`` is
+    None for the CPU. Returns False if torch is not imported yet."""
+    if index is None:
+        if fraction != MemoryConfig.fraction:
+            log.info("memory.fraction=%g: has no effect on the CPU", fraction)
+        return True
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+
+    def limit() -> None:
+        try:
+            torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+        except (RuntimeError, ValueError) as error:
+            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
+
+    when_cuda_starts(torch, limit)
+    return True

@@ -21,6 +21,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.host import memory as host
 from robust_train.memory import cuda
+from robust_train.model.gpu import GpuInfo
 from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
@@ -248,7 +249,9 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
                 "reserved": torch.cuda.memory_reserved(index),
                 "max_allocated": torch.cuda.max_memory_allocated(index),
             }
-            return {**figures, **(beside_cache(torch, index) if context else {})}
+            with contextlib.suppress(Exception):
+                figures |= beside_cache(torch, index) if context else {}
+            return figures
     with contextlib.suppress(OSError, psutil.Error):
         return {
             "resident": host.resident_bytes()[0],
@@ -273,30 +276,31 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     That is the CUDA context with its kernels and the memory of cuBLAS, cuDNN and NCCL. If NVML does
     not list the process (a container), ``context_at_most_bytes``: others' memory counts too.
     """
-    with contextlib.suppress(Exception):
-        reserved = torch.cuda.memory_reserved(index)
-        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        gpus = read_inventory(processes=True).gpus
-        for gpu in (gpu for gpu in gpus if gpu.uuid == uuid and not gpu.unified_memory):
-            computing = [process for process in gpu.processes or () if process.computes]
-            # in a container it may have another number, and is known only if it is alone
-            own = [
-                process for process in computing if process.pid == os.getpid()
-            ] or computing
-            used = own[0].used_bytes if len(own) == 1 else None
-            name = "context_at_most_bytes" if used is None else "context_bytes"
-            size = gpu.used_bytes if used is None else used
-            return {name: size - reserved} if size > reserved else {}
-    return {}
+    gpu = _inventoried(torch, index, processes=True)
+    if gpu is None or gpu.unified_memory:
+        return {}
+    computing = [process for process in gpu.processes or () if process.computes]
+    # in a container it may have another number, and is known only if it is alone
+    own = [one for one in computing if one.pid == os.getpid()] or computing
+    name, used = "context_at_most_bytes", gpu.used_bytes
+    if len(own) == 1 and own[0].used_bytes is not None:
+        name, used = "context_bytes", own[0].used_bytes
+    beside = used - torch.cuda.memory_reserved(index)
+    return {name: beside} if beside > 0 else {}
+
+
+def _inventoried(torch: Any, index: int, *, processes: bool) -> GpuInfo | None:
+    """Return what NVML knows of a GPU of this process, if anything."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    gpus = read_inventory(processes=processes).gpus
+    return next((gpu for gpu in gpus if gpu.uuid == uuid), None)
 
 
 def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
     segments = cuda.memory_segments(torch)
-    largest, unused = (
-        (None, None) if segments is None else cuda.unused_blocks(segments, ordinal)
-    )
+    blocks = None if segments is None else cuda.unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=figures.get("allocated_bytes.all.current", 0),
@@ -305,18 +309,11 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
         peak_reserved=figures.get("reserved_bytes.all.peak", 0),
         free=free,
         total=total,
-        largest_free_block=largest,
-        fragmentation=None
-        if largest is None or unused is None
-        else fragmentation(largest, unused),
+        largest_free_block=None if blocks is None else blocks[0],
+        fragmentation=None if blocks is None else blocks[1],
         retries=figures.get("num_alloc_retries", 0),
         oom_count=figures.get("num_ooms", 0),
     )
-
-
-def fragmentation(largest: int, unused: int) -> float:
-    """Return the share of ``unused`` bytes outside of the ``largest`` block; 0 without any."""
-    return 1 - largest / unused if unused else 0.0
 
 
 def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
@@ -324,11 +321,9 @@ def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
     if has_context(torch, ordinal):
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
-    about = torch.cuda.get_device_properties(ordinal)
-    found = [
-        g for g in read_inventory(processes=False).gpus if g.uuid == f"GPU-{about.uuid}"
-    ]
-    return found[0].free_bytes if found else None, about.total_memory
+    gpu = _inventoried(torch, ordinal, processes=False)
+    total = torch.cuda.get_device_properties(ordinal).total_memory
+    return None if gpu is None else gpu.free_bytes, total
 
 
 def _of_nvml(ordinal: int) -> MemoryStats | None:
@@ -382,11 +377,8 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
         own = host.own_memory()
         return "cpu", own["VmRSS"], own["VmHWM"]
     torch, index = gpu
-    now, peak = (
-        torch.cuda.memory_allocated(index),
-        torch.cuda.max_memory_allocated(index),
-    )
-    return f"cuda:{index}", now, peak
+    now = torch.cuda.memory_allocated(index)
+    return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)
 
 
 def _in_words(device: str, allocated: int, peak: int, reserved: int) -> str:

@@ -10,7 +10,7 @@ import itertools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,9 +20,11 @@ from robust_train.memory.cuda import started_torch
 from robust_train.readable import mib
 
 StorageKey = tuple[str, int]  # A storage: its device and its address there
+Reached = tuple[Any, str, str]  # A value, the way to write it, and where that begins
 
 _MOST_VALUES = 5000
 _MOST_DEPTH = 4
+_PLAIN = (str, bytes, int, float, type(sys), type)
 
 
 def live_objects(base: Any) -> list[Any]:
@@ -34,15 +36,10 @@ def live_objects(base: Any) -> list[Any]:
 def live_tensors() -> list[Any]:
     """Return every tensor that Python knows, gradients too; nothing if torch is not loaded."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    found = live_objects(torch.Tensor)
-    known = set(map(id, found))
-    for tensor in list(found):
-        gradient = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
-        if gradient is not None and id(gradient) not in known:
-            found.append(gradient)
-    return found
+    found = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
+    gradients = [t.grad for t in found.values() if t.is_leaf and t.requires_grad]
+    found |= {id(gradient): gradient for gradient in gradients if gradient is not None}
+    return list(found.values())
 
 
 def storage_of(tensor: Any) -> StorageKey | None:
@@ -70,19 +67,21 @@ def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
     for (device, _), size in storages(tensors).items():
         counted[device] = counted.get(device, 0) + size
     torch = started_torch()
-    if torch is not None:
-        for index in range(torch.cuda.device_count()):
-            # also what only the autograd graph knows
-            counted[f"cuda:{index}"] = torch.cuda.memory_allocated(index)
+    for device in () if torch is None else training_devices():
+        # also what only the autograd graph knows
+        counted[device] = torch.cuda.memory_allocated(device)
     return counted
 
 
-def training_devices() -> frozenset[str]:
+def training_devices() -> list[str]:
     """Return the devices of large tensors: the GPUs, or without CUDA the host."""
     torch = started_torch()
-    if torch is not None:
-        return frozenset(f"cuda:{index}" for index in range(torch.cuda.device_count()))
-    return frozenset({"cpu"})
+    if torch is None:
+        return ["cpu"]
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+# --- which variables lead to them ---
 
 
 @dataclass(frozen=True)
@@ -104,23 +103,53 @@ class HeldTensor:
         held = "" if self.owner is None else f", held by {self.owner}"
         return f"{mib(self.bytes, 1)} {self.dtype} {self.shape} on {self.device}{graph}{held}"
 
+    def as_json(self) -> TensorFacts:
+        """Return the fields in JSON's types."""
+        return {**vars(self), "shape": list(self.shape)}
 
-def largest(
-    tensors: Iterable[Any],
-    owners: Mapping[int, str],  # by id, as from `variables_of`
-    *,
-    devices: Collection[str],
+
+TensorFacts = dict[str, Json]  # The fields of `HeldTensor`
+
+
+def largest_tensors(
+    top: int = 20, *, devices: Collection[str] | None = None
+) -> list[TensorFacts]:
+    """Return the largest tensors that are alive, the largest first, in JSON's types.
+
+    Tensors that share a storage count once. ``owner`` is the variable of a running function, or the
+    global, that leads to a tensor; None if there is none.
+
+    Args:
+        top: how many at most.
+        devices: ``cuda:0``, ``cpu`` …; by default the GPUs, or without CUDA the host.
+    """
+    return [tensor.as_json() for tensor in largest_alive(top, devices)]
+
+
+def largest_alive(
     top: int,
+    devices: Collection[str] | None = None,
     known: Collection[StorageKey] = (),
+    error: BaseException | None = None,
 ) -> list[HeldTensor]:
-    """Return the largest tensors on ``devices`` outside of ``known`` storages."""
+    """Return :func:`largest_tensors` as values, without those in ``known`` storages.
+
+    With ``error`` only those that variables of failed and running functions lead to. That neither
+    searches the heap nor allocates much, so it can be called when memory has run out.
+    """
+    failed = [] if error is None else list(frames_of(error))
+    held = variables_of([*failed, *running_frames()])
+    wanted = training_devices() if devices is None else devices
+    tensors = (
+        live_tensors() if error is None else [tensor for tensor, _ in held.values()]
+    )
     by_storage: dict[StorageKey, Any] = {}
     for tensor in tensors:
         key = storage_of(tensor)
-        if key is None or key[0] not in devices or key in known:
+        if key is None or key[0] not in wanted or key in known:
             continue
         # of the tensors that share a storage, one that a variable holds
-        if key not in by_storage or id(tensor) in owners:
+        if key not in by_storage or id(tensor) in held:
             by_storage[key] = tensor
     by_size = sorted(
         by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes()
@@ -131,7 +160,7 @@ def largest(
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             device=str(tensor.device),
-            owner=owners.get(id(tensor)),
+            owner=held.get(id(tensor), (tensor, None))[1],
             has_graph=tensor.grad_fn is not None,
         )
         for tensor in by_size[:top]
@@ -142,53 +171,56 @@ def variables_of(frames: Iterable[FrameType]) -> dict[int, tuple[Any, str]]:
     """Return the tensors that the variables of functions lead to, by id, each with the shortest way
     there: ``kept[0] (local variable of train, train.py:12)``. Looks at a few thousand values."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    found: dict[int, tuple[Any, str]] = {}
+    return {
+        id(value): (value, f"{name} ({where})")
+        for value, name, where in reach(_variables(frames), parts_of)
+        if torch is not None and isinstance(value, torch.Tensor)
+    }
+
+
+def reach(
+    roots: Iterable[Reached], parts: Callable[[Any], Iterable[tuple[Any, str]]]
+) -> Iterator[Reached]:
+    """Yield what is a few steps away from ``roots``, each once, by the shortest way: it is the one
+    that a person recognises. ``parts`` returns the parts of a value, each with how to write it."""
     seen: set[int] = set()
-    # breadth first: the shortest way is the one that a person recognises
-    todo = deque((value, name, where, 0) for value, name, where in _variables(frames))
+    todo = deque((*root, 0) for root in roots)
     while todo and len(seen) < _MOST_VALUES:
         value, name, where, depth = todo.popleft()
-        if id(value) in seen or isinstance(
-            value, (str, bytes, int, float, type(sys), type)
-        ):
+        if id(value) in seen or isinstance(value, _PLAIN):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value, f"{name} ({where})"
-            if value.is_leaf and value.grad is not None:
-                todo.append((value.grad, f"{name}.grad", where, depth))
-        elif depth < _MOST_DEPTH:
-            with contextlib.suppress(
-                Exception
-            ):  # another thread may change it meanwhile
-                # memory may have run out, so the values that wait are few as well
-                room = max(_MOST_VALUES - len(todo), 0)
-                for item, step in itertools.islice(
-                    _items(value, torch.nn.Module), room
-                ):
-                    todo.append((item, name + step, where, depth + 1))
-    return found
+        yield value, name, where
+        if depth == _MOST_DEPTH:
+            continue
+        # memory may have run out, so the values that wait are few as well
+        room = max(_MOST_VALUES - len(todo), 0)
+        with contextlib.suppress(Exception):  # another thread may change it meanwhile
+            for part, step in itertools.islice(parts(value), room):
+                todo.append((part, name + step, where, depth + 1))
 
 
-def _items(value: Any, module: type) -> Iterator[tuple[Any, str]]:
+def parts_of(value: Any) -> Iterator[tuple[Any, str]]:
     """Yield the parts of a value, each with the way to write it."""
-    if isinstance(value, module):
-        tensors = (*value.named_parameters(), *value.named_buffers())  # type: ignore[attr-defined]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.is_leaf and value.grad is not None:
+            yield value.grad, ".grad"
+    elif torch is not None and isinstance(value, torch.nn.Module):
+        tensors = (*value.named_parameters(), *value.named_buffers())
         yield from ((tensor, f".{name}") for name, tensor in tensors)
     elif isinstance(value, dict):
         for key, item in dict.items(value):
             is_plain = isinstance(key, (str, int, float, bool))
             yield item, f"[{key!r}]" if is_plain else f"[{type(key).__name__}]"
-    elif isinstance(value, (list, tuple, deque)):
+    elif isinstance(value, (list, tuple, set, deque)):
         yield from ((item, f"[{index}]") for index, item in enumerate(value))
     else:
         own = object.__getattribute__(value, "__dict__")
         yield from ((item, f".{name}") for name, item in own.items())
 
 
-def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[Any, str, str]]:
+def _variables(frames: Iterable[FrameType]) -> Iterator[Reached]:
     """Yield the local variables of the functions, then the globals of their modules."""
     modules: dict[str, Mapping[str, Any]] = {}
     for frame in frames:
@@ -205,10 +237,8 @@ def _variables(frames: Iterable[FrameType]) -> Iterator[tuple[Any, str, str]]:
             # the frame keeps this copy, and with it all that the function drops later
             variables.clear()
     for module, content in modules.items():
-        yield from [
-            (value, name, f"global of module {module}")
-            for name, value in list(content.items())
-        ]
+        where = f"global of module {module}"
+        yield from [(value, name, where) for name, value in list(content.items())]
 
 
 def _is_ours(module: str) -> bool:
@@ -253,50 +283,52 @@ def running_frames() -> list[FrameType]:
     ]
 
 
-TensorFacts = dict[str, Json]  # The fields of `HeldTensor`
+def reached_by_running(base: Any) -> list[Any]:
+    """Return the objects of a type that variables of running functions lead to."""
+    found = reach(_variables(running_frames()), parts_of)
+    return [value for value, _, _ in found if isinstance(value, base)]
 
 
-def largest_tensors(
-    top: int = 20, *, devices: Collection[str] | None = None
-) -> list[TensorFacts]:
-    """Return the largest tensors that are alive, the largest first, in JSON's types.
+# --- which of them learn ---
 
-    Tensors that share a storage count once. ``owner`` is the variable of a running function, or the
-    global, that leads to a tensor; None if there is none.
 
-    Args:
-        top: how many at most.
-        devices: ``cuda:0``, ``cpu`` …; by default the GPUs, or without CUDA the host.
+def leaves_of(loss: Any) -> Iterator[Any]:
+    """Yield the tensors to which the backward pass of ``loss`` adds a gradient.
+
+    A part that is computed again in the backward pass (reentrant checkpointing) hides its own.
     """
-    return [as_json(tensor) for tensor in largest_alive(top, devices)]
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        waiting += [function for function, _ in node.next_functions]
 
 
-def largest_alive(
-    top: int,
-    devices: Collection[str] | None = None,
-    known: Collection[StorageKey] = (),
-) -> list[HeldTensor]:
-    """Return :func:`largest_tensors` as values, without those in ``known`` storages."""
-    owners = {key: name for key, (_, name) in variables_of(running_frames()).items()}
-    wanted = training_devices() if devices is None else devices
-    return largest(live_tensors(), owners, devices=wanted, top=top, known=known)
+def leaves_in(error: BaseException) -> list[Any]:
+    """Return what the functions that ``error`` has ended were training."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    # a function that runs may hold models of which the failed one knew nothing
+    running = {frame for frame, _ in traceback.walk_stack(inspect.currentframe())}
+    found: dict[int, Any] = {}
+    for frame in frames_of(error):
+        for value in () if frame in running else frame.f_locals.values():
+            leaves: Iterable[Any] = ()
+            if isinstance(value, torch.nn.Module):
+                leaves = value.parameters()
+            elif isinstance(value, torch.Tensor) and value.requires_grad:
+                leaves = [value] if value.is_leaf else leaves_of(value)
+            found |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+    return list(found.values())
 
 
-def largest_of_failure(
-    error: BaseException, top: int = 20, devices: Collection[str] | None = None
-) -> list[HeldTensor]:
-    """Return the largest tensors that variables of failed and running functions lead to. It neither
-    searches the heap nor allocates much, so it can be called when memory has run out."""
-    found = variables_of([*frames_of(error), *running_frames()])
-    tensors = [tensor for tensor, _ in found.values()]
-    owners = {key: name for key, (_, name) in found.items()}
-    wanted = training_devices() if devices is None else devices
-    return largest(tensors, owners, devices=wanted, top=top)
-
-
-def as_json(tensor: HeldTensor) -> TensorFacts:
-    """Return a tensor's fields in JSON's types."""
-    return {**vars(tensor), "shape": list(tensor.shape)}
+# --- to the host ---
 
 
 _T = TypeVar("_T")
@@ -324,80 +356,61 @@ _Copied = dict[int, tuple[Any, Any]]
 def _to_cpu(value: Any, base: type, copied: _Copied) -> Any:
     if id(value) in copied:
         return copied[id(value)][1]
-    if isinstance(value, base):
-        result = _copy(value)
-        copied[id(value)] = (value, result)
-        return result
-    if isinstance(value, (str, bytes, type)):
-        return value
     if isinstance(value, tuple):
         items = [_to_cpu(item, base, copied) for item in value]
         named = hasattr(value, "_fields")
         return type(value)(*items) if named else type(value)(items)
     if isinstance(value, (set, frozenset)):
         return type(value)(_to_cpu(item, base, copied) for item in value)
-    if isinstance(value, (Mapping, list, deque)) or is_dataclass(value):
+    if isinstance(value, base):
+        result = tensor_to_cpu(value)
+    elif isinstance(value, (Mapping, list, deque)) or _is_dataclass(value):
         # the class itself may take other arguments than its content
         result = copy.copy(value)
-        copied[id(value)] = (value, result)
-        _fill(result, value, base, copied)
-        return result
-    return value
-
-
-def _fill(result: Any, value: Any, base: type, copied: _Copied) -> None:
-    if isinstance(value, Mapping):
-        for key, item in list(value.items()):
-            moved = _to_cpu(item, base, copied)
-            if moved is not item:
-                result[key] = moved
-    elif isinstance(value, (list, deque)):
-        for index, item in enumerate(value):
-            result[index] = _to_cpu(item, base, copied)
     else:
+        return value
+    copied[id(value)] = (value, result)
+    if isinstance(value, (Mapping, list, deque)):
+        keys = value if isinstance(value, Mapping) else range(len(value))
+        for key in list(keys):
+            moved = _to_cpu(value[key], base, copied)
+            if moved is not value[key]:
+                result[key] = moved
+    elif _is_dataclass(value):
         for item in fields(value):
             if hasattr(value, item.name):
                 moved = _to_cpu(getattr(value, item.name), base, copied)
                 # a frozen class refuses assignments
                 object.__setattr__(result, item.name, moved)
+    return result
 
 
-def _copy(tensor: Any) -> Any:
+def _is_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def tensor_to_cpu(tensor: Any) -> Any:
+    """Copy a tensor to the host, with no copy on its device.
+
+    Of one with gaps or repeated elements the stretch of memory that it lies in is copied as it is,
+    and the tensor's own elements are picked out of it on the host.
+    """
+    torch = sys.modules["torch"]
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" or not has_gaps(tensor):
+    # a subclass (a distributed, a quantised tensor) has its own way to the host
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    is_moved = tensor.device.type != "cpu"
+    if not (is_plain and is_moved and tensor.numel()) or tensor.is_contiguous():
         return tensor.cpu()
-    return copy_with_gaps(tensor)
+    return picked_out(tensor)
 
 
-def copy_with_gaps(tensor: Any) -> Any:
-    """Copy a strided tensor with gaps or repeated elements to the host, with no copy on its device.
-    The stretch of memory that the tensor lies in is copied as it is, and the tensor's own elements
-    are picked out of it on the host."""
+def picked_out(tensor: Any) -> Any:
+    """Return a strided tensor on the host, by way of the stretch that it lies in."""
     torch = sys.modules["torch"]
     strides = tensor.stride()
     span = 1 + sum(
         (n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True)
     )
     stretch = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).cpu()
-    return torch.as_strided(stretch, tensor.shape, strides).contiguous()
-
-
-def has_gaps(tensor: Any) -> bool:
-    """Return whether torch would copy the tensor on its device before it copies it to the host."""
-    torch = sys.modules["torch"]
-    # a subclass (a distributed, a quantised tensor) has its own way to the host
-    if (
-        type(tensor) is not torch.Tensor
-        or tensor.layout is not torch.strided
-        or not tensor.numel()
-    ):
-        return False
-    expected = 1
-    for size, stride in sorted(
-        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]
-    ):
-        if size != 1:
-            if stride != expected:
-                return True
-            expected *= size
-    return False
+    return torch.as_strided(stretch, tensor.shape, strides).clone()

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
-from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.memory.clearing import clear_frames, return_memory
+from robust_train.memory.cuda import holds_graphs as _holds_graphs
 from robust_train.memory.cuda import memory_segments, started_torch
 from robust_train.model.errors import RankFailure
 from robust_train.model.failure import Failure, FailureKind
@@ -308,4 +309,4 @@ def holds_graphs() -> bool:
     """Return whether a CUDA graph was captured, whose memory comes back to no one."""
     torch = started_torch()
     segments = None if torch is None else memory_segments(torch)
-    return any(segment.is_private for segment in segments or ())
+    return _holds_graphs(segments or ())

@@ -14,14 +14,15 @@ from typing import Any, TypeVar, overload
 
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
-from robust_train.memory import cleanup
+from robust_train.memory.clearing import StartingMemory, release_memory
+from robust_train.memory.tensors import leaves_in
 from robust_train.model.attempt import Attempt
 from robust_train.model.decision import GiveUp
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.model.failure import Clue
 from robust_train.policy.decide import Offers, decide, first_attempt
 from robust_train.policy.sizes import settings_of_batch
-from robust_train.step.trained import GradientsBefore, leaves_in
+from robust_train.step.trained import GradientsBefore
 
 log = logging.getLogger("robust_train")
 
@@ -99,10 +100,7 @@ class OOMHandler:
         self._spec = first_attempt(self._settings, ())
         self._history: tuple[Attempt, ...] = ()
         self._gradients = GradientsBefore()
-        # without gradients: those of a try are restored
-        self._start = (
-            cleanup.StartingMemory(cleanup.KeptGradients(())) if check_memory else None
-        )
+        self._start = StartingMemory() if check_memory else None
 
     def start_try(self, *trained: Any) -> None:
         """Keep the gradients of ``trained`` (models, or functions that close over them).
@@ -137,7 +135,7 @@ class OOMHandler:
         if not failure.kind.is_memory:
             return False
         trained = leaves_in(error)
-        cleanup.release_memory(error)
+        release_memory(error)
         if not self._gradients.restore(trained):
             raise AttemptsExhausted(
                 "out of memory in a call that has added to the gradients of an earlier one, where "

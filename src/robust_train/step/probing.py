@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from robust_train.failures import classify_failure
 from robust_train.host import memory as host
-from robust_train.memory.cleanup import clear_frames, return_memory
+from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.memory.tensors import live_objects
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.policy.batch_search import (

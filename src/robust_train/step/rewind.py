@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.compat import copy_at_once, tensors_of, version_of
+from robust_train.memory.tensors import leaves_of
 from robust_train.step.rng import GeneratorStates
-from robust_train.step.trained import leaves_of
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""

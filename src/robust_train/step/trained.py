@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robust_train.compat import version_of
-from robust_train.memory.tensors import frames_of
+from robust_train.memory.tensors import parts_of, reach
 
-_MOST_STEPS = (
-    4  # from the function to a module: attributes of attributes, items of lists
-)
-_MOST_ITEMS = 100  # longer lists hold samples
+_MOST_ITEMS = 100
 
 
 def modules_of(function: Any) -> list[nn.Module]:
@@ -28,61 +24,8 @@ def modules_of(function: Any) -> list[nn.Module]:
     These are the variables it closes over, its defaults, the globals it names, the object it is a
     method of, and what these hold in attributes, lists and dictionaries a few steps away.
     """
-    found: dict[int, nn.Module] = {}
-    seen: dict[int, Any] = {}
-    nearest = [function]
-    for _ in range(_MOST_STEPS + 1):
-        further: list[Any] = []
-        for item in nearest:
-            if id(item) in seen:
-                continue
-            seen[id(item)] = item
-            if isinstance(item, nn.Module):
-                found[id(item)] = item
-            else:
-                further += _held_by(item)
-        nearest = further
-    return list(found.values())
-
-
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors to which the backward pass of ``loss`` adds a gradient.
-
-    A part that is computed again in the backward pass (reentrant checkpointing) hides its own.
-    """
-    seen = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable  # type: ignore[attr-defined]
-        waiting += [function for function, _ in node.next_functions]
-
-
-def leaves_in(error: BaseException) -> list[Tensor]:
-    """Return what the functions that ``error`` has ended were training."""
-    found: dict[int, Tensor] = {}
-    running: set[FrameType] = set()
-    caller = inspect.currentframe()
-    while caller is not None:
-        running.add(caller)
-        caller = caller.f_back
-    for frame in frames_of(error):
-        if (
-            frame in running
-        ):  # it may hold models of which the failed function knew nothing
-            continue
-        for value in frame.f_locals.values():
-            leaves: Iterable[Tensor] = ()
-            if isinstance(value, nn.Module):
-                leaves = value.parameters()
-            elif isinstance(value, Tensor) and value.requires_grad:
-                leaves = [value] if value.is_leaf else leaves_of(value)
-            found |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
-    return list(found.values())
+    reached = reach([(function, "", "")], _parts_of)
+    return [value for value, _, _ in reached if isinstance(value, nn.Module)]
 
 
 @dataclass(frozen=True)
@@ -177,23 +120,26 @@ class GradientsBefore:
         return all(restored)
 
 
-def _held_by(item: Any) -> list[Any]:
-    if isinstance(item, FunctionType):
-        return _named_in(item)
-    if isinstance(item, MethodType):
-        return [item.__self__, item.__func__]
-    if isinstance(item, functools.partial):
-        return [item.func, *item.args, *item.keywords.values()]
-    if isinstance(item, Mapping) and len(item) <= _MOST_ITEMS:
-        return list(item.values())
-    if isinstance(item, (list, tuple, set)):
-        return list(item) if len(item) <= _MOST_ITEMS else []
-    is_plain = isinstance(item, (type, ModuleType, Tensor)) or not hasattr(
-        item, "__dict__"
-    )
-    if is_plain or type(item).__module__.partition(".")[0] == "torch":
+def _parts_of(value: Any) -> list[tuple[Any, str]]:
+    if isinstance(value, FunctionType):
+        held = _named_in(value)
+    elif isinstance(value, MethodType):
+        held = [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, (dict, list, tuple, set)):
+        # longer ones hold samples
+        return list(parts_of(value)) if len(value) <= _MOST_ITEMS else []
+    elif isinstance(value, (nn.Module, Tensor)) or _is_from_torch(value):
         return []
-    return list(vars(item).values())
+    else:
+        return list(parts_of(value))
+    return [(item, "") for item in held]
+
+
+def _is_from_torch(value: Any) -> bool:
+    """Return whether torch has made an object, as an optimizer: it holds none of a user's."""
+    return type(value).__module__.partition(".")[0] == "torch"
 
 
 def _named_in(function: FunctionType) -> list[Any]:
