@@ -23,8 +23,7 @@ from robust_train.model.spec import AttemptSpec
 from robust_train.readable import GIB
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
-from robust_train.sweep.job_record import SweepJob
-from robust_train.sweep.sweep_table import SweepTable, row_of
+from robust_train.sweep.record import SweepJob, SweepTable, row_of
 
 STARTED = JobStarted("/run", "trainers.train")
 COMPLETED = JobEnded("completed")

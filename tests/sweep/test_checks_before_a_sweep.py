@@ -14,13 +14,11 @@ from omegaconf import DictConfig, open_dict
 
 from robust_train.cli import jobs
 from robust_train.model.errors import ConfigError
-from robust_train.sweep import session
-from robust_train.sweep.program import program
+from robust_train.sweep.checks import check_jobs
 
 
 @pytest.fixture(autouse=True)
 def composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(program, "check", jobs.check)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as when Hydra calls us
     setup_globals()
     GlobalHydra.instance().clear()
@@ -33,7 +31,7 @@ def check(*overrides: str, **params: str) -> None:
     config = loader.load_configuration("robust", list(overrides), run_mode=RunMode.MULTIRUN)
     with open_dict(config):
         config.hydra.sweeper.params = {key.replace("__", "."): v for key, v in params.items()}
-    session.check_jobs(config)
+    check_jobs(config, jobs.check)
 
 
 @pytest.mark.parametrize("name", ["job.num", "job.id", "job.name", "runtime.output_dir"])

@@ -15,20 +15,22 @@ from omegaconf import OmegaConf
 from robust_train.config.schema import RobustConfig
 from robust_train.files import set_aside
 from robust_train.host.signals import SignalWatch, forwarded
-from robust_train.sweep import callback
-from robust_train.sweep.current import OF_HYDRA
-from robust_train.sweep.gpu_queue import count_gpus, jobs_at_once
-from robust_train.sweep.job_process import JobProcess
-from robust_train.sweep.job_record import JobStart, SweepJob, decide, read_record
-from robust_train.sweep.live_table import LiveRow, most_important, table_lines
+from robust_train.sweep import session
+from robust_train.sweep.gpu_queue import Job, count_gpus, jobs_at_once, most_important, table_lines
+from robust_train.sweep.job_process import start_job
 from robust_train.sweep.plugins_of_others import misplaced_launcher
-from robust_train.sweep.sweep_table import (
+from robust_train.sweep.record import (
+    JobStart,
+    SweepJob,
+    decide,
     differing_overrides,
     ending_of_process,
     exit_code_of,
+    read_record,
     row_of,
     tally,
 )
+from robust_train.sweep.session import OF_HYDRA
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -136,10 +138,10 @@ def test_an_unexpected_error_before_the_first_job_ends_the_sweep(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Hydra makes a warning of an exception, and would run jobs that nothing records."""
-    monkeypatch.setattr(callback.session, "check_jobs", Mock(side_effect=error))
+    monkeypatch.setattr(session, "check_jobs", Mock(side_effect=error))
     config = OmegaConf.create({"hydra": {"runtime": {"choices": {}}}})
     with pytest.raises(SystemExit, match="1"):
-        callback.SweepCallback().on_multirun_start(config)
+        session.SweepCallback().on_multirun_start(config)
     assert f"{type(error).__name__}: a bug" in capsys.readouterr().err
 
 
@@ -172,8 +174,8 @@ def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_igno
 ):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        job = JobProcess(lambda: 3, tmp_path / "output.log", lambda: None)
-        wait_until(lambda: job.poll() == 3, "its exit code")
+        job = start_job(lambda: 3, tmp_path / "output.log", lambda: None)
+        wait_until(lambda: job.exitcode == 3, "its exit code")
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -188,20 +190,20 @@ def test_a_job_without_a_summary_is_listed_as_such():
 
 
 def test_the_table_shows_only_in_what_the_jobs_differ():
-    jobs = [["model=cnn", "lr=1", "seed=1"], ["model=cnn", "lr=2", "seed=1"]]
-    assert differing_overrides(jobs) == [("lr=1",), ("lr=2",)]
-    assert differing_overrides([["lr=1"]]) == [("lr=1",)]
+    first, second = (SweepJob(n, ("model=cnn", f"lr={n}", "seed=1")) for n in (0, 1))
+    assert differing_overrides([first, second]) == ["lr=0", "lr=1"]
+    assert differing_overrides([first]) == ["model=cnn lr=0 seed=1"]
 
 
 def test_a_table_too_long_for_the_terminal_keeps_what_runs_and_what_failed():
-    statuses = {4: "failed", 7: "between attempts"}
-    rows = [LiveRow(n, "", statuses.get(n, "completed")) for n in range(10)]
-    assert [r.job for r in most_important(rows, 3)] == [0, 4, 7]
+    statuses = {4: "failed", 7: "running"}
+    rows = [Job(n, (), "", statuses.get(n, "completed")) for n in range(10)]
+    assert [job.number for job in most_important(rows, 3)] == [0, 4, 7]
     assert len(most_important(rows, -5)) == 1
 
 
 def test_the_live_table_fits_its_terminal():
-    rows = [LiveRow(n, f"training.lr=0.{n} " + "model.name=x " * 9, "pending") for n in range(9)]
+    rows = [Job(n, (), f"training.lr=0.{n} " + "model.name=x " * 9) for n in range(9)]
     lines = table_lines(rows, 80, 9)
     assert max(map(len, lines)) <= 80
     assert len(lines) == 8, "and a line for the cursor"

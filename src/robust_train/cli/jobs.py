@@ -30,9 +30,9 @@ from robust_train.model.errors import (
     UserError,
 )
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
-from robust_train.sweep.job_record import INTERRUPTED, REFUSED
 from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.sweep.program import program
+from robust_train.sweep.record import INTERRUPTED, REFUSED
+from robust_train.sweep.session import session
 
 
 def robust_job(cfg: DictConfig) -> Any:
@@ -58,7 +58,7 @@ def check(cfg: DictConfig) -> None:
 
 def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
-    job = program.job
+    job = session.job
     if job is not None and not job.runs:
         return job.objective
     try:
@@ -67,13 +67,13 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
         summary = run_job(None, cfg, remedies=remedies, explain=print_failure)
         if summary.status == "completed":
             return summary.objective
-        program.job_ended(summary.status, exit_code_of(summary), summary.reason)
+        session.job_ended(summary.status, exit_code_of(summary), summary.reason)
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
-        program.refuse(error)
-        program.job_ended(REFUSED, error.exit_code, str(error))
+        session.refuse(error)
+        session.job_ended(REFUSED, error.exit_code, str(error))
     except JobInterrupted as error:
-        program.job_ended(INTERRUPTED, error.exit_code, str(error) or "interrupted")
+        session.job_ended(INTERRUPTED, error.exit_code, str(error) or "interrupted")
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
             raise
@@ -96,7 +96,7 @@ def refused_in_one_line() -> Iterator[None]:
         code = exit_code_of_error(error)
         if code is None:
             raise
-        program.note(code)
+        session.note(code)
 
 
 def exit_code_of_error(error: BaseException) -> int | None:

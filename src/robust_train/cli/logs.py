@@ -15,7 +15,7 @@ from robust_train.folder.lock import is_held
 from robust_train.host import screen
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.readable import shortened
-from robust_train.sweep.sweep_table import read_table
+from robust_train.sweep.record import read_table
 
 POLL_SECONDS = 0.3
 CHUNK_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from robust_train.folder.run_list import (
 from robust_train.folder.state import read_summary
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, mib, shortened
-from robust_train.sweep.sweep_table import short_result
+from robust_train.sweep.record import short_result
 
 COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 _RIGHT = {"step", "time"}

@@ -147,8 +147,7 @@ def _open(
     from robust_train.cli import jobs
     from robust_train.config.refusals import explain_option
     from robust_train.launcher.interpreters import discard_early
-    from robust_train.sweep import session
-    from robust_train.sweep.program import program
+    from robust_train.sweep.session import session
 
     if (mistake := explain_option(arguments, config_name, config_path)) is not None:
         print(mistake, file=sys.stderr)
@@ -161,8 +160,8 @@ def _open(
     if name:
         # names the log file; Hydra would name it after the module that defines the task
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
-    program.sets_exit_code = True
-    program.check = jobs.check if name else None
+    session.sets_exit_code = True
+    session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
     os.environ[_FULL_ERROR] = "1"
@@ -217,7 +216,7 @@ def _exit_code_of(
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, explain
     from robust_train.sweep.plugins_of_others import known_problem
-    from robust_train.sweep.program import program
+    from robust_train.sweep.session import session
 
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_code is task.__code__ for frame, _ in frames):
@@ -227,7 +226,7 @@ def _exit_code_of(
         return EXIT_BAD_CONFIG
     if problem := known_problem(error):
         print(problem[0], file=sys.stderr)
-        return program.exit_code or problem[1]
+        return session.exit_code or problem[1]
     return None
 
 

@@ -21,6 +21,7 @@ log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     from rich.text import Text
+    from typing_extensions import Self
 
 _PACE_SECONDS = 30.0
 _BAR_COLUMNS = 48
@@ -140,29 +141,33 @@ def _packed(parts: Sequence[str], columns: int) -> list[str]:
     return lines
 
 
-class LiveStatus:
-    """Shows a job's state on its terminal, if it has one to itself; a context manager.
+class LiveLines(contextlib.ExitStack):
+    """Lines below all that is printed, on a terminal; elsewhere nothing.
 
     Args:
-        is_wanted: False where the job shares the terminal, or a debugger may need it.
+        is_wanted: False where something else needs the terminal.
     """
 
-    def __init__(self, *, is_wanted: bool) -> None:
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        super().__init__()
         self._is_wanted = is_wanted
-        self._open = contextlib.ExitStack()
         self._area: LiveArea | None = None
-        self._pace = Pace()
-        self._logged: tuple[object, ...] = ()
 
-    def __enter__(self) -> LiveStatus:
+    def __enter__(self) -> Self:
         shorten_lines_on_terminals()
         if self._is_wanted:
-            self._area = self._open.enter_context(live_area())
-        return self
+            self._area = self.enter_context(live_area())
+            self.callback(setattr, self, "_area", None)
+        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self._area = None
-        self._open.close()
+
+class LiveStatus(LiveLines):
+    """Shows a job's state on its terminal, if it has one to itself."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        super().__init__(is_wanted=is_wanted)
+        self._pace = Pace()
+        self._logged: tuple[object, ...] = ()
 
     def show(self, state: RunState) -> None:
         """Show the state as it is now."""

@@ -14,10 +14,11 @@ import signal
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,52 +42,125 @@ from robust_train.folder.requests import (
     request_sweep_stop,
     sweep_stop_requested,
 )
-from robust_train.folder.state import read_state, read_summary
+from robust_train.folder.state import RunState, read_state, read_summary
 from robust_train.gpu.bounded import NoAnswer, run_command
-from robust_train.host.signals import SignalWatch
+from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.launcher.interpreters import discard_early
 from robust_train.model.errors import EXIT_BAD_CONFIG
-from robust_train.sweep import current, job_record
-from robust_train.sweep.job_process import JobProcess
-from robust_train.sweep.live_table import LiveRow, LiveTable
+from robust_train.readable import aligned, shortened
+from robust_train.report.status import LiveLines
+from robust_train.sweep.job_process import start_job
 from robust_train.sweep.plugins_of_others import no_objective
-from robust_train.sweep.program import program
-from robust_train.sweep.sweep_table import (
+from robust_train.sweep.record import (
+    COMPLETED,
+    DIED,
+    INTERRUPTED,
+    NOT_STARTED,
+    REFUSED,
+    STARTED,
+    JobStart,
+    SweepJob,
     SweepRow,
     differing_overrides,
     ending_line,
     ending_of_process,
+    read_record,
     read_row,
 )
+from robust_train.sweep.session import CurrentJob, identity, plan, session
 
 log = logging.getLogger("robust_train")
 
 LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
 _KILLED_SECONDS = 10.0
+_REFRESH_SECONDS = 0.5
+_COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
+_PENDING = "pending"
+_LAST = {_PENDING: 2, COMPLETED: 3}
+_ENDED_BADLY = ("failed", "no_device", INTERRUPTED, REFUSED, DIED)
+_OTHER_LINES = 3  # the names of the columns, the tally and the line with the cursor
+_LEAST_COLUMNS = 16  # of the overrides
 
 
 @dataclass
-class _Job:
-    """A job of the sweep. ``overrides`` are the sweeper's, ``shown`` those in which it differs."""
+class Job:
+    """A job of the sweep. ``overrides`` are the sweeper's, ``shown`` those in which it differs;
+    ``state`` is ``state.json`` of its current launch, for the table."""
 
     number: int
     overrides: Sequence[str]
-    shown: str
+    shown: str = ""
+    status: str = _PENDING
     config: DictConfig | None = None
     folder: Path | None = None
-    process: JobProcess | None = None
+    process: ForkProcess | None = None
     result: JobReturn | None = None
-    status: str = "pending"
+    state: RunState | None = None
 
-    def row(self) -> LiveRow:
-        state = None if self.folder is None else read_state(self.folder)
-        if state is None or self.process is None or state.pid != self.process.pid:
-            # that of an earlier launch
-            status = "starting" if self.status == "running" else self.status
-            return LiveRow(self.number, self.shown, status)
-        status = state.state if self.status == "running" else self.status
-        return LiveRow(self.number, self.shown, status, state)
+    def look(self) -> None:
+        """Read its state anew; that of an earlier launch does not count."""
+        if self.folder is not None and self.process is not None:
+            found = read_state(self.folder)
+            is_own = found is not None and found.pid == self.process.pid
+            self.state = found if is_own else None
+
+    def cells(self) -> list[str]:
+        """Return the texts of the columns."""
+        status = self.status
+        if status == "running":
+            status = "starting" if self.state is None else self.state.state
+        cells = [str(self.number), self.shown, status, "", "", "", ""]
+        attempt = None if self.state is None else self.state.attempt
+        if attempt is not None:
+            of = f"/{attempt.total_steps}" if attempt.total_steps else ""
+            cells[3:] = [
+                str(attempt.number),
+                attempt.spec.device,
+                str(attempt.spec.batch_size) if attempt.spec.has_batch else "",
+                "" if attempt.step is None else f"{attempt.step}{of}",
+            ]
+        return cells
+
+
+class LiveTable(LiveLines):
+    """Context manager that shows a sweep's jobs, on a terminal; elsewhere nothing."""
+
+    _next_refresh = 0.0
+
+    def show(self, jobs: Sequence[Job]) -> None:
+        """Show the table as it is now, at most twice a second."""
+        if self._area is not None and time.monotonic() >= self._next_refresh:
+            self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+            from rich.text import Text
+
+            for job in jobs:
+                job.look()
+            table = table_lines(jobs, *self._area.size)
+            self._area.show([Text(line, style="dim") for line in table])
+
+
+def table_lines(jobs: Sequence[Job], columns: int, lines: int) -> list[str]:
+    """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
+    shown = most_important(jobs, lines - _OTHER_LINES)
+    cells = [_COLUMNS, *(job.cells() for job in shown)]
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+    room = max(columns - sum(widths) + widths[1], _LEAST_COLUMNS)
+    table = aligned([(job, shortened(own, room), *rest) for job, own, *rest in cells])
+    tally = Counter(cell[2] for cell in (job.cells() for job in jobs))
+    counts = ", ".join(f"{n} {status}" for status, n in tally.items())
+    hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
+    return [*table, f"{len(jobs)} jobs: {counts}{hidden}"]
+
+
+def most_important(jobs: Sequence[Job], most: int) -> list[Job]:
+    """Return at most ``most`` jobs in order; running ones are kept first, then failures."""
+
+    def rank(job: Job) -> int:
+        return _LAST.get(job.status, int(job.status in _ENDED_BADLY))
+
+    kept = {job.number for job in sorted(jobs, key=rank)[: max(most, 1)]}
+    return [job for job in jobs if job.number in kept]
 
 
 class GpuQueue:
@@ -102,10 +176,12 @@ class GpuQueue:
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
+        self._folder = Path(str(config.hydra.sweep.dir))
+        self._nothing = no_objective(config.hydra)
         self._signals = SignalWatch()
-        self._pending: deque[_Job] = deque()
-        self._running: list[_Job] = []
-        self._jobs: list[_Job] = []
+        self._pending: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._jobs: list[Job] = []
         self._stopping: str | None = None
         self._killed_at: float | None = None
         self._received: deque[int] = deque()  # handled between two steps
@@ -117,16 +193,16 @@ class GpuQueue:
         JobInterrupted: a signal ended the sweep, after every job has ended."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         discard_early()
-        shown = differing_overrides([filter_overrides(own) for own in job_overrides])
         self._jobs = [
-            _Job(initial_job_idx + index, overrides, " ".join(shown[index]))
-            for index, overrides in enumerate(job_overrides)
+            Job(number, overrides)
+            for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
+        own = [self._record(job, NOT_STARTED) for job in self._jobs]
+        for job, shown in zip(self._jobs, differing_overrides(own), strict=True):
+            job.shown = shown
         self._pending.extend(self._jobs)
-        for job in self._jobs:
-            self._plan(job, job_record.NOT_STARTED)
         slots = jobs_at_once(
             self._n_jobs,
             jobs=len(self._jobs),
@@ -135,8 +211,8 @@ class GpuQueue:
             gpus_per_job=self._settings.num_gpus,
             cpus=len(os.sched_getaffinity(0)),
         )
+        outputs = self._folder / "*" / LOG_FILE
         with self._signals, LiveTable() as table:
-            outputs = Path(str(self._config.hydra.sweep.dir)) / "*" / LOG_FILE
             log.info(
                 "%d jobs, %d at once; they print to %s", len(self._jobs), slots, outputs
             )
@@ -146,8 +222,7 @@ class GpuQueue:
                 finally:
                     self._end_all(table)
             self._signals.raise_if_received()
-        nothing = no_objective(self._config.hydra)
-        return [job.result or self._return(job, nothing) for job in self._jobs]
+        return [job.result or self._return(job, self._nothing) for job in self._jobs]
 
     def _run(self, slots: int, table: LiveTable) -> None:
         while True:
@@ -159,48 +234,42 @@ class GpuQueue:
                 return
             self._poll(table)
 
-    def _start(self, job: _Job) -> None:
-        """JobStart a job's process, unless the job is refused or completed earlier."""
+    def _start(self, job: Job) -> None:
+        """Start a job's process, unless the job is refused or completed earlier."""
         job.config = self._compose(job)
         job.folder = _run_folder(job.config)
         if any(job.folder == other.folder for other in self._jobs if other is not job):
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            self._plan(
-                job, job_record.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason
-            )
+            self._record(job, REFUSED, EXIT_BAD_CONFIG, reason)
             log.error("job %d refused: %s", job.number, reason)
-            job.folder, job.status = None, job_record.REFUSED
+            job.folder, job.status = None, REFUSED
             return
-        entry, record = current.plan(job.config, job.folder)
-        if entry is job_record.JobStart.REUSE:
-            current.reuse(record, job.folder)
-            job.status = job_record.COMPLETED
-            job.result = self._return(job, record.result)
+        current = CurrentJob(job.folder)
+        if plan(job.config, current) is JobStart.REUSE:
+            job.status = COMPLETED
+            job.result = self._return(job, current.objective)
             return
-        job.process = JobProcess(
-            partial(self._work, job), job.folder / LOG_FILE, self._detach
-        )
+        work, output = partial(self._work, job.config), job.folder / LOG_FILE
+        job.process = start_job(work, output, self._detach)
         job.status = "running"
         self._running.append(job)
         log.info("job %d starts: %s", job.number, job.shown)
 
-    def _compose(self, job: _Job) -> DictConfig:
-        config = self._context.config_loader.load_sweep_config(
-            self._config, list(job.overrides)
-        )
+    def _compose(self, job: Job) -> DictConfig:
+        loader, overrides = self._context.config_loader, list(job.overrides)
+        config = loader.load_sweep_config(self._config, overrides)
         with open_dict(config):
             config.hydra.job.id = job.number
             config.hydra.job.num = job.number
         return config
 
-    def _work(self, job: _Job) -> int:
-        """Run the job, in its own process."""
-        assert job.config is not None
+    def _work(self, config: DictConfig) -> int:
+        """Run a job, in its own process."""
         result = run_job(
             hydra_context=self._context,
             task_function=self._task_function,
-            config=job.config,
+            config=config,
             job_dir_key="hydra.sweep.dir",
             job_subdir_key="hydra.sweep.subdir",
         )
@@ -216,76 +285,65 @@ class GpuQueue:
 
     def _poll(self, table: LiveTable) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
-        table.show(lambda: [job.row() for job in self._jobs])
+        table.show(self._jobs)
         time.sleep(_POLL_SECONDS)
-        self._pass_on_signals()
-        if self._stopping is None and sweep_stop_requested(
-            Path(self._config.hydra.sweep.dir)
-        ):
+        while self._received:
+            self._pass_on(self._received.popleft())
+        if self._stopping is None and sweep_stop_requested(self._folder):
             self._stopping = "request"  # which the jobs see as well
             log.info(
                 "robust-train run stop: no more jobs start, running ones are stopped"
             )
-        for job in [
-            job
-            for job in self._running
-            if job.process and job.process.poll() is not None
-        ]:
-            self._running.remove(job)
-            self._take_result(job)
+        for job in list(self._running):
+            code = None if job.process is None else job.process.exitcode
+            if code is not None:
+                self._running.remove(job)
+                self._take_result(job, code)
 
-    def _take_result(self, job: _Job) -> None:
-        assert job.process is not None
+    def _take_result(self, job: Job, returncode: int) -> None:
         assert job.folder is not None
-        row = self._settled(job, job.folder, job.process.returncode or 0)
-        completed = row.status == job_record.COMPLETED
+        row = self._settled(job, job.folder, returncode)
+        completed = row.status == COMPLETED
         job.status = row.status
-        job.result = self._return(
-            job, row.result if completed else no_objective(self._config.hydra)
-        )
+        job.result = self._return(job, row.result if completed else self._nothing)
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
         if self._settings.sweep_fail_fast and not completed and self._stopping is None:
-            with contextlib.suppress(
-                OSError, Refused
-            ):  # then it counts as a launch of theirs
-                request_sweep_stop(Path(self._config.hydra.sweep.dir))
+            # without the file it counts as a launch of theirs
+            with contextlib.suppress(OSError, Refused):
+                request_sweep_stop(self._folder)
             self._stop("sweep_fail_fast=true", signal.SIGTERM)
             log.info(
                 "sweep_fail_fast=true: no more jobs start, running ones are stopped"
             )
 
-    def _settled(self, job: _Job, folder: Path, returncode: int) -> SweepRow:
+    def _settled(self, job: Job, folder: Path, returncode: int) -> SweepRow:
         """Return the row of a job that has ended, and record its end if the job could not."""
         assert job.config is not None
-        own = current.identity(job.config)
-        record = job_record.read_record(folder)
+        own, record = identity(job.config), read_record(folder)
         is_own = record is not None and record.sweep == own.sweep
-        has_ended = record is not None and record.status != job_record.STARTED
+        has_ended = record is not None and record.status != STARTED
         if not is_own or not (has_ended or read_summary(folder) is not None):
             ended = ending_of_process(own, returncode)
-            self._plan(job, ended.status, ended.exit_code, ended.reason)
+            self._record(job, ended.status, ended.exit_code, ended.reason)
             with contextlib.suppress(OSError):  # a disk that takes nothing
                 ended.write(folder)
         return replace(read_row(folder), job=job.number)
 
-    def _pass_on_signals(self) -> None:
+    def _pass_on(self, signum: int) -> None:
         """Pass the first signal on to the jobs; a second one kills them."""
-        while self._received:
-            signum = self._received.popleft()
-            if self._stopping == "signal":
-                signum = signal.SIGKILL
-                self._killed_at = time.monotonic()
-            else:
-                log.info(
-                    "stopping: each job saves a checkpoint; Ctrl-C again kills them"
-                )
-            self._stop("signal", signum)
+        if self._stopping == "signal":
+            signum = signal.SIGKILL
+            self._killed_at = time.monotonic()
+        else:
+            log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
+        self._stop("signal", signum)
 
     def _stop(self, why: str, signum: int) -> None:
         self._stopping = why
         for job in self._running:
-            if job.process is not None:
-                job.process.signal(signum)
+            if job.process is not None and job.process.exitcode is None:
+                # one that it has received as well counts once
+                os.kill(job.process.pid or 0, forwarded(signum))
 
     def _end_all(self, table: LiveTable) -> None:
         """Leave no job behind, except processes that even SIGKILL does not end."""
@@ -299,7 +357,7 @@ class GpuQueue:
                 log.error(line, numbers)
                 return
 
-    def _return(self, job: _Job, value: Any) -> JobReturn:
+    def _return(self, job: Job, value: Any) -> JobReturn:
         """Return a job's result for the sweeper."""
         config = job.config if job.config is not None else self._compose(job)
         task_config = config.copy()
@@ -316,19 +374,26 @@ class GpuQueue:
         done.return_value = value
         return done
 
-    def _plan(
+    def _record(
         self,
-        job: _Job,
+        job: Job,
         status: str,
         exit_code: int | None = None,
         reason: str | None = None,
-    ) -> None:
+    ) -> SweepJob:
         """List the job in the sweep's table even if it never leaves anything in a folder."""
-        if (sweep := program.sweep) is not None:
-            overrides = tuple(filter_overrides(job.overrides))
-            sweep.planned[job.number] = job_record.SweepJob(
-                job.number, overrides, sweep.id, status, exit_code, reason=reason
-            )
+        sweep = session.sweep
+        record = SweepJob(
+            job.number,
+            tuple(filter_overrides(job.overrides)),
+            "" if sweep is None else sweep.id,
+            status,
+            exit_code,
+            reason=reason,
+        )
+        if sweep is not None:
+            sweep.planned[job.number] = record
+        return record
 
 
 def _run_folder(config: DictConfig) -> Path:

@@ -14,7 +14,7 @@ from robust_train.files import as_json
 from robust_train.folder.run_list import read_run
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
-from robust_train.sweep.sweep_table import job_folders
+from robust_train.sweep.record import job_folders
 
 
 class Runs(list[dict[str, Json]]):

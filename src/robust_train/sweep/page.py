@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from robust_train import readable
-from robust_train.files import strict_json
+from robust_train.files import as_json, strict_json
 from robust_train.folder.lock import is_held
+from robust_train.readable import duration
 from robust_train.report.charts import loss_of_jobs
 from robust_train.report.facts import Use
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import Story, story_of
 from robust_train.report.wording import Advice
-from robust_train.sweep import sweep_table
-from robust_train.sweep.job_record import read_record
+from robust_train.sweep.record import (
+    ENDED,
+    SWEEP_FILE,
+    SweepRow,
+    SweepTable,
+    differing_overrides,
+    job_folders,
+    read_record,
+    read_row,
+    read_table,
+    tally,
+)
 
 SCHEMA = 1
 
@@ -27,13 +37,20 @@ SCHEMA = 1
 class JobStory:
     """One job of a sweep: its row, and its story if it left a journal."""
 
-    row: sweep_table.SweepRow
+    row: SweepRow
     story: Story | None = field(default=None, repr=False)
 
     @property
     def label(self) -> str:
         """Its number for people."""
         return "?" if self.row.job is None else str(self.row.job)
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """How long it took; None if unknown."""
+        if self.row.wall_seconds is not None or self.story is None:
+            return self.row.wall_seconds
+        return self.story.seconds.get("wall")
 
 
 @dataclass(frozen=True)
@@ -47,18 +64,19 @@ class SweepStory:
     seconds: Mapping[str, float]  # of each use of time, added up over the jobs
     jobs: tuple[JobStory, ...]  # by number
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Any:
         """Return the story in JSON's types, schema first."""
-        content: dict[str, Any] = strict_json({"schema": SCHEMA, **asdict(self)})
-        return content
+        content = {"schema": SCHEMA, **vars(self)}
+        jobs = [{"row": vars(job.row), "story": job.story} for job in self.jobs]
+        return strict_json(as_json(content | {"jobs": jobs}))
 
 
 def is_sweep(folder: Path) -> bool:
     """Return whether a folder is that of a sweep."""
     if os.path.exists(folder / "journal.jsonl"):
         return False
-    return os.path.exists(folder / "sweep.json") or any(
-        os.path.exists(job / "journal.jsonl") for job in sweep_table.job_folders(folder)
+    return os.path.exists(folder / SWEEP_FILE) or any(
+        os.path.exists(job / "journal.jsonl") for job in job_folders(folder)
     )
 
 
@@ -69,16 +87,14 @@ def write_sweep_report(folder: Path) -> None:
 
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return the story of the sweep in a folder, as far as it can be read."""
-    table = sweep_table.read_table(folder)
-    is_over = table is not None and table.status == sweep_table.ENDED
+    table = read_table(folder)
+    is_over = table is not None and table.status == ENDED
     jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
-    seconds = dict.fromkeys((*(use.value for use in Use), "wall"), 0.0)
-    for job in jobs:
-        for name, value in ({} if job.story is None else job.story.seconds).items():
-            seconds[name] += value
+    stories = [job.story for job in jobs if job.story is not None]
+    uses = (*(use.value for use in Use), "wall")
     wall = None if table is None else table.wall_seconds
-    sentence = sweep_table.tally([job.row for job in jobs])
-    sentence += "." if wall is None else f" in {readable.duration(wall)}."
+    sentence = tally([job.row for job in jobs])
+    sentence += "." if wall is None else f" in {duration(wall)}."
     if not is_over and is_held(folder):
         sentence += " It is still running."
     elif not is_over:
@@ -88,25 +104,23 @@ def sweep_story_of(folder: Path) -> SweepStory:
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        seconds=seconds,
+        seconds={use: sum(s.seconds.get(use, 0.0) for s in stories) for use in uses},
         jobs=tuple(jobs),
     )
 
 
-def _jobs(folder: Path, table: sweep_table.SweepTable | None) -> list[JobStory]:
+def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
     """Return the jobs of this launch in the folder, and those that were never started."""
     jobs, seen = [], set()
-    for job_dir in sweep_table.job_folders(folder):
+    for job_dir in job_folders(folder):
         record = read_record(job_dir)
         if record is not None and table is not None and record.sweep != table.sweep:
             continue
-        row = sweep_table.read_row(job_dir)
-        story = (
-            story_of(read_sources(job_dir))
-            if (job_dir / "journal.jsonl").exists()
-            else None
+        row = read_row(job_dir)
+        has_story = (job_dir / "journal.jsonl").exists()
+        jobs.append(
+            JobStory(row, story_of(read_sources(job_dir)) if has_story else None)
         )
-        jobs.append(JobStory(row, story))
         seen.add(row.job)
     rows = () if table is None else table.jobs
     return jobs + [JobStory(row) for row in rows if row.job not in seen]
@@ -114,9 +128,7 @@ def _jobs(folder: Path, table: sweep_table.SweepTable | None) -> list[JobStory]:
 
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
-    differing = sweep_table.differing_overrides(
-        [job.row.overrides for job in sweep.jobs]
-    )
+    overrides = differing_overrides([job.row for job in sweep.jobs])
     named = [(job.label, job.story) for job in sweep.jobs if job.story is not None]
     return render(
         "sweep.html.j2",
@@ -124,18 +136,12 @@ def sweep_page(sweep: SweepStory) -> str:
         sweep=sweep,
         shares=shares(sweep.seconds),
         rows=[
-            (job, " ".join(overrides), _href(sweep, job), _wall_seconds(job))
-            for job, overrides in zip(sweep.jobs, differing, strict=True)
+            (job, own, _href(sweep, job))
+            for job, own in zip(sweep.jobs, overrides, strict=True)
         ],
         loss=loss_of_jobs(named),
         advice=_advice(sweep.jobs),
     )
-
-
-def _wall_seconds(job: JobStory) -> float | None:
-    if job.row.wall_seconds is not None or job.story is None:
-        return job.row.wall_seconds
-    return job.story.seconds.get("wall")
 
 
 def _href(sweep: SweepStory, job: JobStory) -> str | None:
@@ -147,16 +153,12 @@ def _href(sweep: SweepStory, job: JobStory) -> str | None:
 
 def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:
     """Return (jobs, advice); advice that several jobs share occurs once."""
-    whose: dict[tuple[str, ...], list[str]] = {}
-    first: dict[tuple[str, ...], Advice] = {}
+    whose: dict[tuple[str, ...], tuple[Advice, dict[str, None]]] = {}
     for job in jobs:
         for advice in () if job.story is None else job.story.advice:
-            whose.setdefault(advice.steps, []).append(job.label)
-            first.setdefault(advice.steps, advice)
+            _, labels = whose.setdefault(advice.steps, (advice, {}))
+            labels[job.label] = None
     return [
-        (
-            f"{'jobs' if len(labels) > 1 else 'job'} {', '.join(dict.fromkeys(labels))}",
-            first[steps],
-        )
-        for steps, labels in whose.items()
+        (f"{'jobs' if len(labels) > 1 else 'job'} {', '.join(labels)}", advice)
+        for advice, labels in whose.values()
     ]

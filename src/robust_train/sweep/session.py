@@ -1,48 +1,64 @@
-"""A sweep from its start to its end, in the process that runs its command."""
+"""What Hydra runs in this process: a job, or a sweep and its jobs; and how it ends.
+
+There is one :data:`session`, because Hydra itself makes the callback and calls the task.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
+import re
 import socket
 import sys
 import time
+import traceback
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config.checks import checked, unchecked
-from robust_train.config.composition import complete
-from robust_train.config.refusals import REFUSALS, explain
-from robust_train.config.schema import NotifyConfig
-from robust_train.folder.lock import RunLock, read_holder
+from robust_train.compat import returned_or_raised
+from robust_train.config.checks import hide_urls, unchecked
+from robust_train.files import plain, set_aside
+from robust_train.folder.lock import RunLock, read_holder, refusal
 from robust_train.folder.provenance import this_command
+from robust_train.folder.requests import sweep_stop_requested
+from robust_train.folder.state import read_summary
+from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
+from robust_train.launcher.hydra_state import sweep_folder
 from robust_train.launcher.notifier import Notifier, notifications
-from robust_train.model.errors import ConfigError
-from robust_train.readable import duration
-from robust_train.sweep.current import SWEEP_VARIABLE
-from robust_train.sweep.job_record import INTERRUPTED, NOT_STARTED, SweepJob
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
+from robust_train.readable import duration, named_line
+from robust_train.sweep import plugins_of_others as others
+from robust_train.sweep.checks import check_jobs
 from robust_train.sweep.page import write_sweep_report
-from robust_train.sweep.plugins_of_others import remember_mask
-from robust_train.sweep.program import program
-from robust_train.sweep.sweep_table import (
+from robust_train.sweep.record import (
+    COMPLETED,
     ENDED,
-    FILE,
+    INTERRUPTED,
+    NOT_STARTED,
+    STARTED,
+    SWEEP_FILE,
+    JobStart,
+    SweepJob,
     SweepRow,
     SweepTable,
     as_csv,
+    decide,
     exit_code_of,
+    has_failed,
+    read_record,
     read_rows,
     row_of,
     screen_table,
@@ -51,7 +67,47 @@ from robust_train.sweep.sweep_table import (
 
 log = logging.getLogger("robust_train")
 
-_MOST_CHECKS, _MOST_SECONDS = 50, 5.0
+# what Hydra has just put there for the new job: its folder and open log files
+OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
+SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
+"""The id of this launch of a sweep, for the processes that launchers start for its jobs."""
+
+
+@dataclass
+class CurrentJob:
+    """A job that Hydra has entered.
+
+    Attributes:
+        folder: its run folder.
+        record: its record; None if it is not one of a sweep.
+        runs: whether it is to be run; otherwise its objective is known.
+        refusal: why it must not be run.
+    """
+
+    folder: Path
+    record: SweepJob | None = None
+    runs: bool = True
+    refusal: str | None = None
+
+    @property
+    def objective(self) -> Any:
+        """The sweeper's value of a job that is not run."""
+        if self.record is not None and self.record.reused:
+            return self.record.result
+        return others.no_objective(HydraConfig.get())
+
+    def ended(self, status: str, exit_code: int, **more: Any) -> None:
+        """Record the job's end, with its ``reason`` or ``result``. The first call counts."""
+        if self.record is not None and self.record.status == STARTED:
+            self.write(replace(self.record, status=status, exit_code=exit_code, **more))
+
+    def write(self, record: SweepJob) -> None:
+        """Keep the job's record and write it."""
+        self.record = record
+        try:
+            record.write(self.folder)
+        except OSError as error:
+            log.warning("cannot write to %s: %s", self.folder, error.strerror)
 
 
 @dataclass
@@ -61,11 +117,11 @@ class Sweep:
     id: str  # this launch of it
     folder: Path  # the sweep folder
     launcher: str  # name of Hydra's launcher
-    since_ns: int  # when it began, by the clock of the folder's file system
     lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
+    notifier: Notifier
+    since_ns: int = 0  # when it began, by the clock of the folder's file system
     # jobs that our launcher knows of, by number
     planned: dict[int, SweepJob] = field(default_factory=dict)
-    notifier: Notifier = field(default_factory=lambda: Notifier(NotifyConfig()))
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
 
@@ -73,122 +129,121 @@ class Sweep:
         """Return the jobs so far, by number, with known ones that have not started."""
         rows = read_rows(self.folder, self.id, self.since_ns)
         seen = {row.job for row in rows}
-        rows += [
-            row_of(None, r, None)
-            for number, r in self.planned.items()
-            if number not in seen
-        ]
+        for number, record in self.planned.items():
+            if number not in seen:
+                rows.append(row_of(None, record, None))
         return sorted(rows, key=lambda row: row.sort_key)
 
 
-def check_job(config: DictConfig) -> None:
-    """Check a single job before anything is written; raises ConfigError."""
-    if program.check is not None:
-        program.check(config)
+@dataclass
+class Session:
+    """What this process runs, one thing at a time, and how it ends.
 
+    Attributes:
+        sweep: the sweep that runs.
+        job: the job that Hydra has entered; None without our callback.
+        exit_code: that of the first job that did not complete, else 0.
+        sets_exit_code: whether a command of ours ends the process with ``exit_code``.
+        check: raises ConfigError if a job must not start.
+    """
 
-def begin(config: DictConfig) -> None:
-    """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
-    ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was written;
-    OSError: the sweep folder cannot be made."""
-    finish()  # an earlier sweep of this process that an error has ended
-    subdir = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
-    if os.path.normpath(str(subdir)) == ".":
-        raise ConfigError(
-            f"hydra.sweep.subdir={subdir}: a job needs a run folder of its own inside the sweep's, "
-            "as by hydra.sweep.subdir='${hydra.job.num}'"
-        )
-    folder = Path(str(config.hydra.sweep.dir)).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
-    id_ = uuid.uuid4().hex
-    sweep = Sweep(id_, folder, launcher, since_ns=0, lock=_lock(folder, id_))
-    sweep.notifier = Notifier(notifications(unchecked(config).notify, os.environ))
-    os.environ[SWEEP_VARIABLE] = sweep.id
-    remember_mask(os.environ)
-    SweepTable(sweep.id, launcher).write(folder)
-    sweep.since_ns = (folder / FILE).stat().st_mtime_ns
-    program.sweep, program.exit_code = sweep, 0
-    detach.has_begun(folder, detach.sweep_text(folder))
-    # a project with a command of its own gets its table also when a job's error ends the sweep
-    atexit.register(finish)
+    sweep: Sweep | None = None
+    job: CurrentJob | None = None
+    exit_code: int = 0
+    sets_exit_code: bool = False
+    check: Callable[[DictConfig], None] | None = None
+    _refusals: set[str] = field(default_factory=set)
 
+    def note(self, exit_code: int) -> None:
+        """Record the exit code of a job."""
+        self.exit_code = self.exit_code or exit_code
 
-def check_jobs(config: DictConfig) -> None:
-    """Check that each value of each swept key goes with some values of the other keys: a few
-    seconds at most, and before a job starts. Raises ConfigError: no job can use a value."""
-    fixed: list[str] = []
-    swept: list[list[str]] = []
-    hydra: Any = OmegaConf.to_container(
-        config.hydra
-    )  # ``${hydra:job.num}`` is each job's own
-    params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
-    given = (
-        [f"{k}={value}" for k, value in params.items()]
-        if isinstance(params, dict)
-        else []
-    )
-    parser = OverridesParser.create()
-    for line in [*given, *hydra["overrides"]["task"]]:
-        with contextlib.suppress(
-            Exception
-        ):  # an interval, a glob: the sweeper's to choose
-            override = parser.parse_override(line)
-            if override.is_sweep_override():
-                values = itertools.islice(
-                    override.sweep_string_iterator(), _MOST_CHECKS
-                )
-                own = [f"{override.get_key_element()}={value}" for value in values]
-                swept += [own] if own else []
-            else:
-                fixed.append(line)
-    until = time.monotonic() + _MOST_SECONDS
-    each = [
-        [*swept[:n], [value], *swept[n + 1 :]]
-        for n, own in enumerate(swept)
-        for value in own
-    ]
-    for columns in each[:_MOST_CHECKS] or [[]]:
-        apart = [tuple(values[k % len(values)] for values in columns) for k in (0, 1)]
-        all_jobs = itertools.islice(itertools.product(*columns), _MOST_CHECKS)
-        jobs, problems = dict.fromkeys([*apart, *all_jobs]), list[str]()
-        for job in itertools.takewhile(lambda _: time.monotonic() < until, jobs):
-            try:
-                _check_one(config, [*fixed, *job])
-                break
-            except ConfigError as error:
-                problems.append(str(error))
-                # in every job, or whatever the values of all other keys
-                if (
-                    len(problems) == len(jobs) < _MOST_CHECKS
-                    or problems == [str(error)] * 2
-                ):
-                    raise
+    def job_ended(self, status: str, exit_code: int, reason: str | None) -> None:
+        """Record the end of the job that Hydra has entered, if it did not complete."""
+        self.note(exit_code)
+        if self.job is not None:
+            self.job.ended(status, exit_code, reason=reason)
 
+    def refuse(self, error: ConfigError) -> None:
+        """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
+        message = str(error)
+        if message not in self._refusals:
+            self._refusals.add(message)
+            print(message, file=sys.stderr)
 
-def _check_one(config: DictConfig, overrides: list[str]) -> None:
-    try:
-        loader = GlobalHydra.instance().config_loader()
-        cfg = loader.load_sweep_config(config, overrides)
-    except REFUSALS as error:
-        raise ConfigError(explain(error, "robust", overrides)) from error
-    if program.check is None and not unchecked(cfg).detach:
-        return  # a project's main may complete it
-    before = HydraConfig.instance().cfg
-    try:
-        with open_dict(cfg):
-            cfg.hydra.job.num, cfg.hydra.job.id, cfg.hydra.runtime.output_dir = (
-                0,
-                "0",
-                ".",
+    def begin(self, config: DictConfig) -> None:
+        """Begin a sweep, before its first job: lock its folder and write ``sweep.json``.
+
+        Raises:
+            ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was
+                written.
+            OSError: the sweep folder cannot be made.
+        """
+        self.finish()  # an earlier sweep of this process that an error has ended
+        subdir: Any = OmegaConf.to_container(config.hydra.sweep)
+        if os.path.normpath(str(subdir["subdir"])) == ".":
+            raise ConfigError(
+                f"hydra.sweep.subdir={subdir['subdir']}: a job needs a run folder of its own "
+                "inside the sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
             )
-            HydraConfig.instance().set_config(cfg)
-            del cfg["hydra"]
-        cfg = complete(cfg)
-        checked(cfg)
-        check_job(cfg)
-    finally:
-        HydraConfig.instance().cfg = before
+        folder = Path(str(config.hydra.sweep.dir)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+        id_ = uuid.uuid4().hex
+        lock = _lock(folder, id_)
+        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
+        sweep = Sweep(id_, folder, launcher, lock, notifier)
+        os.environ[SWEEP_VARIABLE] = id_
+        others.remember_mask(os.environ)
+        SweepTable(id_, launcher).write(folder)
+        sweep.since_ns = (folder / SWEEP_FILE).stat().st_mtime_ns
+        self.sweep, self.exit_code = sweep, 0
+        detach.has_begun(folder, detach.sweep_text(folder))
+        # a project with a command of its own gets its table also when a job's error ends the sweep
+        atexit.register(self.finish)
+
+    def finish(self) -> int:
+        """Show the table and write the files, once; return the exit code that the jobs ask for.
+        Safe to call again, and where there was no sweep."""
+        sweep, self.sweep = self.sweep, None
+        if sweep is not None and sweep.pid == os.getpid():
+            try:
+                self._show_and_write(sweep)
+            finally:
+                sweep.lock.release()
+                signals = SignalWatch()
+                with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
+                    sweep.notifier.finish()
+        return self.exit_code
+
+    def _show_and_write(self, sweep: Sweep) -> None:
+        rows, folder = sweep.rows(), sweep.folder
+        if all(row.status == NOT_STARTED for row in rows):
+            with contextlib.suppress(OSError):
+                (folder / SWEEP_FILE).unlink()
+            return
+        code = exit_code_of(rows)
+        self.note(code)
+        seconds = time.monotonic() - sweep.started
+        wall = round(seconds, 3)
+        table = SweepTable(sweep.id, sweep.launcher, ENDED, code, wall, tuple(rows))
+        try:
+            table.write(folder)
+            (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
+        except OSError as error:
+            log.warning("cannot write a table to %s: %s", folder, error.strerror)
+        write_sweep_report(folder)
+        ended = f"{tally(rows)} in {duration(seconds)}"
+        _notify(sweep, rows, code, ended)
+        # not through logging: after an interruption that may still write into a job's log file
+        with contextlib.suppress(OSError, ValueError):
+            print(f"sweep:\n{screen_table(rows)}\n{ended}\nsweep folder: {folder}")
+            if code:
+                print(f"to go on: {this_command('hydra.sweep.dir', folder)}")
+            sys.stdout.flush()
+
+
+session = Session()
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:
@@ -206,62 +261,190 @@ def _lock(folder: Path, sweep: str) -> RunLock:
         ) from error
 
 
-def finish() -> int:
-    """Show the table and write the files, once; return the exit code that the jobs ask for. Safe to
-    call again, and where there was no sweep."""
-    sweep, program.sweep = program.sweep, None
-    if sweep is None or sweep.pid != os.getpid():
-        return program.exit_code
-    try:
-        _show_and_write(sweep)
-    finally:
-        sweep.lock.release()
-        signals = SignalWatch()
-        with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
-            sweep.notifier.finish()
-    return program.exit_code
-
-
-def _show_and_write(sweep: Sweep) -> None:
-    rows = sweep.rows()
-    if all(row.status == NOT_STARTED for row in rows):
-        with contextlib.suppress(OSError):
-            (sweep.folder / FILE).unlink()
-        return
-    code = exit_code_of(rows)
-    program.note(code)
-    wall_seconds = time.monotonic() - sweep.started
-    table = SweepTable(
-        sweep.id, sweep.launcher, ENDED, code, round(wall_seconds, 3), tuple(rows)
-    )
-    try:
-        table.write(sweep.folder)
-        (sweep.folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
-    except OSError as error:
-        log.warning(
-            "cannot write the sweep's table to %s: %s", sweep.folder, error.strerror
-        )
-    write_sweep_report(sweep.folder)
-    _notify(sweep, rows, code, wall_seconds)
-    # not through logging: after an interruption that may still write into a job's log file
-    with contextlib.suppress(OSError, ValueError):
-        print(f"sweep:\n{screen_table(rows)}")
-        print(
-            f"{tally(rows)} in {duration(wall_seconds)}\nsweep folder: {sweep.folder}"
-        )
-        if code:
-            print(f"to go on: {this_command('hydra.sweep.dir', sweep.folder)}")
-        sys.stdout.flush()
-
-
-def _notify(sweep: Sweep, rows: list[SweepRow], code: int, wall_seconds: float) -> None:
+def _notify(sweep: Sweep, rows: list[SweepRow], code: int, ended: str) -> None:
     """Notify of the sweep's end."""
     stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
-    event = "completed" if not code else "interrupted" if stopped else "failed"
+    failure = "interrupted" if stopped else "failed"
     host = socket.gethostname()
-    text = f"sweep on {host}: {tally(rows)} in {duration(wall_seconds)}; {sweep.folder}"
-    about = {"sweep": sweep.id, "sweep_folder": str(sweep.folder), "exit_code": code}
     jobs = [
         {"job": row.job, "status": row.status, "result": row.result} for row in rows
     ]
-    sweep.notifier.send(event, text, {**about, "host": host, "jobs": jobs})
+    sweep.notifier.send(
+        failure if code else "completed",
+        f"sweep on {host}: {ended}; {sweep.folder}",
+        {
+            "sweep": sweep.id,
+            "sweep_folder": str(sweep.folder),
+            "exit_code": code,
+            "host": host,
+            "jobs": jobs,
+        },
+    )
+
+
+def identity(config: DictConfig) -> SweepJob:
+    """Return the record of a sweep's job that is about to start."""
+    return SweepJob(
+        sweep=os.environ.get(SWEEP_VARIABLE, ""),
+        job=OmegaConf.select(config, "hydra.job.num", throw_on_missing=False),
+        overrides=tuple(map(str, config.hydra.overrides.task)),
+    )
+
+
+def plan(config: DictConfig, job: CurrentJob) -> JobStart:
+    """Decide what to do with a job of a sweep, and give it its record; one that completed in an
+    earlier launch becomes part of this one."""
+    own, earlier, summary = (
+        identity(config),
+        read_record(job.folder),
+        read_summary(job.folder),
+    )
+    status = None if summary is None else summary.status
+    entry = decide(
+        earlier,
+        completed=earlier is not None and COMPLETED in (earlier.status, status),
+        overrides=own.overrides,
+        sweep=own.sweep,
+        resume=unchecked(config).sweep_resume,
+    )
+    job.record = own
+    if entry is JobStart.REUSE and earlier is not None:
+        result = earlier.result if summary is None else summary.objective
+        job.runs = False
+        job.write(
+            replace(own, status=COMPLETED, exit_code=0, result=result, reused=True)
+        )
+        log.info(
+            "job %s completed in an earlier launch of this sweep and is not run again "
+            "(sweep_resume=true)",
+            own.job,
+        )
+    return entry
+
+
+def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
+    """Decide whether a job that Hydra enters runs, and prepare its folder."""
+    in_sweep = config.hydra.mode == RunMode.MULTIRUN
+    job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
+    job.refusal = others.misplaced_launcher(
+        str(config.hydra.runtime.choices.get("hydra/launcher")),
+        launcher if in_sweep else None,
+        list(config.hydra.overrides.hydra),
+        in_sweep=in_sweep,
+    )
+    if in_sweep:
+        job.refusal = job.refusal or refusal(job.folder)
+        if job.refusal is None:  # otherwise what a live job has there is left alone
+            _enter_sweep(job, config)
+    return job
+
+
+def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
+    entry = plan(config, job)
+    if entry is JobStart.REUSE:
+        return
+    assert job.record is not None
+    try:
+        aside = set_aside(job.folder, OF_HYDRA) if entry is JobStart.RUN_ANEW else None
+        if aside is not None:
+            log.info("what an earlier job left in this run folder is now in %s", aside)
+        # else a job that dies early would seem to have ended as the one before it
+        (job.folder / "summary.json").unlink(missing_ok=True)
+    except OSError as error:
+        # not run over it: a checkpoint of another job must not be mistaken for this one's
+        job.refusal = f"{job.folder}: cannot move aside what it holds: {error.strerror}"
+        return
+    folder = sweep_folder()
+    assert folder is not None
+    reason = None
+    if unchecked(config).sweep_fail_fast and has_failed(folder, job.record.sweep):
+        reason = "another job failed before (sweep_fail_fast=true)"
+    elif sweep_stop_requested(folder):
+        reason = "the sweep was stopped"
+    if reason is None:
+        job.write(job.record)
+    else:
+        job.runs = False
+        job.ended(NOT_STARTED, 0, reason=reason)
+        log.info("job %s is not started: %s", job.record.job, reason)
+
+
+class SweepCallback(Callback):
+    """Records a sweep, whichever launcher runs its jobs. Instantiated by Hydra from
+    ``hydra.callbacks``; pickled into the jobs' processes."""
+
+    def __init__(self) -> None:
+        self._launcher: str | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Check the job before anything is written to its run folder."""
+        hide_urls(config)
+        guest = guest_rank(os.environ)
+        try:
+            if guest is None or guest.rank == 0:  # the other ranks find its lock
+                problem = refusal(Path(str(config.hydra.run.dir)))
+                if problem is not None:
+                    raise ConfigError(problem)
+            if session.check is not None:
+                session.check(config)
+        except ConfigError as error:
+            _end(error)
+        if detach.is_due(unchecked(config)):
+            raise SystemExit(detach.start())
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Begin the sweep, before the launcher is made."""
+        hide_urls(config)
+        self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+        try:
+            if not detach.is_detached:
+                check_jobs(config, session.check)
+            if detach.is_due(unchecked(config)):
+                raise SystemExit(detach.start())
+            with contextlib.suppress(
+                OSError
+            ):  # Hydra fails at the same, with a message
+                session.begin(config)
+        except ConfigError as error:
+            _end(error)
+        except Exception:
+            # Hydra would warn, and run a sweep of which there is no record
+            traceback.print_exc()
+            raise SystemExit(EXIT_FAILED) from None
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Enter the job, in its own process, once its run folder is there."""
+        others.restore_mask(os.environ)
+        if hide_urls(config):  # of a project's file: Hydra has just written its value
+            folder = Path(str(config.hydra.runtime.output_dir))
+            file = folder / str(config.hydra.output_subdir) / "config.yaml"
+            with contextlib.suppress(OSError):
+                cfg = OmegaConf.load(file)
+                OmegaConf.update(cfg, "notify.urls", None)
+                OmegaConf.save(cfg, file)
+        session.job = enter(config, self._launcher)
+
+    def on_job_end(
+        self, config: DictConfig, job_return: JobReturn, **kwargs: Any
+    ) -> None:
+        """Record the end of the job's function, unless it was interrupted."""
+        job, session.job = session.job, None
+        if job is None:
+            return
+        if job_return.status is JobStatus.COMPLETED:
+            job.ended(COMPLETED, 0, result=plain(job_return.return_value))
+        else:
+            job.ended("failed", 1, reason=named_line(returned_or_raised(job_return)))
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Finish the sweep after its last job, unless a job's error has ended it."""
+        code = session.finish()
+        if code and not session.sets_exit_code:
+            # not an Exception: those of callbacks are turned into warnings
+            raise SystemExit(code)
+
+
+def _end(error: ConfigError) -> NoReturn:
+    print(error, file=sys.stderr)
+    # not an Exception: those of callbacks are turned into warnings
+    raise SystemExit(EXIT_BAD_CONFIG)

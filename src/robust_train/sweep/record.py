@@ -1,18 +1,21 @@
-"""A sweep's jobs as rows, read from their run folders whichever launcher ran them, and their table.
+"""A sweep on disk: ``sweep_job.json`` in each job's run folder, and ``sweep.json`` of all jobs.
 
-The table is columns on the screen, ``sweep.csv`` and ``sweep.json``.
+Jobs are read from their run folders, whichever launcher ran them. A later launch of the same sweep
+reads there which overrides a folder was used with.
 """
 
 from __future__ import annotations
 
 import csv
+import enum
 import io
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import read_object, write_json
 from robust_train.folder.state import Summary, read_summary
+from robust_train.model.errors import EXIT_NO_DEVICE
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
-from robust_train.readable import aligned, signal_name
-from robust_train.sweep.job_record import (
-    COMPLETED,
-    DIED,
-    INTERRUPTED,
-    NOT_STARTED,
-    STARTED,
-    SweepJob,
-    read_record,
-)
+from robust_train.readable import aligned, shortened, signal_name
 
-FILE = "sweep.json"
+JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
+_JOB_SCHEMA = 2
+
+STARTED = "started"
+COMPLETED = "completed"
+REFUSED = "refused"
+INTERRUPTED = "interrupted"
+NOT_STARTED = "not_started"
+DIED = "died"
 RUNNING, ENDED = "running", "ended"
+
 COLUMNS = (
     "job",
     "overrides",
@@ -46,8 +50,81 @@ COLUMNS = (
     "wall",
 )
 _LONGEST_RESULT = 40
-_EXIT_CODES = {COMPLETED: 0, "no_device": 75, INTERRUPTED: 143}
+_OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
+_EXIT_CODES = {COMPLETED: 0, "no_device": EXIT_NO_DEVICE, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """How a job of a sweep is, as the sweep knows it.
+
+    Attributes:
+        job: its number; None if unknown.
+        overrides: its own overrides.
+        sweep: the launch of the sweep that wrote this; empty if unknown.
+        status: ``started`` until its end is known, then ``completed``, ``failed``, ``no_device``,
+            ``interrupted``, ``refused``, ``not_started``, or ``died`` without a summary.
+        exit_code: that of the job if it had run alone; None before its end.
+        result: the objective.
+        reason: one sentence for any end but ``completed``.
+        reused: it completed in an earlier launch of the sweep, and was not run again.
+    """
+
+    job: int | None
+    overrides: tuple[str, ...]
+    sweep: str = ""
+    status: str = STARTED
+    exit_code: int | None = None
+    result: Any = None
+    reason: str | None = None
+    reused: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Write the record to the job's run folder, whole or not at all."""
+        content = {"schema": _JOB_SCHEMA, **asdict(self)}
+        write_json(folder / JOB_FILE, content, indent=2)
+
+
+class JobStart(enum.Enum):
+    """What to do with a job that is about to start."""
+
+    RUN = "run"  # from the checkpoint that the run folder holds, if any
+    RUN_ANEW = "run anew"  # the run folder holds another job's files, or resume is off
+    REUSE = "reuse"  # completed earlier
+
+
+def decide(
+    record: SweepJob | None,
+    *,
+    completed: bool,
+    overrides: Sequence[str],
+    sweep: str,
+    resume: bool,
+) -> JobStart:
+    """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
+    ``record`` is that of an earlier job in the run folder; ``completed`` means that one."""
+    anew = JobStart.RUN if resume else JobStart.RUN_ANEW
+    if record is None:
+        return anew
+    # whatever the order, and how they are resumed
+    before, now = (
+        sorted(one for one in each if not _OF_THE_SWEEP.match(one))
+        for each in (record.overrides, overrides)
+    )
+    if before != now:
+        return JobStart.RUN_ANEW
+    if record.sweep == sweep:  # put back into the queue by a scheduler
+        return JobStart.RUN
+    return JobStart.REUSE if resume and completed else anew
+
+
+def read_record(folder: Path) -> SweepJob | None:
+    """Return the record in a run folder; None if there is none that can be read."""
+    try:
+        return from_json(SweepJob, read_object(folder / JOB_FILE))
+    except MalformedEvent:
+        return None
 
 
 @dataclass(frozen=True)
@@ -77,10 +154,10 @@ class SweepRow(SweepJob):
 
     def as_json(self) -> dict[str, Json]:
         """Return the row without the sweep's id, which the table has."""
-        return {name: getattr(self, name) for name in CSV_COLUMNS}
+        return {name: getattr(self, name) for name in _ROW_COLUMNS}
 
 
-CSV_COLUMNS = (
+_ROW_COLUMNS = (
     "job",
     "overrides",
     "status",
@@ -99,35 +176,36 @@ CSV_COLUMNS = (
 
 def row_of(folder: Path | None, record: SweepJob, summary: Summary | None) -> SweepRow:
     """Return the row of one job from its record and its ``summary.json``."""
-    ended = _ended(record, summary) if record.status == STARTED else record
-    if ended.status == COMPLETED:
-        result = ended.result if summary is None else summary.objective
-        ended = replace(ended, result=result, reason=None)
+    if record.status == STARTED:  # its process did not record its end
+        record = _ended(record, summary)
+    if record.status == COMPLETED:
+        result = record.result if summary is None else summary.objective
+        record = replace(record, result=result, reason=None)
     else:
-        exit_code = None if ended.status == NOT_STARTED else ended.exit_code
-        ended = replace(ended, result=None, exit_code=exit_code)
-    attempts = () if summary is None else summary.attempts
-    has_batch = bool(attempts) and attempts[-1].spec.has_batch
+        exit_code = None if record.status == NOT_STARTED else record.exit_code
+        record = replace(record, result=None, exit_code=exit_code)
+    where = None if folder is None else str(folder)
+    if summary is None:
+        return SweepRow(**vars(record), folder=where)
+    specs = [attempt.spec for attempt in summary.attempts]
+    has_batch = bool(specs) and specs[-1].has_batch
     return SweepRow(
-        **vars(ended),
-        attempts=len(attempts),
-        devices=tuple(dict.fromkeys(attempt.spec.device for attempt in attempts)),
-        batch_size=attempts[-1].spec.batch_size if has_batch else None,
-        wall_seconds=None if summary is None else summary.wall_seconds,
-        wait_seconds=None if summary is None else summary.wait_seconds,
-        folder=None if folder is None else str(folder),
+        **vars(record),
+        attempts=len(specs),
+        devices=tuple(dict.fromkeys(spec.device for spec in specs)),
+        batch_size=specs[-1].batch_size if has_batch else None,
+        wall_seconds=summary.wall_seconds,
+        wait_seconds=summary.wait_seconds,
+        folder=where,
     )
 
 
 def _ended(record: SweepJob, summary: Summary | None) -> SweepJob:
-    """Return the record of a job whose process did not record its end."""
-    if summary is None:
-        reason = "its process ended without a summary"
-        return replace(record, status=DIED, exit_code=1, reason=reason)
-    exit_code = _EXIT_CODES.get(summary.status, 1)
-    return replace(
-        record, status=summary.status, exit_code=exit_code, reason=summary.reason
-    )
+    status, reason = DIED, "its process ended without a summary"
+    if summary is not None:
+        status, reason = summary.status, summary.reason or ""
+    code = _EXIT_CODES.get(status, 1)
+    return replace(record, status=status, exit_code=code, reason=reason or None)
 
 
 def ending_of_process(record: SweepJob, returncode: int) -> SweepJob:
@@ -172,17 +250,14 @@ def has_failed(sweep_folder: Path, sweep: str) -> bool:
 
 def exit_code_of(rows: Sequence[SweepRow]) -> int:
     """Return the code of the first job that failed by itself, else of the first stopped one."""
-    codes = [
-        row.exit_code for row in rows if row.exit_code and row.status != INTERRUPTED
-    ]
-    stopped = [row.exit_code for row in rows if row.exit_code]
-    return next(iter(codes + stopped), 0)
+    failed = sorted(rows, key=lambda row: row.status == INTERRUPTED)
+    return next((row.exit_code for row in failed if row.exit_code), 0)
 
 
 def job_folders(sweep_folder: Path) -> Iterator[Path]:
     """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels."""
     for folder, names, files in os.walk(sweep_folder):
-        if ".hydra" in names or "sweep_job.json" in files:
+        if ".hydra" in names or JOB_FILE in files:
             names.clear()  # no job lies inside another
             yield Path(folder)
         else:
@@ -219,32 +294,32 @@ class SweepTable:
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
         content = {**vars(self), "jobs": [row.as_json() for row in self.jobs]}
-        write_json(folder / FILE, content, indent=2)
+        write_json(folder / SWEEP_FILE, content, indent=2)
 
 
 def read_table(folder: Path) -> SweepTable | None:
     """Return the table in a sweep folder; None if there is none that can be read."""
     try:
-        return from_json(SweepTable, read_object(folder / FILE))
+        return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     except MalformedEvent:
         return None
 
 
 def screen_table(rows: Sequence[SweepRow]) -> str:
     """Return plain columns; of the overrides only those in which the jobs differ."""
-    differing = differing_overrides([row.overrides for row in rows])
     lines = [COLUMNS]
-    for row, overrides in zip(rows, differing, strict=True):
+    for row, overrides in zip(rows, differing_overrides(rows), strict=True):
+        wall = row.wall_seconds
         lines.append(
             (
                 "?" if row.job is None else str(row.job),
-                " ".join(overrides),
+                overrides,
                 f"{row.status} earlier" if row.reused else row.status,
                 str(row.attempts),
                 ",".join(row.devices) or "-",
-                "-" if row.batch_size is None else str(row.batch_size),
+                str(row.batch_size or "-"),
                 short_result(row.result),
-                "-" if row.wall_seconds is None else f"{row.wall_seconds:.1f} s",
+                "-" if wall is None else f"{wall:.1f} s",
             )
         )
     return "\n".join(aligned(lines))
@@ -263,41 +338,35 @@ def ending_line(row: SweepRow, log_path: Path) -> str:
 
 def tally(rows: Sequence[SweepRow]) -> str:
     """Return one line: how many jobs ended how."""
-    counts = Counter(row.status for row in rows)
+    counts = Counter(row.status.replace("_", " ") for row in rows)
     done = counts.pop(COMPLETED, 0)
-    others = "".join(
-        f", {n} {status.replace('_', ' ')}" for status, n in sorted(counts.items())
-    )
+    others = "".join(f", {n} {status}" for status, n in sorted(counts.items()))
     return f"{done} of {len(rows)} completed{others}"
 
 
-def differing_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+def differing_overrides(jobs: Sequence[SweepJob]) -> list[str]:
     """Return each job's overrides without those that all have; a single job keeps its own."""
-    if len(overrides) < 2:
-        return [tuple(own) for own in overrides]
-    common = set(overrides[0]).intersection(*overrides[1:])
-    return [
-        tuple(override for override in own if override not in common)
-        for own in overrides
-    ]
+    common: set[str] = set()
+    if len(jobs) > 1:
+        common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs))
+    return [" ".join(o for o in job.overrides if o not in common) for job in jobs]
 
 
 def as_csv(rows: Sequence[SweepRow]) -> str:
     """Return the content of ``sweep.csv``: a line of names, then one line a job."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
+    writer.writerow(_ROW_COLUMNS)
     for row in rows:
-        writer.writerow([_cell(getattr(row, name)) for name in CSV_COLUMNS])
+        writer.writerow(map(_cell, row.as_json().values()))
     return text.getvalue()
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, (tuple, list)) and all(
-        isinstance(item, str) for item in value
-    ):
+    is_list = isinstance(value, (tuple, list))
+    if is_list and all(isinstance(item, str) for item in value):
         return " ".join(value)
-    if isinstance(value, (dict, list, tuple, bool)):
+    if is_list or isinstance(value, (dict, bool)):
         return json.dumps(value, ensure_ascii=False)
     return value
 
@@ -309,5 +378,4 @@ def short_result(result: Any) -> str:
     if isinstance(result, float):
         return f"{result:.6g}"
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_RESULT else text[: _LONGEST_RESULT - 1] + "…"
+    return shortened(text, _LONGEST_RESULT)
