@@ -18,8 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from robust_train.folder import journal as journal_module
-from robust_train.folder.journal import AttemptStarted, Journal, read_earlier
-from robust_train.model.events import CheckpointSaved, MemoryReported, Progress
+from robust_train.folder.journal import Journal, read_earlier
+from robust_train.model.events import (
+    AttemptStarted,
+    CheckpointSaved,
+    MemoryReported,
+    Progress,
+)
 from robust_train.model.spec import AttemptSpec
 from robust_train.report.sources import read_sources
 

@@ -15,9 +15,9 @@ import pytest
 
 from attempts import decided, failed, gpu, policy
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, GiveUp
 from robust_train.model.failure import Clue, Evidence, FailureKind
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.spec import Decision, GiveUp
 from robust_train.policy.decide import first_attempt
 from robust_train.readable import GIB
 

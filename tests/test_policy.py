@@ -11,10 +11,9 @@ import attempts
 from attempts import changed, gpu, policy
 from attempts import decided as decide
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import GiveUp, Retry
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, GiveUp, Retry
 from robust_train.policy.decide import first_attempt
 from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
 

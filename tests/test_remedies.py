@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from attempts import changed, failed, gpu, policy
 from attempts import decided as decide
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import GiveUp, Retry
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, GiveUp, Retry
 from robust_train.policy.context import FailureContext, excluded_after
 from robust_train.policy.decide import first_attempt, on_gpus
 from robust_train.policy.sizes import PolicySettings

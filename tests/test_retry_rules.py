@@ -12,10 +12,10 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.failures import bounded_search
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, GiveUp, Retry, RetryRule
 from robust_train.model.errors import ConfigError
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.spec import Decision, GiveUp, Retry, RetryRule
 from robust_train.policy.context import excluded_after
 from robust_train.policy.decide import first_attempt, with_rule
 from robust_train.policy.sizes import PolicySettings

@@ -19,7 +19,6 @@ from robust_train.config.composition import complete
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.stack import where_it_stands
-from robust_train.folder.journal import JobStarted
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import stall_watch
 from robust_train.launcher.run_folder import RunFolder
@@ -38,6 +37,7 @@ from robust_train.launcher.stall_watch import (
 )
 from robust_train.model.events import (
     Event,
+    JobStarted,
     MemoryReported,
     PauseLearned,
     Progress,

@@ -22,7 +22,7 @@ from robust_train.config.checks import checked
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
-from robust_train.model.decision import Room
+from robust_train.model.spec import Room
 
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})

@@ -12,11 +12,10 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.launcher.policy_inputs import BatchKnowledge, policy_settings
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Retry
 from robust_train.model.events import BatchSizeFound
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Retry
 from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.decide import first_attempt, first_decision
 from robust_train.policy.sizes import PolicySettings

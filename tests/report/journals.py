@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.failures.advice import advice_for
-from robust_train.folder.journal import (
-    AttemptEnded,
+from robust_train.model.attempt import Attempt, AttemptEnded
+from robust_train.model.events import (
     AttemptStarted,
+    CheckpointSaved,
     DeviceAcquired,
+    Event,
     JobEnded,
     JobStarted,
+    Progress,
+    TrainingStarted,
 )
-from robust_train.model.attempt import Attempt
-from robust_train.model.events import CheckpointSaved, Event, Progress, TrainingStarted
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec

@@ -8,13 +8,11 @@ import pytest
 from journals import Journal
 
 from robust_train.cli.jobs import print_failure
-from robust_train.folder.journal import JobEnded, JobStarted
 from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import GiveUp
-from robust_train.model.events import Failed
+from robust_train.model.events import Failed, JobEnded, JobStarted
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, GiveUp
 from robust_train.report import narration
 from robust_train.report.sources import read_sources
 

@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from journals import COMPLETED, FIGURES, OOM, STARTED, Journal, write_recovered
 
-from robust_train.folder.journal import AttemptEnded, AttemptStarted, DecidedAgain, DeviceAcquired
 from robust_train.memory.samples import Sample, encode
-from robust_train.model.attempt import Attempt
+from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
+    EVENTS,
+    AttemptStarted,
     CheckpointSaved,
+    DecidedAgain,
+    DeviceAcquired,
     Event,
     MemoryReported,
     MicroBatchChanged,
@@ -234,8 +237,8 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=4,
 )
-KEYS = [field.name for kind in Event.__subclasses__() for field in dataclasses.fields(kind)]
-NAMES = [kind.name for kind in Event.__subclasses__()]
+KEYS = [field.name for kind in EVENTS.values() for field in dataclasses.fields(kind)]
+NAMES = [kind.name for kind in EVENTS.values()]
 valid_events = st.sampled_from(
     [
         *(
@@ -246,7 +249,7 @@ valid_events = st.sampled_from(
             AttemptEnded(Attempt(1, SPEC, seconds=2.0)),
         ),
         *(AttemptStarted(SPEC), DeviceAcquired("cpu", wait_seconds=3), UserEvent("mine")),
-        *(MicroBatchChanged(1, True, 4, 2, "oom", FailureKind.DEVICE_OOM), Progress(3)),
+        *(MicroBatchChanged(1, True, 4, "oom", FailureKind.DEVICE_OOM, after=2), Progress(3)),
         *(Progress(4, metrics={"loss": 0.5}), DecidedAgain("lost_race", "p", "halve_batch", "r")),
     ]
 ).map(Event.as_json)

@@ -13,8 +13,15 @@ from pathlib import Path
 import pytest
 
 from robust_train.folder import journal as journal_module
-from robust_train.folder.journal import AttemptStarted, JobEnded, Journal, read_earlier
-from robust_train.model.events import BatchSizeFound, CheckpointSaved, Progress, UserEvent
+from robust_train.folder.journal import Journal, read_earlier
+from robust_train.model.events import (
+    AttemptStarted,
+    BatchSizeFound,
+    CheckpointSaved,
+    JobEnded,
+    Progress,
+    UserEvent,
+)
 from robust_train.model.spec import AttemptSpec
 
 

@@ -13,11 +13,11 @@ from live_folder import change_json, open_folder
 
 from robust_train.folder.checkpoints import record_checkpoint
 from robust_train.folder.identity import begin_job, complete_job, count_launch
-from robust_train.folder.journal import JobStarted
 from robust_train.folder.requests import REQUESTS, request_sweep_stop
 from robust_train.folder.run_list import read_run
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoProgress
+from robust_train.model.events import JobStarted
 from robust_train.model.spec import AttemptSpec
 
 

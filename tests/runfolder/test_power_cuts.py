@@ -20,9 +20,9 @@ import torch
 from robust_train.attempt.checkpoints import CheckpointFolder
 from robust_train.attempt.run import Run
 from robust_train.folder.identity import begin_job
-from robust_train.folder.journal import AttemptStarted, JobEnded, Journal
+from robust_train.folder.journal import Journal
 from robust_train.folder.state import Summary, read_summary
-from robust_train.model.events import Progress
+from robust_train.model.events import AttemptStarted, JobEnded, Progress
 from robust_train.model.spec import AttemptSpec
 
 STEPS = 4

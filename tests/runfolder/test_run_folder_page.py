@@ -10,7 +10,7 @@ from pathlib import Path
 
 from robust_train.folder.state import RunState, Summary, read_summary
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import Event
+from robust_train.model.events import EVENTS
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 
@@ -31,11 +31,11 @@ _TYPES = {
 def events_table() -> str:
     """A row for each event."""
     rows = []
-    for cls in sorted(Event.__subclasses__(), key=lambda cls: cls.name):
-        if cls.name:
+    for name, cls in sorted(EVENTS.items()):
+        if cls.is_journaled:
             fields = ", ".join(f"`{item.name}`" for item in dataclasses.fields(cls))
             meaning = " ".join(str(inspect.getdoc(cls)).split("\n\n")[0].split())
-            rows.append(f"| `{cls.name}` | {fields} | {_plain(meaning)} |")
+            rows.append(f"| `{name}` | {fields} | {_plain(meaning)} |")
     return "\n".join(rows)
 
 

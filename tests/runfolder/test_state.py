@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from live_folder import open_folder
 
 from attempts import failed, gpu
-from robust_train.folder.journal import JobStarted
 from robust_train.folder.state import (
     REQUESTED,
     RunState,
@@ -21,18 +20,18 @@ from robust_train.folder.state import (
     read_state,
 )
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Retry
 from robust_train.model.events import (
     AttemptProcess,
     BatchSizeFound,
     CheckpointSaved,
+    JobStarted,
     MemoryReported,
     MicroBatchChanged,
     Progress,
     TrainingStarted,
 )
 from robust_train.model.failure import FailureKind
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Retry
 
 SPEC = AttemptSpec((), 8, 1)
 STATE = RunState("0-a", "job", "/run", 1, "host", "user", 1.0, 2.0)
@@ -50,8 +49,8 @@ def test_events_of_an_attempt_are_folded():
         Progress(12, None, {"lr": 0.1, "attempt": 9.0}),
         MemoryReported("start", allocated=5),
         MemoryReported("start", allocated=6, rank=1),
-        MicroBatchChanged(12, True, 64, 32, "memory"),
-        MicroBatchChanged(12, False, 64, 8, "memory"),
+        MicroBatchChanged(12, True, 64, "memory", after=32),
+        MicroBatchChanged(12, False, 64, "memory", after=8),
         BatchSizeFound(32, 4, 256),
         CheckpointSaved("/c", 12),
     ):
@@ -80,10 +79,10 @@ def test_a_loss_that_is_no_number_does_not_cost_the_state(loss: object, tmp_path
 
 def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path: Path):
     for event, requested in (
-        (MicroBatchChanged(3, True, 64, 32, "memory", FailureKind.DEVICE_OOM), None),
-        (MicroBatchChanged(4, True, 32, 16, "memory is nearly out"), None),
-        (MicroBatchChanged(5, True, 16, 8, REQUESTED), 8),
-        (MicroBatchChanged(6, True, 8, 4, "memory", FailureKind.DEVICE_OOM), 8),
+        (MicroBatchChanged(3, True, 64, "memory", FailureKind.DEVICE_OOM, after=32), None),
+        (MicroBatchChanged(4, True, 32, "memory is nearly out", after=16), None),
+        (MicroBatchChanged(5, True, 16, REQUESTED, after=8), 8),
+        (MicroBatchChanged(6, True, 8, "memory", FailureKind.DEVICE_OOM, after=4), 8),
     ):
         with open_folder(tmp_path) as folder:
             folder.on_event(JobStarted("/run", "trainer", "c0ffee"))

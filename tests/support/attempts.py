@@ -7,11 +7,10 @@ from typing import Any
 
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.model.attempt import Attempt, Exit
-from robust_train.model.decision import Decision, RetryRule
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Decision, RetryRule
 from robust_train.policy.decide import Offers, decide, with_rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB

@@ -33,7 +33,7 @@ from robust_train.config.values import (
     words,
     words_of_list,
 )
-from robust_train.model.decision import RetryRule
+from robust_train.model.spec import RetryRule
 from robust_train.readable import MIB
 
 GONE = {

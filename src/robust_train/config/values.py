@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from robust_train.model.decision import RetryRule
 from robust_train.model.errors import ConfigError
+from robust_train.model.spec import RetryRule
 from robust_train.readable import meant
 
 AUTO = "auto"

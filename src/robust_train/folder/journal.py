@@ -17,7 +17,6 @@ from robust_train.files import (
     json_lines,
     strict_json,
 )
-from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     BatchSizeFound,
     CheckpointSaved,
@@ -33,71 +32,10 @@ from robust_train.model.events import (
     UserEvent,
     parse,
 )
-from robust_train.model.spec import AttemptSpec
 
 log = logging.getLogger("robust_train")
 
 _MOST_OWED = 100
-
-
-@dataclass(frozen=True)
-class JobStarted(Event):
-    """A launch begins in the run folder; ``job`` identifies the job through all its launches."""
-
-    name = "job_started"
-    run_dir: str
-    trainer: str
-    job: str = ""
-    about: Mapping[str, str] = field(default_factory=dict)  # see settings.about_job
-    schema: int = 1  # of the journal's lines from here on
-
-
-@dataclass(frozen=True)
-class DeviceAcquired(Event):
-    """The job has its device; ``gpu_uuids`` is empty for the CPU."""
-
-    name = "device_acquired"
-    device: str
-    gpu_uuids: tuple[str, ...] = ()
-    gpu_names: tuple[str, ...] = ()
-    wait_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class AttemptStarted(Event):
-    """An attempt begins."""
-
-    name = "attempt_started"
-    spec: AttemptSpec
-    resume_checkpoint: str | None = None
-
-
-@dataclass(frozen=True)
-class AttemptEnded(Event):
-    """An attempt ended, and what comes next is decided."""
-
-    name = "attempt_ended"
-    record: Attempt  # as `summary.json` has it
-
-
-@dataclass(frozen=True)
-class DecidedAgain(Event):
-    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
-
-    name = "decided_again"
-    why: str
-    problem: str
-    action: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class JobEnded(Event):
-    """A launch ended; ``status`` and ``reason`` as ``summary.json`` has them."""
-
-    name = "job_ended"
-    status: str
-    reason: str | None = None
 
 
 _FREQUENT = (

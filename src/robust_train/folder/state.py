@@ -19,13 +19,13 @@ from robust_train.files import (
     strict_json,
     write_json,
 )
-from robust_train.folder.journal import JobStarted
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.model.events import (
     SCHEMA,
     CheckpointSaved,
     Event,
+    JobStarted,
     Json,
     MicroBatchChanged,
     PauseLearned,

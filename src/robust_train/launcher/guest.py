@@ -40,12 +40,11 @@ from robust_train.launcher.job import Job, Trainer
 from robust_train.launcher.rank_failures import EarlierStart, RankFailures
 from robust_train.launcher.request import request_for
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, GiveUp, Retry
 from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import Event, Failed
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.decide import Offers, decide, first_attempt
 from robust_train.queue.devices import Devices, name_for_trainer

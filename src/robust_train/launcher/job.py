@@ -27,14 +27,7 @@ from robust_train.folder.identity import (
     refuse_other_version,
     resume_from,
 )
-from robust_train.folder.journal import (
-    AttemptEnded,
-    AttemptStarted,
-    DecidedAgain,
-    JobEnded,
-    JobStarted,
-    Journal,
-)
+from robust_train.folder.journal import Journal
 from robust_train.folder.provenance import how_to_go_on, resume_command
 from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
@@ -53,20 +46,23 @@ from robust_train.launcher.process import ProcessExecutor
 from robust_train.launcher.request import request_for
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.memory.samples import attempt_stability
-from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, GiveUp, Retry
+from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.model.events import (
     SCHEMA,
+    AttemptStarted,
     CheckpointSaved,
+    DecidedAgain,
     Event,
     Failed,
     Finished,
+    JobEnded,
+    JobStarted,
     ScriptStarted,
     TrainerSupports,
 )
 from robust_train.model.gpu import Group
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import (
     Offers,
     concluded,
@@ -418,7 +414,7 @@ class Job:
                 log.info("running %s", shlex.join(event.argv))
             case Finished() | Failed():
                 self.signals.is_over = isinstance(event, Finished)
-        if not isinstance(event, (Finished, Failed)):  # `attempt_ended` will have it
+        if event.is_journaled:
             self.journal.write(event, self._first_number + len(self.attempts))
         self.devices.on_event(event)
         self.folder.on_event(event)

@@ -34,7 +34,6 @@ from robust_train.gpu.processes import user_name
 from robust_train.launcher import detach
 from robust_train.launcher.notifier import Notifier
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, Retry
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
@@ -44,7 +43,7 @@ from robust_train.model.errors import (
 )
 from robust_train.model.events import Event, Json
 from robust_train.model.gpu import Group
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.queue.waiting import WaitStatus
 
 log = logging.getLogger("robust_train")

@@ -268,3 +268,11 @@ class Attempt:
             MalformedEvent: a field is missing or of another type.
         """
         return from_json(cls, {**data, "number": data.get("attempt"), "spec": data})
+
+
+@dataclass(frozen=True)
+class AttemptEnded(Event):
+    """An attempt ended, and what comes next is decided."""
+
+    name = "attempt_ended"
+    record: Attempt  # as `summary.json` has it

@@ -16,7 +16,7 @@ from robust_train.files import MalformedEvent as MalformedEvent
 from robust_train.files import fields_as_json
 from robust_train.files import from_json as from_json
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import Speed
+from robust_train.model.spec import AttemptSpec, Speed
 
 Metrics = Mapping[str, float]
 
@@ -25,16 +25,26 @@ SCHEMA = 2
 events and values are only added: readers ignore those that they do not know."""
 
 
+EVENTS: dict[str, type[Event]] = {}
+"""All events, by name."""
+
+
 @dataclass(frozen=True)
 class Event:
     """Base of all events. ``name`` is the event's name in JSON.
 
     ``may_be_dropped``: losing one of these costs a point in a curve and nothing else, so it is
-    dropped rather than hold training up.
+    dropped rather than hold training up. ``is_journaled``: the journal has it; the others travel
+    from an interpreter to the launcher only.
     """
 
     name: ClassVar[str] = ""
     may_be_dropped: ClassVar[bool] = False
+    is_journaled: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        if cls.name:
+            EVENTS[cls.name] = cls
 
     def as_json(self) -> dict[str, Json]:
         """Return the event as one JSON object, ``event`` first."""
@@ -142,18 +152,16 @@ class MemoryHeld(Event):
 
 
 @dataclass(frozen=True)
-class MicroBatchChanged(Event):
-    """The micro-batch size changed inside an attempt, in training or in evaluation.
+class _MicroBatchEvent(Event):
+    """What happened to the size of the parts of a step, in training or in evaluation.
 
     ``kind`` is the failure's where memory ran out, None if a larger size is tried again or
     someone asked for it.
     """
 
-    name = "micro_batch_changed"
     step: int
     training: bool
     before: int
-    after: int | None
     reason: str
     kind: FailureKind | None = None
     requested_bytes: int | None = None
@@ -164,21 +172,19 @@ class MicroBatchChanged(Event):
 
 
 @dataclass(frozen=True)
-class MicroBatchExhausted(Event):
+class MicroBatchChanged(_MicroBatchEvent):
+    """The micro-batch size changed inside an attempt, in training or in evaluation."""
+
+    name = "micro_batch_changed"
+    after: int | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatchExhausted(_MicroBatchEvent):
     """Memory ran out at the smallest micro-batch size as well; ``tried`` lists all sizes."""
 
     name = "micro_batch_exhausted"
-    step: int
-    training: bool
-    before: int
-    reason: str
     tried: tuple[int, ...] = ()
-    kind: FailureKind | None = None
-    requested_bytes: int | None = None
-    allocated_bytes: int | None = None
-    free_bytes: int | None = None
-    last_micro_batch: int | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -287,6 +293,7 @@ class Finished(Event):
     """The trainer returned ``result``. ``memory`` holds figures of :class:`MemoryReported`."""
 
     name = "finished"
+    is_journaled = False
     result: Json = None
     step: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -298,6 +305,7 @@ class Failed(Event):
     """The trainer ended with an exception."""
 
     name = "failed"
+    is_journaled = False
     failure: Failure  # why, classified
     step: int | None = None  # last optimizer step that was reported
     memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
@@ -333,6 +341,7 @@ class RankDied(Event):
     """A rank's process ended without an event of its own; the cause of the group's failure."""
 
     name = "rank_died"
+    is_journaled = False
     rank: int
     pid: int
     returncode: int
@@ -344,6 +353,7 @@ class Prepared(Event):
     """The interpreter has imported what was wanted early."""
 
     name = "prepared"
+    is_journaled = False
     refusal: str | None = None  # why the trainer does not accept the config
     is_unfit: bool = (
         False  # an import has started CUDA, so the GPU can no longer be chosen
@@ -355,6 +365,7 @@ class TrainerSupports(Event):
     """The trainer reads ``training.gradient_checkpointing``, so an attempt may turn it on."""
 
     name = "trainer_supports"
+    is_journaled = False
 
 
 @dataclass(frozen=True)
@@ -362,11 +373,12 @@ class LibrariesImported(Event):
     """Which installed modules the trainer has imported, in this order."""
 
     name = "libraries_imported"
+    is_journaled = False
     modules: tuple[str, ...]
     resident_bytes: int  # what the interpreter holds in memory with them
 
 
-# --- of the launcher; those of the job as a whole are in folder/journal.py ----------------
+# --- of the launcher ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -395,6 +407,61 @@ class Stalled(Event):
     stacks: str = ""
 
 
+# --- of the job as a whole; `AttemptEnded` is beside its record --------------------------
+
+
+@dataclass(frozen=True)
+class JobStarted(Event):
+    """A launch begins in the run folder; ``job`` identifies the job through all its launches."""
+
+    name = "job_started"
+    run_dir: str
+    trainer: str
+    job: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)  # how the page names it
+    schema: int = 1  # of the journal's lines from here on
+
+
+@dataclass(frozen=True)
+class DeviceAcquired(Event):
+    """The job has its device; ``gpu_uuids`` is empty for the CPU."""
+
+    name = "device_acquired"
+    device: str
+    gpu_uuids: tuple[str, ...] = ()
+    gpu_names: tuple[str, ...] = ()
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttemptStarted(Event):
+    """An attempt begins."""
+
+    name = "attempt_started"
+    spec: AttemptSpec
+    resume_checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class DecidedAgain(Event):
+    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
+
+    name = "decided_again"
+    why: str
+    problem: str
+    action: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobEnded(Event):
+    """A launch ended; ``status`` and ``reason`` as ``summary.json`` has them."""
+
+    name = "job_ended"
+    status: str
+    reason: str | None = None
+
+
 def parse(data: object) -> Event:
     """Return the event in one JSON object; keys that it does not know are ignored.
 
@@ -403,7 +470,7 @@ def parse(data: object) -> Event:
     """
     if not isinstance(data, Mapping):
         raise MalformedEvent("not an object")
-    for found in Event.__subclasses__():
-        if found.name == data.get("event"):
-            return from_json(found, data)
-    raise MalformedEvent(f"no event is called {data.get('event')!r}")
+    name = str(data.get("event"))
+    if name not in EVENTS:
+        raise MalformedEvent(f"no event is called {name!r}")
+    return from_json(EVENTS[name], data)

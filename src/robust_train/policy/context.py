@@ -8,10 +8,9 @@ from typing import Any
 
 from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Retry, Room
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name, gpus_of
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Retry, Room
 from robust_train.policy.sizes import PolicySettings, with_accumulation
 from robust_train.readable import MIB
 

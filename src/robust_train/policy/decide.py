@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from robust_train.failures.bounded_search import is_found
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, GiveUp, Retry, RetryRule
 from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry, RetryRule
 from robust_train.policy import remedies
 from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.context import FailureContext

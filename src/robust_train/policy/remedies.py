@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from robust_train.model.decision import Retry, Room
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
+from robust_train.model.spec import Retry, Room
 from robust_train.policy.context import (
     NOTABLE_BYTES,
     FailureContext,

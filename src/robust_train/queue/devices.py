@@ -15,11 +15,11 @@ from robust_train.gpu.nvml_session import NO_DRIVER, close_session
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Room
 from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo, Group, gpus_of
+from robust_train.model.spec import Room
 from robust_train.policy.context import excluded_after
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import directory_for

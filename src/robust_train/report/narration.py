@@ -7,13 +7,12 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 
-from robust_train.folder.journal import DeviceAcquired, JobStarted
 from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import Decision, Retry
+from robust_train.model.events import DeviceAcquired, JobStarted
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.readable import (
     GIB,
     aligned,

@@ -12,22 +12,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from robust_train.files import Json, MalformedEvent, finite, from_json, json_lines
-from robust_train.folder.journal import (
-    AttemptEnded,
-    AttemptStarted,
-    DecidedAgain,
-    DeviceAcquired,
-    JobEnded,
-    JobStarted,
-)
 from robust_train.folder.provenance import read_environment
 from robust_train.folder.state import Summary, read_summary
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
 from robust_train.memory.samples import Sample
-from robust_train.model.attempt import Attempt
+from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
+    AttemptStarted,
     CheckpointSaved,
+    DecidedAgain,
+    DeviceAcquired,
     Event,
+    JobEnded,
+    JobStarted,
     Progress,
     TrainingStarted,
     parse,

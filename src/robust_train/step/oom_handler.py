@@ -17,9 +17,9 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.clearing import StartingMemory, release_memory
 from robust_train.memory.tensors import leaves_in
 from robust_train.model.attempt import Attempt
-from robust_train.model.decision import GiveUp
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.model.failure import Clue
+from robust_train.model.spec import GiveUp
 from robust_train.policy.decide import Offers, decide, first_attempt
 from robust_train.policy.sizes import settings_of_batch
 from robust_train.step.trained import GradientsBefore

@@ -64,7 +64,7 @@ class Recorder:
         """Log that the size changes though no memory ran out."""
         step = self._step()
         log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
-        self.on_event(MicroBatchChanged(step, True, before, after, reason))
+        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
     def repeated(
         self, training: bool, failure: Failure, before: int, after: int | None
@@ -73,7 +73,12 @@ class Recorder:
         step = self._step()
         self.on_event(
             MicroBatchChanged(
-                step, training, before, after, failure.message, **_figures(failure)
+                step,
+                training,
+                before,
+                failure.message,
+                after=after,
+                **_figures(failure),
             )
         )
         requested = failure.evidence.requested_bytes
@@ -107,7 +112,7 @@ class Recorder:
                 training,
                 used,
                 failure.message,
-                tuple(tried),
+                tried=tuple(tried),
                 **_figures(failure),
             )
         )
