@@ -198,11 +198,11 @@ OURS_AND_PLAIN = {
     "inline": Contestant(
         "**robust-train, attempts inline**",
         inline,
-        ("robust_train.launcher.entry", "robust_train.attempt.checkpoints"),
+        ("robust_train.launcher.job", "robust_train.attempt.checkpoints"),
     ),
     "isolated": Contestant(
         "**robust-train, attempts in processes**",
         isolated,
-        ("robust_train.launcher.entry",),
+        ("robust_train.launcher.job",),
     ),
 }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from robust_train.failures import classify_exit, classify_failure
     from robust_train.folder.state import Summary
     from robust_train.gpu.best import find_best_device
-    from robust_train.launcher.entry import launch
+    from robust_train.launcher.job import launch
     from robust_train.memory import (
         GPUMemoryContext,
         cleanup_model_memory,
@@ -73,7 +73,7 @@ _NAMES = {
     ),
     "failures": "classify_exit classify_failure",
     "gpu.best": "find_best_device",
-    "launcher.entry": "launch",
+    "launcher.job": "launch",
     "memory": (
         "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
         "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "

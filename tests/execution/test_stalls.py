@@ -260,12 +260,12 @@ def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(
 
     started = JobStarted(str(tmp_path), "trainer", "c0ffee")
     with RunFolder(tmp_path, "a job", SignalWatch()) as folder:
-        folder.on_event(started)
-        folder.on_event(learned)
+        folder.record(started)
+        folder.record(learned)
     with RunFolder(tmp_path, "a job", SignalWatch()) as folder:
-        folder.on_event(started)
+        folder.record(started)
         assert folder.state.longest_pause == learned.seconds
-        folder.on_event(replace(started, job="another"))
+        folder.record(replace(started, job="another"))
         assert folder.state.longest_pause is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attempts import failed
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.launcher.policy_inputs import BatchKnowledge, policy_settings
+from robust_train.launcher.inputs import policy_settings, search_prefix
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import BatchSizeFound
 from robust_train.model.failure import FailureKind
@@ -29,14 +29,7 @@ def policy(
     found: dict[str, int] | None = None, requested: int | None = None, **cfg: object
 ) -> PolicySettings:
     """The settings of a job whose run folder knows these sizes, by kind of device."""
-    whole = complete(cfg)
-    config = checked(whole)
-    knowledge = BatchKnowledge(whole, "my.trainer")
-    spec = AttemptSpec((), 1, 1)
-    prefix = knowledge.key_for(spec)
-    keys = {prefix.removesuffix("cpu") + kind: size for kind, size in (found or {}).items()}
-    known = policy_settings(config)
-    return knowledge.informed(known, keys, requested)
+    return policy_settings(checked(complete(cfg)), found, requested)
 
 
 def begin(settings: PolicySettings, *gpus: GpuInfo) -> Retry:
@@ -123,10 +116,8 @@ def test_several_processes_are_not_probed_and_share_the_effective_batch():
 
 def test_what_does_not_change_memory_does_not_change_the_key():
     def key(trainer: str = "my.trainer", gpu: GpuInfo | None = GPU, **cfg: object) -> str:
-        whole = complete(cfg)
-        knowledge = BatchKnowledge(whole, trainer)
         spec = AttemptSpec((gpu,) if gpu else (), 64, 1, searches=True)
-        return knowledge.key_for(spec)
+        return search_prefix(complete(cfg), trainer) + spec.device_kind
 
     same = key()
     assert key(training={"lr": 0.5, "batch_size": 8, "epochs": 3}, max_retries=9) == same

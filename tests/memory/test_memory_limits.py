@@ -142,7 +142,7 @@ def test_torch_takes_an_attempts_settings_in_a_fork_and_before_the_newer_name() 
     settings = python(
         f"""
         import json, os, torch
-        from robust_train.launcher.request import attempt_environment
+        from robust_train.launcher.inputs import attempt_environment
         seen = []
         for expandable in (True, False):
             reading, writing = os.pipe()

@@ -123,7 +123,7 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: objec
 def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path: Path):
     for job, earlier in (("a", 0), ("a", 100), ("a", 200), ("b", 0)):
         with open_folder(tmp_path) as folder:
-            folder.on_event(JobStarted("/run", "train", job))
+            folder.record(JobStarted("/run", "train", job))
             assert folder.state.earlier_seconds == earlier
             folder.ended("completed", None, 0)
         assert earlier <= read_run(tmp_path).about()["seconds"] < earlier + 60

@@ -85,11 +85,11 @@ def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path
         (MicroBatchChanged(6, True, 8, "memory", FailureKind.DEVICE_OOM, after=4), 8),
     ):
         with open_folder(tmp_path) as folder:
-            folder.on_event(JobStarted("/run", "trainer", "c0ffee"))
-            folder.on_event(event)
+            folder.record(JobStarted("/run", "trainer", "c0ffee"))
+            folder.record(event)
         assert read_state(tmp_path).requested_micro_batch == requested, event
     with open_folder(tmp_path) as folder:
-        folder.on_event(JobStarted("/run", "trainer", "another"))
+        folder.record(JobStarted("/run", "trainer", "another"))
         assert folder.state.requested_micro_batch is None
         began = AttemptSpec((), 64, 1)
         stopped = failed(began, FailureKind.INTERRUPTED, stopped_for="halve_batch")

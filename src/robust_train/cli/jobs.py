@@ -17,8 +17,8 @@ from robust_train.config.composition import plain_config
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import Summary
-from robust_train.launcher.entry import run_job
 from robust_train.launcher.hydra_state import sweep_folder
+from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,
     EXIT_NO_DEVICE,

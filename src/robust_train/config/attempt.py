@@ -32,6 +32,7 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
         )
     with open_dict(cfg):
         cfg.num_gpus, cfg.isolation = world_size, "process"
+        cfg.max_launches = 0  # each restart is a launch, and the policy counts them
     return cfg
 
 

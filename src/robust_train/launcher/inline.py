@@ -23,7 +23,7 @@ from robust_train.memory.clearing import StartingMemory, release_and_check
 from robust_train.memory.cuda import VARIABLE
 from robust_train.model.attempt import Exit
 from robust_train.model.events import Event, Failed, MemoryHeld
-from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
@@ -35,23 +35,31 @@ def function_of(trainer: str | Trainer, ref: TrainerRef) -> Trainer:
 
 
 class InlineExecutor:
-    """Calls the trainer directly."""
+    """Calls the trainer directly.
+
+    Args:
+        trainer: returns it.
+        can_restart: another attempt may follow.
+        rank: of this process, as one of several.
+        flags: how several ranks agree on when to stop. Their processes end with the attempt, so
+            memory need not be returned.
+        on_failure: called first when an attempt has failed.
+    """
 
     def __init__(
         self,
         trainer: Callable[[], Trainer],
         *,
         can_restart: bool = True,
-        # as one rank of several, and how they agree on when to stop
         rank: int = 0,
         flags: Flags | None = None,
-        process_ends: bool = False,  # with the attempt, so memory need not be returned
+        on_failure: Callable[[AttemptRequest, Failed], None] = lambda *given: None,
     ) -> None:
         self._trainer = trainer
         self._can_restart = can_restart
         self._rank = rank
         self._flags = flags
-        self._process_ends = process_ends
+        self._on_failure = on_failure
         self._memory_at_first: StartingMemory | None = None
 
     def poll(self) -> None:
@@ -74,11 +82,14 @@ class InlineExecutor:
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
         """Run one attempt; ``hold`` is open in this process anyway."""
-        failures: list[Failure] = []
+        was_bug = False
 
         def take(event: Event) -> None:
+            nonlocal was_bug
             if isinstance(event, Failed):
-                failures.append(event.failure)
+                was_bug = event.failure.kind is FailureKind.BUG
+                do_without_onednn(event.failure)
+                self._on_failure(request, event)
             on_event(event)
 
         def stop(ask_trainer: Callable[[], None]) -> None:
@@ -87,6 +98,7 @@ class InlineExecutor:
 
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory()
+        process_ends = self._flags is not None
         with _variables_set(request.environ):
             error = run_attempt(
                 request,
@@ -94,16 +106,13 @@ class InlineExecutor:
                 take,
                 stopping=lambda ask: signals.handed_to(lambda signum: stop(ask)),
                 tick=tick,
-                process_ends=self._process_ends,
+                process_ends=process_ends,
                 can_restart=self._can_restart,
                 rank=self._rank,
                 flags=self._flags,
             )
-        was_bug = any(failure.kind is FailureKind.BUG for failure in failures)
-        for failure in failures:
-            do_without_onednn(failure)
         # a debugger may need what the frames hold
-        clears = request.config.memory.clear_on_failure and not self._process_ends
+        clears = request.config.memory.clear_on_failure and not process_ends
         if error is not None and clears:
             left = None
             try:

@@ -9,27 +9,37 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.checks import checked, hide_urls
-from robust_train.config.trainers import TrainerRef, job_name_of, name_of, target_of
+from robust_train.config.composition import complete
+from robust_train.config.trainers import (
+    Trainer,
+    TrainerRef,
+    end_import_at_launch,
+    job_name_of,
+    name_of,
+    target_of,
+)
 from robust_train.failures.advice import with_advice
 from robust_train.files import as_json
 from robust_train.folder.identity import (
+    Beginning,
     begin_job,
     complete_job,
     refuse_other_version,
     resume_from,
 )
-from robust_train.folder.journal import Journal
-from robust_train.folder.provenance import how_to_go_on, resume_command
+from robust_train.folder.provenance import how_to_go_on
 from robust_train.folder.state import Summary
+from robust_train.host.engine import guest_rank
+from robust_train.host.job_logging import logged_to_screen
 from robust_train.host.signals import SignalWatch
 from robust_train.host.waiting import sleep_with_ticks
 from robust_train.launcher import detach
@@ -40,17 +50,15 @@ from robust_train.launcher.hydra_state import (
     run_folder,
     sweep_folder,
 )
+from robust_train.launcher.inputs import policy_settings, request_for, search_prefix
 from robust_train.launcher.notifier import Notifier, notifications
-from robust_train.launcher.policy_inputs import BatchKnowledge, policy_settings
 from robust_train.launcher.process import ProcessExecutor
-from robust_train.launcher.request import request_for
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.memory.samples import attempt_stability
-from robust_train.model.attempt import Attempt, AttemptEnded
+from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.model.events import (
     SCHEMA,
-    AttemptStarted,
     CheckpointSaved,
     DecidedAgain,
     Event,
@@ -71,7 +79,8 @@ from robust_train.policy.decide import (
     on_gpus,
     with_rule,
 )
-from robust_train.queue import devices
+from robust_train.policy.sizes import PolicySettings
+from robust_train.queue.devices import Devices, free_bytes, with_free_bytes
 from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.report import narration, wording
 from robust_train.report.html import write_report
@@ -83,13 +92,80 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-Trainer = str | Callable[..., Any]
+
+class Engine(Protocol):
+    """What has started this process as rank 0 of its own job, and starts it again."""
+
+    executor: InlineExecutor
+    devices: Devices
+
+    def first(
+        self, beginning: Beginning, policy: PolicySettings, group: Group
+    ) -> Retry:
+        """Return what this launch begins with."""
+
+
+def launch(
+    trainer: Trainer | None,
+    cfg: Mapping[str, Any] | DictConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+) -> Summary:
+    """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
+
+    Args:
+        trainer: a callable, its dotted path, or None for ``cfg.trainer._target_``.
+        cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
+        run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
+
+    Returns:
+        The summary of a completed job; ``summary.result`` is what the trainer returned.
+
+    Raises:
+        ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
+        NoDevice: no device in time, and the CPU is not allowed.
+        AttemptsExhausted: memory ran out on every device that may be used.
+        TrainerFailed: the trainer failed otherwise; or its own exception.
+        JobInterrupted: Ctrl-C or SIGTERM.
+    """
+    end_import_at_launch(trainer)
+    with logged_to_screen():
+        try:
+            summary = run_job(trainer, complete(cfg or {}), run_dir)
+        except (ConfigError, JobInterrupted) as error:
+            # without our own frames
+            raise error.with_traceback(None) from error.__cause__
+    summary.raise_unless_completed()
+    return summary
+
+
+def run_job(
+    trainer: Trainer | None,
+    cfg: DictConfig,
+    run_dir: str | Path | None = None,
+    *,
+    remedies: bool = True,
+    explain: Callable[[Summary], object] = lambda summary: None,
+) -> Summary:
+    """Run a job, as a launcher or as one rank of an engine's job; for the arguments see `Job`."""
+    guest = guest_rank(os.environ) if remedies else None
+    if guest is None:
+        return Job(trainer, cfg, run_dir, remedies=remedies, explain=explain).run()
+    from robust_train.launcher.guest import Rank, run_rank
+
+    rank = Rank(guest, trainer, cfg, run_dir)
+
+    def run_first() -> Summary:
+        return Job(trainer, rank.cfg, rank.run_dir, explain=explain, engine=rank).run()
+
+    return run_rank(rank, run_first, explain)
 
 
 class Job:
     """One launch, from a complete config to its summary.
 
-    ``remedies``: it may be tried again; ``explain`` is called before the last lines.
+    ``remedies``: it may be tried again; ``explain`` is called before the last lines; ``engine``: it
+    has started this process.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.
@@ -103,17 +179,15 @@ class Job:
         *,
         remedies: bool = True,
         explain: Callable[[Summary], object] = lambda summary: None,
-        runs_inline: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         self.cfg = cfg = cfg.copy()
-        environ = dict(
-            os.environ
-        )  # for this job alone: a program may call launch() again
+        # for this job alone: a program may call launch() again
+        environ = dict(os.environ)
         hide_urls(cfg, environ)
-        config = checked(cfg)
-        self.config = config = (
-            replace(config, isolation="none") if runs_inline else config
-        )
+        self.config = config = checked(cfg)
+        if engine is not None:
+            self.config = config = replace(config, isolation="none")
         if detach.is_due(config) and sweep_folder() is None:
             raise ConfigError(
                 "detach=true: only a command goes on in the background, not a call of launch(); "
@@ -121,8 +195,7 @@ class Job:
             )
         self.trainer = trainer or target_of(config)
         self.trainer_ref = TrainerRef.of(self.trainer, inline=config.runs_inline)
-        self.policy = policy_settings(config)
-        self.batch = BatchKnowledge(cfg, self.trainer)
+        self.search_prefix = search_prefix(cfg, self.trainer)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(run_dir, self.name)
         refuse_other_version(self.run_dir, resume=config.resume)
@@ -133,16 +206,17 @@ class Job:
             self.name,
             self.signals,
             sweep_folder=sweep_folder(),
-            resume_command=resume_command(self.run_dir) if config.resume else None,
+            can_resume=config.resume,
             show=self.live.show,
             notifier=Notifier(notifications(config.notify, environ), self.run_dir),
         )
-        self.journal = Journal(self.run_dir / "journal.jsonl")
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
         self.checkpoint: Path | None = None
-        self.wait_seconds, self._started = 0.0, time.monotonic()
-        self._has_remedies, self._explain = remedies, explain
+        self.wait_seconds = 0.0
+        self._started = time.monotonic()
+        self._engine, self._explain = engine, explain
+        self._has_remedies = remedies and engine is None
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -158,11 +232,8 @@ class Job:
             except JobInterrupted as interruption:
                 # however often Ctrl-C is pressed: the end is recorded
                 with self.signals.handed_to(lambda signum: None):
-                    self._end(
-                        "interrupted",
-                        str(interruption),
-                        exit_code=interruption.exit_code,
-                    )
+                    code = interruption.exit_code
+                    self._end("interrupted", str(interruption), exit_code=code)
                 self.signals.pass_on()
                 raise
             except NoDevice as error:
@@ -173,27 +244,34 @@ class Job:
                     self._end("failed", str(error), exit_code=error.exit_code)
                 raise
             except Exception as error:
-                self._end(
-                    "failed", f"error in the launcher: {type(error).__name__}: {error}"
-                )
+                what = f"{type(error).__name__}: {error}"
+                self._end("failed", f"error in the launcher: {what}")
                 raise
 
     def _begin(self) -> None:
         """Find the unfinished job on the disk, or begin a new one."""
-        resume, most = self.config.resume, self.config.max_launches
-        self.beginning = begin_job(self.run_dir, resume=resume, max_launches=most)
-        self.checkpoint = self.beginning.checkpoint
-        started = JobStarted(
-            run_dir=str(self.run_dir),
-            trainer=name_of(self.trainer),
-            job=self.beginning.job,
-            about=about_job(self.config, self.name),
-            schema=SCHEMA,
+        config = self.config
+        self.beginning = beginning = begin_job(
+            self.run_dir, resume=config.resume, max_launches=config.max_launches
         )
-        self.journal.write(started)
-        self.folder.on_event(started)
+        self.checkpoint = beginning.checkpoint
+        self.folder.record(
+            JobStarted(
+                run_dir=str(self.run_dir),
+                trainer=name_of(self.trainer),
+                job=beginning.job,
+                about=about_job(config, self.name),
+                schema=SCHEMA,
+            )
+        )
+        prefix = self.search_prefix
+        found = {
+            key.removeprefix(prefix): size
+            for key, size in beginning.found.items()
+            if key.startswith(prefix)
+        }
         requested = self.folder.state.requested_micro_batch
-        self.policy = self.batch.informed(self.policy, self.beginning.found, requested)
+        self.policy = policy_settings(config, found, requested)
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -201,24 +279,19 @@ class Job:
             )
 
     def _train(self) -> Summary:
-        self.executor = executor = self._find_executor()
-        self.devices = devices.Devices(
-            self.config,
-            self.name,
-            os.environ,
-            self.run_dir,
-            self.sleep,
-            self._on_wait,
-            self.folder.token,
-        )
+        if self._engine is None:
+            self.executor, self.devices = self._find_executor(), self._find_devices()
+        else:
+            self.executor, self.devices = self._engine.executor, self._engine.devices
         try:
             group = self._acquire_device()
-            executor.prepare(self.folder.tick)
-            self._attempt_until_done(self._first(group))
+            self.executor.prepare(self.folder.tick)
+            first = self._engine.first if self._engine is not None else _first
+            self._attempt_until_done(first(self.beginning, self.policy, group))
         finally:
             # however often Ctrl-C is pressed: the GPU is released
             with self.signals.handed_to(lambda signum: None):
-                executor.close()
+                self.executor.close()
                 self.devices.release()
         if self.decision is None:
             return self._end("completed", None)
@@ -241,21 +314,26 @@ class Job:
             has_standby=sweep_folder() is None,
         )
 
-    def _first(self, group: Group) -> Retry:
-        """Return what this launch begins with."""
-        return first_decision(self.policy, group)
-
-    def _find_devices(self) -> Group:
-        return self.devices.acquire(self.policy.fewer_ranks(self.config.num_gpus))
+    def _find_devices(self) -> Devices:
+        return Devices(
+            self.config,
+            self.name,
+            os.environ,
+            self.run_dir,
+            self.sleep,
+            self._on_wait,
+            self.folder.token,
+        )
 
     def _acquire_device(self) -> Group:
         started = time.monotonic()
+        fewer = self.policy.fewer_ranks(self.config.num_gpus)
         try:
-            group = self._find_devices()
+            group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.acquired(self.devices.job_id, group)
-        self.journal.write(narration.acquired(group, self.wait_seconds))
+        self.folder.record(narration.acquired(group, self.wait_seconds))
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:
@@ -295,9 +373,8 @@ class Job:
             self.wait_seconds += time.monotonic() - started
             if not isinstance(found, NoGpu):
                 if not room.gpu_uuids:
-                    self.decision = on_gpus(
-                        self.policy, tuple(self.attempts), retry, found
-                    )
+                    known = tuple(self.attempts)
+                    self.decision = on_gpus(self.policy, known, retry, found)
                 return
             self._decide_again(retry.otherwise, "waited_in_vain", found.reason)
 
@@ -305,24 +382,24 @@ class Job:
         assert decision is not None
         self.decision = decision
         self.attempts[-1] = last = concluded(self.attempts[-1], decision)
-        self.journal.write(
+        self.folder.record(
             DecidedAgain(why, problem, last.action, decision.reason), last.number
         )
         log.warning("%s; %s", problem, decision.reason)
 
     def _attempt(self, spec: AttemptSpec) -> None:
         """Run one attempt, gather the evidence of its end, and decide what comes next."""
-        attempt = self._with_evidence(self._run_attempt(spec))
+        free_before = free_bytes(spec.gpus)
+        attempt = self._with_evidence(self._run_attempt(spec), free_before)
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
-        self.journal.write(AttemptEnded(attempt), attempt.number)
         narration.log_end(attempt, self.decision)
         self.folder.decided(attempt, self.decision, self.checkpoint)
 
     def _run_attempt(self, spec: AttemptSpec) -> Attempt:
-        """Run one attempt; return it with its events, its exit and free memory before it."""
-        number = self._first_number + len(self.attempts)
+        """Run one attempt; return it with its events and its exit."""
+        number = self.beginning.attempts + 1 + len(self.attempts)
         narration.announce(number, spec)
         job = self.beginning.job
         self.checkpoint = resume_from(
@@ -330,25 +407,16 @@ class Job:
         )
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
         attempt = Attempt(number, spec, time.time(), resumed_from)
-        self.journal.write(AttemptStarted(spec, resumed_from), number)
         self.folder.attempt_starts(attempt)
-        own_process = not self.config.runs_inline
-        self._free_before = devices.free_bytes(spec.gpus)
         request = request_for(
-            spec,
+            attempt,
             self.cfg,
             self.config,
-            trainer=self.trainer_ref,
-            device=devices.name_for_trainer(
-                spec.gpus, os.environ, own_process=own_process
-            ),
-            number=number,
-            run_dir=self.run_dir,
+            self.trainer_ref,
+            self.run_dir,
             job=job,
-            checkpoint=self.checkpoint,
-            search_key=self.batch.key_for(spec),
+            search_prefix=self.search_prefix,
             longest_pause=self.folder.state.longest_pause or 0.0,
-            has_live_status=owns_terminal(self.config),
         )
         started = time.monotonic()
         process_exit = self.executor.run(
@@ -356,7 +424,7 @@ class Job:
             self._on_event,
             self.signals,
             hold=(*self.devices.hold, *self.folder.hold),
-            tick=self._tick_attempt if own_process else self.folder.tick,
+            tick=self.folder.tick if self.config.runs_inline else self._tick_attempt,
         )
         seconds = time.monotonic() - started
         attempt = replace(self.folder.attempt, exit=process_exit)
@@ -364,16 +432,17 @@ class Job:
             raise ConfigError(attempt.ending.config_error) from process_exit.error
         return ended(attempt, seconds, log=request.log_file, stacks=request.stacks_file)
 
-    def _with_evidence(self, attempt: Attempt) -> Attempt:
+    def _with_evidence(
+        self, attempt: Attempt, free_before: tuple[int | None, ...]
+    ) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
         if self._has_remedies and self.signals.received is None:
             attempt = with_rule(self.policy, tuple(self.attempts), attempt)
         # in this process its memory does not come back
-        before = () if self.config.runs_inline else self._free_before
+        before = () if self.config.runs_inline else free_before
         after = self.devices.ended(attempt, before)
-        attempt = devices.with_free_bytes(attempt, before, after)
         attempt = with_advice(
-            attempt,
+            with_free_bytes(attempt, before, after),
             is_script=self.config.is_script,
             is_built_in=self.config.is_built_in,
         )
@@ -382,24 +451,22 @@ class Job:
 
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
         """Return what comes after the last attempt, None if it completed."""
-        failure = history[-1].failure
+        last, failure = history[-1], history[-1].failure
         if failure is None:
             return None
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
-        if not self._has_remedies and history[-1].stopped_for is None:
+        if self._engine is not None:
+            hint = "the next start in this run folder decides what follows"
+            return GiveUp(f"{failure.message}; {hint}")
+        if not self._has_remedies and last.stopped_for is None:
             hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
             return GiveUp(failure.message + hint)
         offers = Offers()
-        if history[-1].spec.gpus:
+        if last.spec.gpus:
             gpus = self.devices.candidates()
             offers = Offers(gpus, self.devices.held_by_others(gpus))
         return decide(self.policy, tuple(history), offers)
-
-    @property
-    def _first_number(self) -> int:
-        """Number of this launch's first attempt, in all launches of the run folder."""
-        return self.beginning.attempts + 1
 
     def _on_event(self, event: Event) -> None:
         """Record an event of the attempt."""
@@ -414,10 +481,8 @@ class Job:
                 log.info("running %s", shlex.join(event.argv))
             case Finished() | Failed():
                 self.signals.is_over = isinstance(event, Finished)
-        if event.is_journaled:
-            self.journal.write(event, self._first_number + len(self.attempts))
         self.devices.on_event(event)
-        self.folder.on_event(event)
+        self.folder.record(event, self.folder.attempt.number)
 
     def sleep(self, seconds: float) -> None:
         """Wait for a device or for time to pass; raise ConfigError if the trainer refuses."""
@@ -453,7 +518,7 @@ class Job:
             advice=wording.speed_advice(self.attempts),
             error=None if last is None else error_of(last),
         )
-        self.journal.write(JobEnded(status, reason))
+        self.folder.record(JobEnded(status, reason))
         summary.write()
         if status == "completed":
             complete_job(self.run_dir)
@@ -463,6 +528,10 @@ class Job:
             same = how_to_go_on(self.run_dir) if self.config.resume else None
             narration.show_end(summary, found, self._explain, same)
         return summary
+
+
+def _first(beginning: Beginning, policy: PolicySettings, group: Group) -> Retry:
+    return first_decision(policy, group)
 
 
 def _decided_pause(state: tenacity.RetryCallState) -> float:

@@ -1,7 +1,8 @@
 """``ranks/`` of a run folder: how the ranks of an engine's job have failed, for the next start.
 
 ``attempt-N.json`` is what rank 0 began attempt N with; ``attempt-N.rank-K.json`` is the failure
-that rank K left before it ended. A rank that left none was killed.
+that rank K left before it ended. A rank that left none was killed. Nothing that is wrong with the
+folder ends a rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -32,15 +33,6 @@ _FOLLOWS_FROM_OTHERS = (FailureKind.COMM, FailureKind.INTERRUPTED)
 
 
 @dataclass(frozen=True)
-class RankStart:
-    """What an attempt began with."""
-
-    job: str
-    spec: AttemptSpec
-    is_fresh: bool = False  # what came before it does not count any more
-
-
-@dataclass(frozen=True)
 class RankEnding:
     """How one rank failed, by its own report."""
 
@@ -57,15 +49,25 @@ class RankEnding:
 
 @dataclass(frozen=True)
 class EarlierStart:
-    """An attempt of an earlier start, and what is known of the code that failed in it."""
+    """An attempt of an earlier start, and how its ranks failed."""
 
     attempt: Attempt
-    was_stopped: bool
-    code: Code
+    endings: Mapping[int, RankEnding]  # by rank
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a signal stopped all ranks."""
+        stopped = [one for one in self.endings.values() if one.was_stopped]
+        return len(stopped) == self.attempt.spec.ranks
 
     def code_has_changed(self) -> bool:
         """Return whether a file of the trainer's differs from what has failed."""
-        return any(_changed_at(path) != at for path, at in self.code.items())
+        failure = self.attempt.failure
+        root = None if failure is None else failure.rank
+        code = (
+            {} if root is None or root not in self.endings else self.endings[root].code
+        )
+        return any(_changed_at(path) != at for path, at in code.items())
 
 
 def cause_of(failures: Mapping[int, RankEnding], ranks: int) -> Failure:
@@ -74,93 +76,91 @@ def cause_of(failures: Mapping[int, RankEnding], ranks: int) -> Failure:
     Where all reports are consequences (a lost connection, a request to stop), a rank that left none
     was killed. If every rank was stopped, that is the reason. Pure.
     """
-    reports = sorted(failures.values(), key=lambda one: one.at)
-    own = [one for one in reports if one.event.caused_by_rank is None]
-    for one in own:
-        if one.event.failure.kind not in _FOLLOWS_FROM_OTHERS:
-            return replace(one.event.failure, rank=one.rank)
-    for one in reports:
-        if one.event.failure.kind not in _FOLLOWS_FROM_OTHERS:
-            return replace(one.event.failure, rank=one.event.caused_by_rank)
     killed = sorted({*range(ranks)} - {*failures})
-    if killed:
-        names = ", ".join(map(str, killed))
-        who = (
-            f"rank {names} was killed"
-            if len(killed) == 1
-            else f"ranks {names} were killed"
-        )
-        rank = killed[0] if len(killed) == 1 else None
-        return Failure(
-            FailureKind.INTERRUPTED, who, Evidence(clue=Clue.KILLED), rank=rank
-        )
-    lost = next((one for one in reports if not one.was_stopped), reports[0])
-    return replace(lost.event.failure, rank=lost.rank)
+
+    def order(one: RankEnding) -> tuple[int, float]:
+        if one.event.failure.kind not in _FOLLOWS_FROM_OTHERS:
+            return (0 if one.event.caused_by_rank is None else 1), one.at
+        return (3 if one.was_stopped else 2), one.at
+
+    reports = sorted(failures.values(), key=order)
+    if reports and (not killed or order(reports[0])[0] < 2):
+        root = reports[0]
+        by = root.event.caused_by_rank if order(root)[0] == 1 else None
+        return replace(root.event.failure, rank=root.rank if by is None else by)
+    names = ", ".join(map(str, killed))
+    one = len(killed) == 1
+    return Failure(
+        FailureKind.INTERRUPTED,
+        f"rank {names} was killed" if one else f"ranks {names} were killed",
+        Evidence(clue=Clue.KILLED),
+        rank=killed[0] if one else None,
+    )
 
 
 class RankFailures:
-    """The folder. Nothing that is wrong with it ends a rank."""
+    """The folder."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+        self._journal = run_dir / "journal.jsonl"
         self._folder = run_dir / "ranks"
 
     def begin(
         self, number: int, job: str, spec: AttemptSpec, *, is_fresh: bool
     ) -> None:
-        """Record what attempt ``number`` begins with."""
-        start = RankStart(job, replace(spec, gpus=()), is_fresh)
-        self._write(f"attempt-{number}.json", asdict(start))
+        """Record what an attempt begins with; ``is_fresh``: earlier ones do not count any more."""
+        content = {"job": job, "spec": asdict(replace(spec, gpus=()))}
+        self._write(f"attempt-{number}.json", {**content, "is_fresh": is_fresh})
 
     def leave(self, number: int, rank: int, event: Failed) -> None:
         """Record how this rank's part of attempt ``number`` failed."""
-        content = {"at": time.time(), "rank": rank, "code": _code()}
-        event = replace(event, error=None)
-        self._write(
-            f"attempt-{number}.rank-{rank}.json", {**content, "event": event.as_json()}
-        )
+        content = {
+            "at": time.time(),
+            "rank": rank,
+            "code": _code(),
+            "event": replace(event, error=None).as_json(),
+        }
+        self._write(f"attempt-{number}.rank-{rank}.json", content)
 
-    def history(self, job: str, gpus: Group) -> tuple[EarlierStart, ...]:
+    def history(self, job: str, gpus: Group) -> Sequence[EarlierStart]:
         """Return the job's earlier attempts that count, the last one last."""
-        starts: dict[int, RankStart] = {}
-        for path in self._folder.glob("attempt-*.json"):
-            number = path.stem.removeprefix("attempt-")
+        attempts: dict[int, Attempt] = {}
+        for number in sorted(self._numbers()):
+            start = read_object(self._folder / f"attempt-{number}.json")
+            if start.get("job") != job:
+                continue
             with contextlib.suppress(MalformedEvent):
-                if number.isdigit():
-                    starts[int(number)] = from_json(RankStart, read_object(path))
-        numbers = sorted(n for n, start in starts.items() if start.job == job)
-        fresh = [number for number in numbers if starts[number].is_fresh]
-        counted = [number for number in numbers if number >= max(fresh, default=0)]
-        attempts = {n: Attempt(n, replace(starts[n].spec, gpus=gpus)) for n in counted}
-        self._follow(attempts)
-        return tuple(self._earlier(attempt) for attempt in attempts.values())
-
-    def _follow(self, attempts: dict[int, Attempt]) -> None:
-        """Fold into the attempts what rank 0 has journaled."""
+                spec = from_json(AttemptSpec, start.get("spec"))
+                if start.get("is_fresh"):
+                    attempts.clear()
+                attempts[number] = Attempt(number, replace(spec, gpus=gpus))
+        # how far they came is what rank 0 has journaled
         with contextlib.suppress(OSError):
-            for content in filter(None, json_lines(self._run_dir / "journal.jsonl")):
-                number = content.get("attempt")
-                if number in attempts:
+            for content in filter(None, json_lines(self._journal)):
+                which = content.get("attempt")
+                if which in attempts:
                     with contextlib.suppress(MalformedEvent):
-                        attempts[number] = attempts[number].after(parse(content))
+                        attempts[which] = attempts[which].after(parse(content))
+        return [self._ended(attempt) for attempt in attempts.values()]
 
-    def _earlier(self, attempt: Attempt) -> EarlierStart:
-        failures: dict[int, RankEnding] = {}
+    def _numbers(self) -> list[int]:
+        names = (
+            path.stem.removeprefix("attempt-") for path in self._folder.glob("*.json")
+        )
+        return [int(name) for name in names if name.isdigit()]
+
+    def _ended(self, attempt: Attempt) -> EarlierStart:
+        endings: dict[int, RankEnding] = {}
         ranks = attempt.spec.ranks
         for rank in range(ranks):
-            path = self._folder / f"attempt-{attempt.number}.rank-{rank}.json"
-            found = read_object(path)
+            name = f"attempt-{attempt.number}.rank-{rank}.json"
+            found = read_object(self._folder / name)
             with contextlib.suppress(MalformedEvent, KeyError, TypeError):
                 event = parse(found["event"])
                 if isinstance(event, Failed):
-                    failures[rank] = RankEnding(rank, found["at"], event, found["code"])
-        cause = cause_of(failures, ranks)
-        stopped = len(failures) == ranks and all(
-            one.was_stopped for one in failures.values()
-        )
-        root = failures.get(-1 if cause.rank is None else cause.rank)
-        attempt = replace(attempt, failure=cause, seconds=0.0)
-        return EarlierStart(attempt, stopped, {} if root is None else root.code)
+                    endings[rank] = RankEnding(rank, found["at"], event, found["code"])
+        cause = cause_of(endings, ranks)
+        return EarlierStart(replace(attempt, failure=cause, seconds=0.0), endings)
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         try:
@@ -173,15 +173,14 @@ class RankFailures:
 def _code() -> dict[str, float]:
     """Return the files outside of the installed libraries that this process has imported."""
     paths = sysconfig.get_paths()
-    installed = tuple(
-        paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    )
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
     ours = str(Path(__file__).parents[1])
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    installed = (*(paths[name] for name in names), ours)
     found: dict[str, float] = {}
-    for path in filter(None, files):
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None) or ""
         at = _changed_at(path)
-        if at is not None and not path.startswith((*installed, ours)):
+        if at is not None and not path.startswith(installed):
             found[path] = at
     return found
 

@@ -1,4 +1,4 @@
-"""A job's run folder as its launcher keeps it: lock, ``state.json`` and ``requests/``."""
+"""A job's run folder as its launcher keeps it: lock, journal, ``state.json`` and ``requests/``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from robust_train.config.schema import NotifyConfig
 from robust_train.folder import run_list
 from robust_train.folder.identity import count_launch
+from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
-from robust_train.folder.provenance import Provenance
+from robust_train.folder.provenance import Provenance, resume_command
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
     REQUESTS,
@@ -31,9 +31,10 @@ from robust_train.folder.requests import (
 )
 from robust_train.folder.state import RunState, StateFile, read_state
 from robust_train.gpu.processes import user_name
+from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
 from robust_train.launcher.notifier import Notifier
-from robust_train.model.attempt import Attempt
+from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
@@ -41,7 +42,7 @@ from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
 )
-from robust_train.model.events import Event, Json
+from robust_train.model.events import AttemptStarted, Event, Json
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.queue.waiting import WaitStatus
@@ -51,23 +52,6 @@ log = logging.getLogger("robust_train")
 _POLL_SECONDS = 0.4
 _EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
-
-
-class Signals(Protocol):
-    """What stopping a job needs of :class:`robust_train.host.signals.SignalWatch`."""
-
-    received: int | None
-
-    def watches(self, signum: int) -> bool:
-        """Return whether that signal stops the job."""
-
-    def deliver(self, signum: int) -> None:
-        """Act as if the signal had come."""
-
-    def handed_to(
-        self, handler: Callable[[int], None]
-    ) -> AbstractContextManager[object]:
-        """Have signals call ``handler(signum)`` within a block."""
 
 
 class RunFolder:
@@ -82,9 +66,9 @@ class RunFolder:
         self,
         run_dir: Path,
         name: str,
-        signals: Signals,
+        signals: SignalWatch,
         sweep_folder: Path | None = None,
-        resume_command: str | None = None,
+        can_resume: bool = False,
         show: Callable[[RunState], None] = lambda state: None,
         notifier: Notifier | None = None,
     ) -> None:
@@ -106,7 +90,7 @@ class RunFolder:
             user=user_name(os.geteuid()),
             started=now,
             since=now,
-            resume_command=resume_command,
+            resume_command=resume_command(run_dir) if can_resume else None,
         )
         if (before := read_state(run_dir)) is not None:
             state = replace(
@@ -117,6 +101,7 @@ class RunFolder:
                 earlier_seconds=round(before.seconds(before.updated), 3),
             )
         self._file = StateFile(run_dir, state)
+        self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
         self._next_poll = 0.0
 
@@ -133,7 +118,7 @@ class RunFolder:
     @property
     def attempt(self) -> Attempt:
         """The attempt with all its events so far."""
-        attempt = self._file.state.attempt
+        attempt = self.state.attempt
         assert attempt is not None, "an attempt has started"
         return attempt
 
@@ -194,12 +179,7 @@ class RunFolder:
                     f"no attempt runs that could do that: the run is {state}; try later"
                 )
                 request.answer({"error": problem})
-        sweep = self._sweep_folder
-        if (
-            sweep is not None
-            and self._signals.received is None
-            and sweep_stop_requested(sweep)
-        ):
+        if self._signals.received is None and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
@@ -231,11 +211,14 @@ class RunFolder:
         if not self._is_counted:
             self._is_counted = True
             count_launch(self._run_dir, 1)
+        self.record(AttemptStarted(attempt.spec, attempt.resumed_from), attempt.number)
         self._change(state="running", waiting=None, reason=None, attempt=attempt)
         self._detach()
 
-    def on_event(self, event: Event) -> None:
-        """Record an event of the job or its attempt."""
+    def record(self, event: Event, attempt: int | None = None) -> None:
+        """Record an event of the job, or of its attempt with this number."""
+        if event.is_journaled:
+            self._journal.write(event, attempt)
         self._update(lambda state: state.after(event))
         self._notifier.on_event(event, self.state)
 
@@ -243,6 +226,7 @@ class RunFolder:
         self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
     ) -> None:
         """Record an attempt's end and what comes next; answer what it has not answered."""
+        self.record(AttemptEnded(attempt), attempt.number)
         size = self.state.requested_micro_batch
         if isinstance(decision, Retry) and attempt.stopped_for is not None:
             size = decision.spec.batch_size
@@ -269,13 +253,14 @@ class RunFolder:
 
     def _is_users_stop(self, status: str) -> bool:
         """Return whether a person has ended the job, by all that is known, not a scheduler."""
-        sweep, signum = self._sweep_folder, self._signals.received
         if status != "interrupted":
             return False
-        is_asked = self._was_asked_to_stop or (
-            sweep is not None and sweep_stop_requested(sweep)
-        )
-        return is_asked or signum in (None, signal.SIGINT, signal.SIGHUP)
+        is_users_signal = self._signals.received in (None, signal.SIGINT, signal.SIGHUP)
+        return is_users_signal or self._was_asked_to_stop or self._sweep_is_stopped()
+
+    def _sweep_is_stopped(self) -> bool:
+        sweep = self._sweep_folder
+        return sweep is not None and sweep_stop_requested(sweep)
 
     def _detach(self) -> None:
         state = self.state
@@ -302,8 +287,10 @@ class RunFolder:
             return
         problem = None
         if not self._signals.watches(signal.SIGTERM):
-            problem = "this job takes no signals (it is under a scheduler, or not in its process's "
-            problem += "main thread); stop it where it was started"
+            problem = (
+                "this job takes no signals (it is under a scheduler, or not in its process's "
+                "main thread); stop it where it was started"
+            )
         elif self._signals.received is not None and not request.options.get("now"):
             problem = (
                 "it is stopping already; --now ends it without waiting for a checkpoint"
@@ -311,14 +298,14 @@ class RunFolder:
         if problem is not None:
             request.answer({"error": problem})
             return
-        before, self._was_asked_to_stop = self.state.state, True
-        self._change(state="stopping")
         answer = {
-            "before": before,
+            "before": self.state.state,
             "after": "stopping",
             "signal": "SIGTERM",
             "exit_code": 143,
         }
+        self._was_asked_to_stop = True
+        self._change(state="stopping")
         request.answer({"answer": answer})
         # to the main thread: sent to another one, it would not wake a sleeping job
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

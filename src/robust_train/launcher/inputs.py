@@ -1,0 +1,157 @@
+"""What a job's policy and attempts are given: the config, and what the machine adds to it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
+from robust_train.config.checks import what_fills_memory
+from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import Trainer, TrainerRef, name_of
+from robust_train.folder.trackers import tracker_environment
+from robust_train.gpu.visible import mask_for
+from robust_train.host.memory import read_host_memory
+from robust_train.launcher.hydra_state import hydra_config, owns_terminal
+from robust_train.launcher.stall_watch import nccl_variables
+from robust_train.memory.cuda import (
+    VARIABLE,
+    allocator_settings,
+    exported_expandable_segments,
+    is_wsl,
+    use_expandable_segments,
+)
+from robust_train.model.attempt import Attempt
+from robust_train.model.gpu import Group
+from robust_train.policy.sizes import PolicySettings
+from robust_train.queue.devices import name_for_trainer
+from robust_train.readable import GIB
+
+
+def policy_settings(
+    config: RobustConfig,
+    found_sizes: Mapping[str, int] | None = None,  # by probes, by kind of device
+    requested_size: int | None = None,  # what `robust-train run halve-batch` led to
+) -> PolicySettings:
+    """Return what the decisions of a job depend on."""
+    return PolicySettings.of(
+        config,
+        expandable_segments=use_expandable_segments(
+            config.memory.expandable_segments,
+            os.environ,
+            is_script=config.is_script,
+            gpus=config.num_gpus,
+        ),
+        may_use_expandable_segments=(
+            exported_expandable_segments(os.environ) is None and not is_wsl()
+        ),
+        found_sizes=found_sizes or {},
+        requested_size=requested_size or 0,
+    )
+
+
+def search_prefix(cfg: DictConfig, trainer: Trainer) -> str:
+    """Return what names all that memory depends on but the device.
+
+    A size that was found holds for the same model, data, precision, device and torch.
+    """
+    kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    whole = {
+        "config": what_fills_memory(cfg),
+        "trainer": _identity_of(trainer),
+        # the kernel's own share of it differs a little from boot to boot
+        "host": round(read_host_memory().total / GIB),
+        "limits": [resource.getrlimit(kind)[0] for kind in kinds],
+        "versions": {name: _version(name) for name in ("torch", "robust-train")},
+    }
+    text = json.dumps(whole, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:32] + " "
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _identity_of(trainer: Trainer) -> str:
+    """Return a name that no other script's or notebook's function shares."""
+    name = name_of(trainer)
+    if not name.startswith("__main__."):
+        return name
+    where = getattr(sys.modules["__main__"], "__file__", None)
+    return f"{Path(where).resolve() if where else Path.cwd()}:{name}"
+
+
+def request_for(
+    attempt: Attempt,  # that begins
+    cfg: DictConfig,
+    config: RobustConfig,
+    trainer: TrainerRef,
+    run_dir: Path,
+    *,
+    job: str = "",  # the identity under which trackers go on; empty: they do not
+    search_prefix: str = "",
+    longest_pause: float = 0.0,  # between two reports in the job so far, seconds
+) -> AttemptRequest:
+    """Return the request for an attempt of a job with config ``cfg``."""
+    spec, is_script = attempt.spec, config.is_script
+    trackers: dict[str, str] = {}
+    if job:
+        trackers = tracker_environment(os.environ, run_dir, job, is_script=is_script)
+    environ = attempt_environment(
+        os.environ,
+        spec.gpus,
+        expandable_segments=spec.expandable_segments,
+        by_index=config.gpus_by_index,
+    )
+    if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
+        environ |= nccl_variables(environ, run_dir, attempt.number)
+    own_process = not config.runs_inline
+    device = name_for_trainer(spec.gpus, os.environ, own_process=own_process)
+    own_config = for_attempt(config, spec, device)
+    resumed_from = attempt.resumed_from
+    return AttemptRequest(
+        trainer=trainer,
+        cfg=trainer_config(cfg, own_config),
+        hydra_cfg=hydra_config(),
+        config=own_config,
+        spec=spec,
+        attempt=attempt.number,
+        run_dir=run_dir,
+        resume_checkpoint=None if resumed_from is None else Path(resumed_from),
+        environ={**environ, **trackers},
+        of_first_rank=tuple(trackers),
+        cwd=os.getcwd(),
+        longest_pause=longest_pause,
+        search_key=search_prefix + spec.device_kind,
+        has_live_status=owns_terminal(config),
+    )
+
+
+def attempt_environment(
+    environ: Mapping[str, str],  # the launcher's environment
+    gpus: Group,  # the GPUs of the attempt, empty for the CPU
+    *,
+    expandable_segments: bool,  # for the allocator; what the user has exported takes precedence
+    # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
+    # count differently
+    by_index: bool = False,
+) -> dict[str, str]:
+    """Return the launcher's environment, with these GPUs (or none) visible."""
+    return {
+        **environ,
+        "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
+        # so that a program that prints or parses indices agrees with nvidia-smi
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
+    }
