@@ -11,7 +11,7 @@ import pytest
 
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.launcher import interpreters, running_attempt
+from robust_train.launcher import interpreters, process
 from robust_train.launcher.inputs import attempt_environment
 from robust_train.memory.cuda import VARIABLE
 from robust_train.model.events import Event, UserEvent
@@ -131,7 +131,7 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ):
     """Its process cannot end, as where a destructor sleeps; the failure is the one reported."""
-    monkeypatch.setattr(running_attempt, "AFTER_FAILURE_SECONDS", 0.3)
+    monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
     started = time.monotonic()
     outcome = attempts.run("hard_days.fails_but_does_not_end", stop_grace_seconds=1000)
     assert outcome.failure is not None
@@ -144,7 +144,7 @@ def test_an_unfinished_collective_does_not_keep_a_failed_attempt(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ):
     """A thread that never ends, as one that waits for a peer, holds the process up as well."""
-    monkeypatch.setattr(running_attempt, "AFTER_FAILURE_SECONDS", 0.3)
+    monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
     outcome = attempts.run("hard_days.fails_while_a_thread_waits", stop_grace_seconds=1000)
     assert outcome.failure is not None
     assert "why it failed" in outcome.failure.message

@@ -21,6 +21,7 @@ from robust_train.folder.lock import RunLock
 from robust_train.folder.provenance import Provenance, resume_command
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
+    NEW,
     REQUESTS,
     TAKEN,
     Reply,
@@ -39,8 +40,6 @@ from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
     EXIT_NO_DEVICE,
-    ConfigError,
-    JobInterrupted,
 )
 from robust_train.model.events import AttemptStarted, Event, Json
 from robust_train.model.gpu import Group
@@ -144,18 +143,13 @@ class RunFolder:
         self, kind: object, error: BaseException | None, frames: object
     ) -> None:
         if not self.state.is_final:
-            if isinstance(error, KeyboardInterrupt):
-                interruption = JobInterrupted(self._signals.received or signal.SIGINT)
-                self.ended("interrupted", str(interruption), interruption.exit_code)
-            elif isinstance(error, ConfigError):
-                self.ended("failed", str(error), error.exit_code)
-            else:
-                self.ended("failed", f"{type(error).__name__}: {error}")
-        for request in (
-            *find_requests(self._run_dir, TAKEN),
-            *find_requests(self._run_dir),
-        ):
-            request.answer({"error": "the run ended before it came to that"})
+            is_stop = isinstance(error, KeyboardInterrupt)
+            code = getattr(error, "exit_code", None)
+            reason = str(error) or type(error).__name__
+            self.ended("interrupted" if is_stop else "failed", reason, code)
+        for suffix in (TAKEN, NEW):
+            for request in find_requests(self._run_dir, suffix):
+                request.answer({"error": "the run ended before it came to that"})
         # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
         with self._signals.handed_to(lambda signum: self._notifier.hurry()):
             self._lock.release()
