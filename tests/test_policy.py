@@ -1,157 +1,198 @@
-"""The policy: what is tried after a failure, in which order, and when it ends."""
+"""What holds for every decision of the policy, whatever fails; the single steps are journeys."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import attempts
-from attempts import changed, gpu, policy
-from attempts import decided as decide
+from attempts import decided, failed, gpu, policy
 from robust_train.model.attempt import Attempt
-from robust_train.model.failure import MEMORY_FAILURES, FailureKind
-from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec, GiveUp, Retry
-from robust_train.policy.decide import first_attempt
+from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
+from robust_train.model.spec import GiveUp, Retry
+from robust_train.policy.context import FailureContext, excluded_after
+from robust_train.policy.decide import first_attempt, on_gpus
 from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
+from robust_train.readable import GIB
 
-
-def failed(spec: AttemptSpec, kind: FailureKind = FailureKind.DEVICE_OOM) -> Attempt:
-    return attempts.failed(spec, kind, message="out of memory")
-
-
-def run_to_the_end(
-    settings: PolicySettings,
-    gpus: tuple[GpuInfo, ...],
-    fails: list[FailureKind] | FailureKind = FailureKind.DEVICE_OOM,
-) -> tuple[list[AttemptSpec], list[str], GiveUp]:
-    """Every attempt fails; returns what was tried, the actions between, and the end."""
-    spec = first_attempt(settings, gpus[:1])
-    history: tuple[Attempt, ...] = ()
-    specs, actions = [spec], []
-    while True:
-        kind = fails if isinstance(fails, FailureKind) else fails[len(history) % len(fails)]
-        history += (failed(spec, kind),)
-        decision = decide(settings, history, gpus)
-        if isinstance(decision, GiveUp):
-            return specs, actions, decision
-        spec = decision.spec
-        specs.append(spec)
-        actions.append(decision.action)
-        assert len(specs) < 500, "does not terminate"
-
-
-def test_a_second_opinion_that_gets_further_is_no_proof():
-    settings = policy(4, min_batch_size=4)
-    one, two, three = gpu(0, 10), gpu(1, 10), gpu(2, 10)
-    first = failed(first_attempt(settings, (one,)))
-    decision = decide(settings, (first,), (one, two, three))
-    assert isinstance(decision, Retry)
-    further = replace(failed(decision.spec), end_step=900)
-    third = decide(settings, (first, further), (one, two, three))
-    assert isinstance(third, Retry)
-    assert third.spec.device == "cuda:2"
-
-
-def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
-    # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
-    settings = policy(batch_size=100, min_batch_size=4)
-    assert list(sizes(settings)) == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
-
-
-def test_warns_when_no_micro_batch_divides_the_effective_batch():
-    settings = policy(batch_size=7, min_batch_size=2)
-    decision = decide(settings, (failed(first_attempt(settings, (gpu(0, 1),))),), ())
-    assert isinstance(decision, Retry)
-    assert (decision.spec.batch_size, decision.spec.gradient_accumulation_steps) == (3, 3)
-    assert decision.warning is not None
-    assert "effective batch size 7" in decision.warning
-
-
-def test_effective_batch_shrinks_with_a_warning_where_it_need_not_be_preserved():
-    settings = policy(batch_size=8, preserve_effective_batch_size=False)
-    decision = decide(settings, (failed(first_attempt(settings, ())),), ())
-    assert isinstance(decision, Retry)
-    assert decision.spec.effective_batch_size == 4
-    assert decision.warning is not None
-    assert "preserve_effective_batch_size is false" in decision.warning
-
-
-gpus_strategy = st.lists(st.floats(0.1, 80), min_size=0, max_size=5).map(
-    lambda sizes: tuple(
-        sorted((gpu(i, s) for i, s in enumerate(sizes)), key=lambda g: -g.free_bytes)
-    )
+figures = st.integers(0, 80 * GIB)
+clues = [value for name, value in vars(Clue).items() if name.isupper()]
+evidence_strategy = st.builds(
+    Evidence,
+    requested_bytes=st.none() | figures,
+    reserved_unallocated_bytes=st.none() | figures,
+    free_bytes=st.none() | figures,
+    fragmented=st.booleans(),
+    own_limit=st.booleans(),
+    clue=st.none() | st.sampled_from(clues),
+)
+machines = st.lists(st.floats(0.1, 80), max_size=4).map(
+    lambda free: tuple(gpu(index, gib) for index, gib in enumerate(free))
 )
 
 
 @st.composite
-def settings_strategy(draw: st.DrawFn) -> PolicySettings:
-    batch = draw(st.integers(1, 512))
+def jobs(draw: st.DrawFn) -> PolicySettings:
+    batch = draw(st.integers(1, 256))
     return policy(
-        batch_size=batch,
-        gradient_accumulation_steps=draw(st.integers(1, 8)),
+        batch,
+        draw(st.integers(1, 4)),
         num_workers=draw(st.integers(0, 8)),
         min_batch_size=draw(st.integers(1, batch)),
-        max_retries=draw(st.integers(0, 6)),
+        max_retries=draw(st.integers(0, 4)),
         auto_device=draw(st.booleans()),
         allow_cpu_fallback=draw(st.booleans()),
-        preserve_effective_batch_size=draw(st.booleans()),
-        min_gpu_memory_mb=draw(st.integers(0, 40)) * 1024,
+        expandable_segments=draw(st.booleans()),
+        wait_for_gpu=draw(st.booleans()),
+        reports_start=draw(st.booleans()),
     )
 
 
-memory_kinds = st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, max_size=6)
+@given(st.data())
+def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu_last(data):
+    settings, gpus = data.draw(jobs()), data.draw(machines)
+    held = tuple(gpu(index + 10, 9) for index in range(data.draw(st.integers(0, 2))))
+    spec = first_attempt(settings, gpus[:1])
+    asked = settings.asked
+    history: tuple[Attempt, ...] = ()
+    visited = [spec.device_key]
+    while True:
+        kind, evidence = (
+            data.draw(st.sampled_from(sorted(FailureKind))),
+            data.draw(evidence_strategy),
+        )
+        parts = st.integers(settings.min_batch_size, asked.batch_size)
+        record = {
+            "start_step": data.draw(st.integers(0, 2)),
+            "end_step": data.draw(st.none() | st.integers(0, 3)),
+            "saved_step": data.draw(st.none() | st.integers(0, 3)),
+            "gpu_free_before_bytes": data.draw(st.none() | figures),
+            "gpu_free_after_bytes": data.draw(st.none() | figures),
+            "micro_batch": data.draw(st.none() | parts),
+        }
+        history += (failed(spec, kind, evidence, **record),)
+        decision = decided(settings, history, gpus, held)
+        if isinstance(decision, Retry) and decision.otherwise and data.draw(st.booleans()):
+            decision = decision.otherwise
+        if isinstance(decision, GiveUp):
+            return
+        assert kind is not FailureKind.BUG
+        assert kind is not FailureKind.INTERRUPTED or evidence.clue == Clue.KILLED
+        is_ill = kind is FailureKind.DEVICE_FAULT and evidence.clue == Clue.HARDWARE
+        before, spec = spec, decision.spec
+        if decision.room is not None and not decision.room.gpu_uuids:
+            others = [g for g in (*held, *gpus) if g.uuid not in decision.room.exclude]
+            assert not (is_ill and before.gpus[0] in others)
+            spec = replace(spec, gpus=(data.draw(st.sampled_from(others)),))
+            visited.append(spec.device_key)
+        elif is_ill and decision.action != "no_expandable_segments":
+            assert spec.device_key != before.device_key
+        assert settings.min_batch_size <= spec.batch_size <= asked.batch_size
+        if asked.effective_batch_size % spec.batch_size == 0:
+            assert spec.effective_batch_size == asked.effective_batch_size
+        if FailureContext(settings, history, gpus).since_progress[0] is history[-1]:
+            visited = visited[-1:]  # the tries are renewed, of devices too
+        if spec.device_key != visited[-1]:
+            assert spec.device_key not in visited
+            visited.append(spec.device_key)
+        assert "cpu" not in visited[:-1], "the CPU is the last device"
+        assert history.count(history[-1]) < 100
+        assert len(history) < 400, "does not end"
 
 
-@given(settings_strategy(), gpus_strategy, memory_kinds)
-def test_always_ends_and_never_goes_below_min_batch_size(settings, gpus, kinds):
-    specs, _, _ = run_to_the_end(settings, gpus, kinds)
-    assert all(settings.min_batch_size <= s.batch_size <= settings.asked.batch_size for s in specs)
+@given(jobs(), machines, st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, max_size=6))
+def test_what_memory_did_not_suffice_for_is_never_tried_twice(settings, gpus, kinds):
+    tried = [first_attempt(settings, gpus[:1])]
+    history: tuple[Attempt, ...] = ()
+    while True:
+        history += (failed(tried[-1], kinds[len(history) % len(kinds)]),)
+        decision = decided(settings, history, gpus)
+        if isinstance(decision, GiveUp):
+            break
+        tried.append(decision.spec)
+    assert len(set(tried)) == len(tried)
 
 
-@given(settings_strategy(), gpus_strategy, memory_kinds)
-def test_never_returns_to_a_device_that_was_given_up(settings, gpus, kinds):
-    specs, _, _ = run_to_the_end(settings, gpus, kinds)
-    visits = [
-        s.device_key
-        for i, s in enumerate(specs)
-        if not i or specs[i - 1].device_key != s.device_key
-    ]
-    assert len(visits) == len(set(visits))
-
-
-@given(settings_strategy(), gpus_strategy, memory_kinds)
-def test_never_tries_the_same_thing_twice(settings, gpus, kinds):
-    specs, _, _ = run_to_the_end(settings, gpus, kinds)
-    assert len(set(specs)) == len(specs)
-
-
-@given(settings_strategy())
+@given(jobs())
 def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
-    settings = changed(settings, preserve_effective_batch_size=True)
-    effective = settings.asked.effective_batch_size
+    effective, least = settings.asked.effective_batch_size, settings.min_batch_size
     for batch, _ in list(sizes(settings)):
-        if batch == settings.min_batch_size:
+        if batch == least:
             continue
         smaller, accumulation = next_smaller(settings, batch)
-        in_range = range(settings.min_batch_size, max(batch // 2, settings.min_batch_size) + 1)
+        in_range = range(least, max(batch // 2, least) + 1)
         assert smaller in in_range
         if any(effective % candidate == 0 for candidate in in_range):
             assert smaller * accumulation == effective
         else:
-            assert smaller * accumulation >= effective
-            assert smaller * (accumulation - 1) < effective
+            assert smaller * (accumulation - 1) < effective <= smaller * accumulation
+
+
+def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
+    # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
+    settings = policy(100, min_batch_size=4)
+    assert list(sizes(settings)) == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
 
 
 @given(
-    settings_strategy(),
-    gpus_strategy,
-    st.sampled_from([FailureKind.BUG, FailureKind.INTERRUPTED]),
-    st.integers(0, 3),
+    st.integers(1, 64), st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)
 )
-def test_bugs_and_interruptions_are_never_retried(settings, gpus, kind, memory_failures_before):
-    spec = first_attempt(settings, gpus[:1])
-    history = (failed(spec),) * memory_failures_before + (failed(spec, kind),)
-    assert isinstance(decide(settings, history, gpus), GiveUp)
+def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
+    batch_size, accumulation, ranks, fewest, least
+):
+    settings = policy(
+        batch_size,
+        accumulation,
+        num_gpus=ranks,
+        min_num_gpus=min(fewest, ranks),
+        min_batch_size=min(least, batch_size),
+    )
+    spec = first_attempt(settings, tuple(gpu(index, 40) for index in range(ranks)))
+    counts = settings.fewer_ranks(ranks)
+    assert list(counts) == sorted(counts, reverse=True)
+    for count in counts:
+        assert settings.config.min_num_gpus <= count < ranks
+        fewer = on_gpus(settings, (), Retry(spec, "wait", ""), spec.gpus[:count]).spec
+        assert (fewer.ranks, len(fewer.gpus)) == (count, count)
+        assert fewer.effective_batch_size == settings.asked.effective_batch_size
+        assert settings.min_batch_size <= fewer.batch_size <= batch_size
+
+
+def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
+    settings = policy(24, num_gpus=4, min_num_gpus=2)
+    group = tuple(gpu(index, 40) for index in range(4))
+    three = on_gpus(settings, (), Retry(first_attempt(settings, group), "wait", ""), group[:3]).spec
+    again = failed(three, FailureKind.DEVICE_FAULT, Evidence(clue=Clue.HARDWARE), rank=2)
+    assert decided(settings, (again,), group[:3], (gpu(4, 40),)).room.counts == (3,)
+    assert decided(settings, (again,), group[:3]).room.counts == (2,)
+
+
+@pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
+def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name: str):
+    """It saves as much as one that goes on, and a script need not report steps."""
+    settings = policy(64, min_batch_size=64, allow_cpu_fallback=False)
+    spec = first_attempt(settings, (gpu(0, 20),))
+    history: tuple[Attempt, ...] = ()
+    for number in range(50):
+        saved = {"saves": 3, "checkpoint": name.format(number)}
+        history += (failed(spec, FailureKind.DEVICE_OOM, **saved),)
+        if isinstance(decided(settings, history), GiveUp):
+            break
+    assert 20 <= len(history) < 30
+    # a step that is reported, and saved, begins the count again
+    further = failed(spec, FailureKind.DEVICE_OOM, end_step=9, saved_step=8, saves=1)
+    assert decided(settings, (*history, further)).spec == spec
+
+
+def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():
+    one, two = gpu(0, 1), gpu(1, 1)
+    hardware = Evidence(clue=Clue.HARDWARE)
+    ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
+    assert excluded_after(ecc, (one,), (1,)) == {"GPU-0": "uncorrectable ECC error"}
+    assert excluded_after(ecc, (one, two), (1, 1)) == {}, "which of the two is not known"
+    address = replace(ecc, evidence=Evidence())
+    assert excluded_after(address, (one,), (1,)) == {}
+    assert set(excluded_after(address, (one, two), (1, None))) == {"GPU-1"}
+    assert excluded_after(replace(ecc, kind=FailureKind.DEVICE_OOM), (one,), (None,)) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
@@ -51,22 +50,10 @@ def policy(
     )
 
 
-def changed(settings: PolicySettings, **keys: Any) -> PolicySettings:
-    """The settings of a job with other keys."""
-    config = settings.config
-    if keys.pop("reports_start", False):
-        config = replace(config, trainer=TrainerConfig("robust_train.vision.trainer.train"))
-    can_checkpoint = keys.pop("can_checkpoint", settings.can_checkpoint)
-    workers = keys.pop("num_workers", settings.asked.num_workers)
-    asked = replace(settings.asked, num_workers=workers)
-    config = replace(config, **keys)
-    return replace(settings, config=config, asked=asked, can_checkpoint=can_checkpoint)
-
-
-def gpu(index: int, free_gib: float) -> GpuInfo:
+def gpu(index: int, free_gib: float, unusable: str | None = None) -> GpuInfo:
     """A GPU of 80 GiB."""
-    free = int(free_gib * GIB)
-    return GpuInfo(f"GPU-{index}", "A100", index, f"0000:0{index}:00.0", 80 * GIB, free, 0)
+    bus, free = f"0000:0{index}:00.0", int(free_gib * GIB)
+    return GpuInfo(f"GPU-{index}", "A100", index, bus, 80 * GIB, free, 0, unusable=unusable)
 
 
 def failed(
