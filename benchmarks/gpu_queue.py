@@ -37,7 +37,7 @@ def measure(rounds: int) -> None:
     from robust_train.queue.host_queue import HostQueue
     from robust_train.queue.queue_dir import directory_for
     from robust_train.queue.registry import Registry
-    from robust_train.queue.waiting import GpuRequest, NoGpu
+    from robust_train.queue.waiting import GpuRequest, NoGpu, Waiting
 
     base = directory_for(None, os.environ)
 
@@ -50,7 +50,7 @@ def measure(rounds: int) -> None:
     request = GpuRequest(4000 * MIB, timeout_seconds=900, interval_seconds=600)
 
     def get(queue: HostQueue) -> None:
-        found = queue.wait(request, lambda status: None, time.sleep)
+        found = queue.wait(request)
         assert not isinstance(found, NoGpu), found
 
     seconds: dict[str, list[float]] = {"with": [], "without": []}
@@ -73,7 +73,9 @@ def measure(rounds: int) -> None:
         get(queue)
     waiting_jobs = []
     for _ in range(20):
-        waiting_jobs.append((queue := job(), queue.join(request)))
+        queue = job()
+        queue.join(request)
+        waiting_jobs.append((queue, Waiting(request, queue.read, queue)))
         for _ in range(2):
             waiting_jobs[-1][1].poll()
     cpu = []
@@ -81,7 +83,7 @@ def measure(rounds: int) -> None:
         started = time.process_time()
         found = waiting_jobs[0][1].poll()
         cpu.append(time.process_time() - started)
-        assert not found.gpus
+        assert not found
     print(
         f"a poll by the first of 20 waiting jobs: {statistics.median(cpu) * 1000:.2f} ms of CPU"
     )

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue import plan as plans
-from robust_train.queue.plan import plan
+from robust_train.queue.plan import Plan
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB
 
@@ -140,12 +140,12 @@ def simulate(
                 )
                 jobs_on[uuid] -= 1
         started = time.process_time()
-        decided = plan(
+        decided = Plan(
             [*waiting.values(), *running.values()], list(machine.values()), now
         )
         costs.append(time.process_time() - started)
         for granted, group in decided.groups.items():
-            is_later = decided.first is not None and int(granted) > int(decided.first)
+            is_later = bool(decided.first) and int(granted) > int(decided.first)
             if is_later and not passing:
                 continue
             waiter = waiting.pop(granted)
@@ -222,7 +222,7 @@ def waits_of_users(
             replace(gpu, free_bytes=gpu.free_bytes - (gpu.uuid in busy) * 30000 * MIB)
             for gpu in machine
         ]
-        decided = plan([*waiting.values(), *running.values()], free, now)
+        decided = Plan([*waiting.values(), *running.values()], free, now)
         for granted, group in decided.groups.items():
             one = jobs[int(granted)]
             running[granted] = started_on(waiting.pop(granted), group, now)

@@ -190,9 +190,11 @@ def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():
     one, two = gpu(0, 1), gpu(1, 1)
     hardware = Evidence(clue=Clue.HARDWARE)
     ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
-    assert excluded_after(ecc, (one,), (1,)) == {"GPU-0": "uncorrectable ECC error"}
-    assert excluded_after(ecc, (one, two), (1, 1)) == {}, "which of the two is not known"
+    assert excluded_after(ecc, (one,), {"GPU-0"}) == {"GPU-0": "uncorrectable ECC error"}
+    assert excluded_after(ecc, (one, two), {"GPU-0", "GPU-1"}) == {}, (
+        "which of the two is not known"
+    )
     address = replace(ecc, evidence=Evidence())
-    assert excluded_after(address, (one,), (1,)) == {}
-    assert set(excluded_after(address, (one, two), (1, None))) == {"GPU-1"}
-    assert excluded_after(replace(ecc, kind=FailureKind.DEVICE_OOM), (one,), (None,)) == {}
+    assert excluded_after(address, (one,), {"GPU-0"}) == {}
+    assert set(excluded_after(address, (one, two), {"GPU-0"})) == {"GPU-1"}
+    assert excluded_after(replace(ecc, kind=FailureKind.DEVICE_OOM), (one,), ()) == {}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from robust_train.gpu import nvml_session
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo, GpuProcess
-from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus, wait_for_gpu
+from robust_train.queue import waiting
+from robust_train.queue.waiting import GpuRequest, NoGpu, Waiting, WaitStatus
 from robust_train.readable import MIB
 from robust_train.report.status import LiveStatus
 from simulated_nvml import Gpu, Machine
@@ -57,13 +59,8 @@ class Story:
         self.now += seconds
 
     def wait(self, request: GpuRequest) -> tuple[GpuInfo, ...] | NoGpu:
-        return wait_for_gpu(
-            request,
-            read=self.read,
-            on_status=self.said.append,
-            sleep=self.sleep,
-            clock=lambda: self.now,
-        )
+        with mock.patch.object(waiting, "time", SimpleNamespace(monotonic=lambda: self.now)):
+            return Waiting(request, self.read, None, self.said.append, self.sleep).run()
 
 
 def always(*gpus: GpuInfo) -> Story:
@@ -127,7 +124,8 @@ def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
 
     request = replace(REQUEST, timeout_seconds=60, interval_seconds=interval)
     try:
-        wait_for_gpu(request, read=read, on_status=print, sleep=sleep, clock=lambda: story.now)
+        with mock.patch.object(waiting, "time", SimpleNamespace(monotonic=lambda: story.now)):
+            Waiting(request, read, None, print, sleep).run()
     finally:
         nvml_session.forget_session()
     assert set(seen) == {is_open}
@@ -245,14 +243,14 @@ WAIT = """
 import os, sys
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.queue.waiting import GpuRequest, wait_for_gpu
+from robust_train.queue.waiting import GpuRequest, Waiting
 request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
 try:
-    found = wait_for_gpu(
+    found = Waiting(
         request,
-        read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
+        lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
         on_status=lambda status: print(status.sentence(), file=sys.stderr),
-    )
+    ).run()
     print(found[0].uuid)
 except KeyboardInterrupt:
     print("left")

@@ -194,7 +194,7 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     need, count = plan["need"], plan["count"]
     _log(log, "arrives", number, count=count, per_device=chaos.per_device)
     request = GpuRequest(need * MIB, timeout_seconds=300, interval_seconds=5.0, count=count)
-    found = queue.wait(request, lambda status: None, time.sleep)
+    found = queue.wait(request)
     if isinstance(found, NoGpu):
         _log(log, "error", number, text=found.reason)
         return

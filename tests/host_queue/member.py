@@ -61,7 +61,7 @@ def main() -> None:
             return False
         child = subprocess.Popen(
             ["sleep", "1000"],
-            pass_fds=() if queue.hold is None else (queue.hold,),
+            pass_fds=queue.hold,
             stdout=subprocess.DEVNULL,
         )
         children.append(child)

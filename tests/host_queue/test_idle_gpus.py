@@ -40,7 +40,7 @@ class RunningJob:
 
     def wait(self) -> None:
         request = GpuRequest(4000 * MIB, wait=False)
-        found = self.queue.wait(request, lambda status: None, lambda seconds: None)
+        found = self.queue.wait(request)
         assert isinstance(found, tuple), found
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.gpu.processes import Holder
+from robust_train.gpu.processes import GpuUser
 from robust_train.gpu.select import choose_group
 from robust_train.model.gpu import GpuInfo, GpuProcess
 from robust_train.queue import plan as plans
@@ -21,11 +21,11 @@ from robust_train.queue.plan import (
     gpu_states,
     has_room,
     open_to,
-    plan,
     queue_order,
     who_goes_first,
     why_waiting,
 )
+from robust_train.queue.queue_dir import NO_LIMIT
 from robust_train.queue.registry import UNSEEN_SECONDS, QueuedJob
 from robust_train.readable import MIB
 
@@ -78,7 +78,7 @@ def held(*uuids: str, claim: int = 4000, taken: int | None = None, **changes: ob
 def granted(jobs: list[QueuedJob], gpus: list[GpuInfo], now: float = NOW) -> dict[str, str]:
     return {
         name: "".join(one.uuid[-1] for one in group)
-        for name, group in plan(jobs, gpus, now).groups.items()
+        for name, group in Plan(jobs, gpus, now).groups.items()
     }
 
 
@@ -89,7 +89,7 @@ def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets() 
     gpus = [gpu(A, 10000), gpu(B, 30000), gpu(C, 20000)]
     waiting = [job(3), job(1), job(2), job(4)]
     assert granted(waiting, gpus) == {"job1": "b", "job2": "c", "job3": "a"}
-    assert plan(waiting, gpus, NOW).first == "job4"
+    assert Plan(waiting, gpus, NOW).first == "job4"
 
 
 def test_equal_tickets_go_by_the_time_at_which_they_came() -> None:
@@ -156,7 +156,7 @@ def test_the_gpu_that_suits_the_first_job_soonest_is_kept_for_it() -> None:
     running = held(A, claim=25000, taken=25000, jobs_per_device=4)
     needs = (30000, 12000, 6000)
     waiting = [job(n, need, jobs_per_device=4) for n, need in enumerate(needs, 1)]
-    assert plan([running, *waiting], gpus, NOW).kept == (A,)
+    assert Plan([running, *waiting], gpus, NOW).kept == (A,)
     assert granted([running, *waiting], gpus) == {"job2": "b", "job3": "b"}
 
 
@@ -165,7 +165,7 @@ def test_the_longer_the_first_job_waits_the_more_gpus_are_kept(count: int, kept:
     gpus = [gpu(uuid, 3000) for uuid in UUIDS]
     waiting = [job(1, 30000, count=count)]
     seconds = (299, 301, 601, 901)
-    assert [len(plan(waiting, gpus, NOW + after).kept) for after in seconds] == kept
+    assert [len(Plan(waiting, gpus, NOW + after).kept) for after in seconds] == kept
 
 
 def test_a_job_that_overtakes_takes_a_gpu_that_the_first_could_not_use() -> None:
@@ -193,7 +193,7 @@ def test_a_waiting_job_that_does_not_poll_is_passed_and_keeps_its_ticket() -> No
     waiting, gpus = [stopped, job(2)], [gpu(A)]
     assert granted(waiting, gpus, NOW + UNSEEN_SECONDS - 0.1) == {"job1": "a"}
     assert granted(waiting, gpus, NOW + UNSEEN_SECONDS + 0.1) == {"job2": "a"}
-    assert plan(waiting, gpus, NOW + 60).order == (stopped, waiting[1])
+    assert Plan(waiting, gpus, NOW + 60).order == [stopped, waiting[1]]
 
 
 # --- several GPUs ---
@@ -202,7 +202,7 @@ def test_a_waiting_job_that_does_not_poll_is_passed_and_keeps_its_ticket() -> No
 def test_a_job_gets_all_its_gpus_at_once_or_none_and_then_they_are_kept_for_it() -> None:
     gpus = [gpu(A, 30000), gpu(B), gpu(C)]
     assert granted([job(1, count=2)], gpus) == {"job1": "bc"}
-    decided = plan([held(C), job(1, count=3), job(2)], gpus, NOW)
+    decided = Plan([held(C), job(1, count=3), job(2)], gpus, NOW)
     assert (decided.groups, decided.first, set(decided.kept)) == ({}, "job1", {A, B, C})
 
 
@@ -210,7 +210,7 @@ def test_small_jobs_take_only_gpus_that_are_not_kept_for_a_large_one() -> None:
     gpus = [gpu(uuid) for uuid in (A, B, C, D)]
     first, second = held(A, since=1.0), held(B, since=2.0)
     waiting = [job(1, count=3), job(2), job(3)]
-    decided = plan([first, second, *waiting], gpus, NOW)
+    decided = Plan([first, second, *waiting], gpus, NOW)
     # two are free, and of the busy ones A was taken first
     assert (decided.kept, decided.groups) == ((C, D, A), {})
     assert granted([first, *waiting], gpus) == {"job1": "bcd"}
@@ -256,13 +256,13 @@ def test_a_user_who_holds_fewer_gpus_goes_before_the_rest_of_a_sweep() -> None:
 def test_no_user_gets_more_gpus_than_the_limit_and_who_waits_for_that_is_in_no_ones_way() -> None:
     jobs = [held(A), job(1), job(2, count=2), job(3, user=BOB)]
     gpus = [gpu(uuid) for uuid in (A, B, C, D)]
-    decided = plan(jobs, gpus, NOW, 2)
+    decided = Plan(jobs, gpus, NOW, 2)
     assert decided.groups.keys() == {"job1", "job3"}
-    assert (decided.capped.keys(), decided.first) == ({"job2"}, None)
-    why = why_waiting(jobs[2], jobs[:1], gpus, decided)
+    assert (decided.capped.keys(), decided.first) == ({"job2"}, "")
+    why = why_waiting(jobs[2], jobs[:1], gpus, decided, {})
     assert why == "ada holds 2 of at most 2 GPUs (max_gpus_per_user)"
     sharing = [held(A, jobs_per_device=2), held(B, jobs_per_device=2)]
-    shares = plan([*sharing, job(4, jobs_per_device=2)], gpus, NOW, 2).groups["job4"][0].uuid
+    shares = Plan([*sharing, job(4, jobs_per_device=2)], gpus, NOW, 2).groups["job4"][0].uuid
     assert shares in (A, B), "it may share those that its user holds"
     assert has_room(job(4, jobs_per_device=2).on((A,)), sharing, gpus, 2)
     assert not has_room(job(4).on((C,)), sharing, gpus, 2)
@@ -312,8 +312,8 @@ LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi -
 def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line(
     me: QueuedJob, running: list[QueuedJob], gpus: list[GpuInfo], why: str
 ) -> None:
-    decided = plan([*running, me], gpus, NOW)
-    text = why_waiting(me, running, gpus, decided, {812: Holder(812, "python", "ada")})
+    decided = Plan([*running, me], gpus, NOW)
+    text = why_waiting(me, running, gpus, decided, {812: GpuUser(812, "python", "ada")})
     assert text.startswith(why)
     assert len(text) <= LONGEST
     assert "\n" not in text
@@ -322,7 +322,7 @@ def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_li
 def test_the_reason_names_the_job_for_which_a_gpu_is_kept() -> None:
     waiting = [job(1, 30000), job(2)]
     gpus = [gpu(A, 20000)]
-    why = why_waiting(waiting[1], [], gpus, plan(waiting, gpus, NOW))
+    why = why_waiting(waiting[1], [], gpus, Plan(waiting, gpus, NOW), {})
     assert why == "GPU 0: kept for job job1, which is ahead in the queue"
 
 
@@ -347,7 +347,7 @@ reservations = st.lists(
     st.tuples(st.sampled_from(UUIDS[:5]), needs, st.sampled_from((ADA, BOB)), st.integers(1, 3)),
     max_size=4,
 )
-limits = st.none() | st.integers(1, 4)
+limits = st.just(NO_LIMIT) | st.integers(1, 4)
 
 
 def build(machine: list[tuple[int, float]]) -> list[GpuInfo]:
@@ -367,11 +367,11 @@ def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
     drawn: list[dict[str, object]],
     before: list[tuple[str, int, int, int]],
     machine: list[tuple[int, float]],
-    limit: int | None,
+    limit: int,
 ) -> None:
     gpus, running = build(machine), running_jobs(before)
     waiting = [job(n, **about) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
-    decided = plan([*running, *waiting], gpus, NOW, limit)
+    decided = Plan([*running, *waiting], gpus, NOW, limit)
     assert sorted(one.ticket for one in decided.order) == [one.ticket for one in waiting]
     states, now_running = gpu_states(running, gpus), list(running)
     for one in decided.order:
@@ -389,10 +389,10 @@ def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
             continue
         free = [u for u, state in states.items() if u not in decided.kept and state.suits(one)]
         assert len(free) < one.count, "work conservation, but for GPUs kept for the first"
-        assert decided.first is not None
+        assert decided.first
         assert places.index(decided.first) <= places.index(one.id)
     for one in waiting:
-        if decided.first is not None and places.index(one.id) > places.index(decided.first):
+        if decided.first and places.index(one.id) > places.index(decided.first):
             assert not {g.uuid for g in decided.groups.get(one.id, ())} & set(decided.kept)
 
 
@@ -419,9 +419,9 @@ def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(
 ) -> None:
     waiting = [job(n, **(about | {"user": ADA})) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
     gpus = build(machine)
-    all_of_them = plan(waiting, gpus, NOW).groups
+    all_of_them = Plan(waiting, gpus, NOW).groups
     for n, one in enumerate(waiting):
-        assert plan(waiting[: n + 1], gpus, NOW).groups.get(one.id) == all_of_them.get(one.id)
+        assert Plan(waiting[: n + 1], gpus, NOW).groups.get(one.id) == all_of_them.get(one.id)
 
 
 @given(machines, st.integers(1, 4))
@@ -456,7 +456,7 @@ class Host:
             used = sum(one.reserved_bytes for one in self.running if uuid in one.gpus) // MIB
             gpus.append(gpu(uuid, 40000 - used))
             assert used <= 40000, "over-committed"
-        decided = plan([*self.running, *self.waiting], gpus, self.now)
+        decided = Plan([*self.running, *self.waiting], gpus, self.now)
         started = [one for one in self.waiting if one.id in decided.groups]
         self.waiting = [one for one in self.waiting if one.id not in decided.groups]
         for one in started:

@@ -26,10 +26,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo
-from robust_train.queue import host_queue, queue_dir, registry
-from robust_train.queue.host_queue import HostQueue, QueuePoll
+from robust_train.queue import host_queue, queue_dir, registry, waiting
+from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.registry import Registry
-from robust_train.queue.waiting import GpuRequest
+from robust_train.queue.waiting import GpuRequest, Waiting
 from robust_train.readable import MIB
 
 TOTAL = 40000 * MIB
@@ -49,7 +49,7 @@ class Member:
     queue: HostQueue
     request: GpuRequest
     per_device: int
-    polls: QueuePoll | None  # None once it has GPUs
+    polls: Waiting | None  # None once it has GPUs
     gpus: tuple[str, ...] = ()
     attempt: int | None = None  # its descriptor of the reservation
     has_launcher: bool = True
@@ -74,7 +74,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.strangers: list[int] = []
         self.patches = contextlib.ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (registry, host_queue, queue_dir):
+        for module in (registry, host_queue, queue_dir, waiting):
             self.patches.enter_context(mock.patch.object(module, "time", clock))
         self.observer = Registry(self.folder / "queue")
 
@@ -94,12 +94,11 @@ class QueueMachine(RuleBasedStateMachine):
     def poll_once(self, member: Member) -> None:
         if member.polls is None:
             return
-        found = member.polls.poll().gpus
+        found = member.polls.poll()
         if found:
             member.polls = None
             member.gpus = tuple(gpu.uuid for gpu in found)
-            assert member.queue.hold is not None
-            member.attempt = os.dup(member.queue.hold)
+            member.attempt = os.dup(*member.queue.hold)
 
     def some(self, data: st.DataObject, **wanted: bool) -> Member | None:
         """Return a member whose attributes are true or false as wanted; None if there is none."""
@@ -128,7 +127,9 @@ class QueueMachine(RuleBasedStateMachine):
             read=self.read,
         )
         request = GpuRequest(need * MIB, interval_seconds=30.0, count=count)
-        self.members.append(Member(number, queue, request, per_device, queue.join(request)))
+        queue.join(request)
+        polls = Waiting(request, queue.read, queue)
+        self.members.append(Member(number, queue, request, per_device, polls))
 
     @rule(data=st.data())
     @precondition(lambda self: any(one.polls for one in self.members))
@@ -184,8 +185,7 @@ class QueueMachine(RuleBasedStateMachine):
                 (job,) = (j for j in self.observer.jobs() if j.id == member.queue.job_id)
                 # on the same GPUs it reserves no more than there is
                 member.request = GpuRequest(job.reserved_bytes, count=member.request.count)
-                assert member.queue.hold is not None
-                member.attempt = os.dup(member.queue.hold)
+                member.attempt = os.dup(*member.queue.hold)
                 return
         member.queue.release()
         self.members.remove(member)
@@ -197,8 +197,8 @@ class QueueMachine(RuleBasedStateMachine):
             return
         member.has_launcher = False
         member.polls = None
-        if member.queue.hold is not None:
-            os.close(member.queue.hold)
+        for descriptor in member.queue.hold:
+            os.close(descriptor)
         if not member.lives:
             self.members.remove(member)
 
@@ -222,7 +222,7 @@ class QueueMachine(RuleBasedStateMachine):
     def a_stranger_plants_a_file_and_locks_all_that_can_be_read(
         self, content: bytes, operation: int
     ) -> None:
-        folder = self.observer.directory.path
+        folder = self.observer.path
         (folder / f"record.{len(self.strangers):010}.abcdef").write_bytes(content)
         for path in folder.glob("record.*"):
             fd = os.open(path, os.O_RDONLY)
@@ -266,7 +266,7 @@ class QueueMachine(RuleBasedStateMachine):
                     self.poll_once(one)
         assert not self.members, "a job was never served"
         assert self.observer.jobs() == []
-        assert [*self.observer.directory.path.iterdir()] == []
+        assert [*self.observer.path.iterdir()] == []
         self.observer.close()
         for fd in self.strangers:
             os.close(fd)

@@ -31,12 +31,11 @@ from robust_train.queue import queue_dir
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
+    NO_LIMIT,
+    QueueDir,
     QueueProblem,
     boot_name,
     directory_for,
-    open_queue_dir,
-    read_exclusions,
-    read_gpu_limit,
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry, Reservation, decode, encode
@@ -71,7 +70,7 @@ def enter(registry: Registry, name: str = "test") -> Reservation:
 
 
 def folder_of(registry: Registry) -> Path:
-    return registry.directory.path
+    return registry.path
 
 
 def queue_of(base: Path) -> HostQueue:
@@ -80,7 +79,7 @@ def queue_of(base: Path) -> HostQueue:
 
 
 def wait(job: HostQueue) -> object:
-    return job.wait(REQUEST, lambda status: None, lambda seconds: None)
+    return job.wait(REQUEST)
 
 
 @contextlib.contextmanager
@@ -118,7 +117,7 @@ def as_another_user(act: Callable[[], object]) -> Iterator[int]:
 def test_the_directory_is_made_for_every_user_of_the_host(tmp_path: Path) -> None:
     old = os.umask(0o077)
     try:
-        open_queue_dir(tmp_path / "queue").close()
+        QueueDir(tmp_path / "queue").close()
     finally:
         os.umask(old)
     for folder in (tmp_path / "queue", tmp_path / "queue" / boot_name()):
@@ -164,7 +163,7 @@ def test_what_is_no_directory_of_its_own_is_refused(
     base = tmp_path / "queue"
     plant(base)
     with pytest.raises(QueueProblem, match=why) as caught:
-        open_queue_dir(base)
+        QueueDir(base)
     assert str(base) in str(caught.value)
     assert "gpu_queue_dir=" in str(caught.value)
 
@@ -177,18 +176,17 @@ def test_another_users_private_directory_is_refused_and_a_shared_one_is_not(
     base.mkdir(mode=0o755)
     os.chown(base, 12345, 12345)
     with pytest.raises(QueueProblem, match="belongs to user 12345"):
-        open_queue_dir(base)
+        QueueDir(base)
     base.chmod(0o1777)
-    open_queue_dir(base).close()
+    QueueDir(base).close()
 
 
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fd = os.open("/proc/sys/kernel", os.O_RDONLY)
-    assert queue_dir.file_system_of(fd) == "proc", "that of the nearest mount"
-    os.close(fd)
-    monkeypatch.setattr(queue_dir, "file_system_of", lambda fd: "nfs")
+    nearest = queue_dir.file_system_of(Path("/proc/sys/kernel"))
+    assert nearest == "proc", "that of the nearest mount"
+    monkeypatch.setattr(queue_dir, "file_system_of", lambda path: "nfs")
     with pytest.raises(QueueProblem, match="nfs, where locks may hang"):
-        open_queue_dir(tmp_path / "queue")
+        QueueDir(tmp_path / "queue")
 
 
 def test_a_directory_that_cannot_be_used_means_one_warning_and_the_job_runs(
@@ -282,7 +280,7 @@ def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base: Path) -> No
     with as_another_user(lambda: enter(Registry(base))):
         registry = Registry(base)
         assert [job.owner for job in registry.jobs()] == [ANOTHER_USER]
-        assert registry.directory.owner == 0
+        assert registry.owner == 0
         registry.close()
 
 
@@ -293,11 +291,11 @@ def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base: Path) -> No
     ("text", "limit", "warning"),
     [
         ("max_gpus_per_user: 4  # each\n", 4, None),
-        ("", None, None),
-        ("max_gpus_per_user: 0", None, "a number of GPUs from 1"),
-        ("max_gpus: 4", None, "its only key is max_gpus_per_user"),
-        ("order: fifo", None, "order is gone: who holds fewer GPUs goes first"),
-        ("#" * 5000, None, "at most 4096 bytes"),
+        ("", NO_LIMIT, None),
+        ("max_gpus_per_user: 0", NO_LIMIT, "a number of GPUs from 1"),
+        ("max_gpus: 4", NO_LIMIT, "its only key is max_gpus_per_user"),
+        ("max_gpus_per_user: [", NO_LIMIT, "its only key is max_gpus_per_user"),
+        ("#" * 5000, NO_LIMIT, "at most 4096 bytes"),
     ],
 )
 @needs_root
@@ -306,11 +304,11 @@ def test_root_may_limit_gpus_per_user_and_a_mistake_is_one_line(
     base: Path,
     caplog: pytest.LogCaptureFixture,
     text: str,
-    limit: int | None,
+    limit: int,
     warning: str | None,
 ) -> None:
     (base / "queue.yaml").write_text(text)
-    assert [read_gpu_limit(registry.directory) for _ in range(2)] == [limit, limit]
+    assert [registry.gpu_limit() for _ in range(2)] == [limit, limit]
     assert len(caplog.records) == (warning is not None)
     assert warning is None or warning in caplog.records[0].message
 
@@ -320,11 +318,11 @@ def test_limits_that_others_than_root_may_write_are_ignored(registry: Registry, 
     limits = base / "queue.yaml"
     limits.write_text("max_gpus_per_user: 1")
     limits.chmod(0o666)
-    assert read_gpu_limit(registry.directory) is None
+    assert registry.gpu_limit() == NO_LIMIT
     limits.chmod(0o644)
-    assert read_gpu_limit(registry.directory) == 1
+    assert registry.gpu_limit() == 1
     os.chown(limits, ANOTHER_USER, ANOTHER_USER)
-    assert read_gpu_limit(registry.directory) is None
+    assert registry.gpu_limit() == NO_LIMIT
 
 
 # --- records ---
@@ -430,7 +428,7 @@ def test_what_is_planted_under_a_records_name_is_no_job(
     plant(folder_of(registry) / "record.0000000007.abcdef")
     plant(folder_of(registry) / "unhealthy.GPU-1.0")
     assert registry.jobs() == []
-    assert read_exclusions(registry.directory) == []
+    assert registry.exclusions() == []
     assert enter(registry).job.ticket == 1
     assert Path("/etc/passwd").exists()
 
@@ -509,8 +507,7 @@ def test_another_users_lock_on_a_record_keeps_no_gpu_reserved(
     (path,) = folder_of(registry).glob("record.*")
 
     def take() -> int:
-        assert job.hold is not None
-        os.close(job.hold)  # a fork inherits it
+        os.close(*job.hold)  # a fork inherits it
         fd = os.open(path, os.O_RDONLY)
         if kind == "read lock":
             with pytest.raises(BlockingIOError):  # the job's lock is in the way, for now

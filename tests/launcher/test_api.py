@@ -35,7 +35,7 @@ from robust_train.folder.identity import read_identity
 from robust_train.folder.state import read_state
 from robust_train.host.job_logging import logged_to_screen
 from robust_train.launcher import job as launcher
-from robust_train.queue import devices
+from robust_train.queue.host_queue import HostQueue
 
 SCRIPT = """
 import pathlib, sys
@@ -223,9 +223,9 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     released = []
-    release = devices.Devices.release
+    release = HostQueue.release
 
-    def slow_release(self: devices.Devices) -> None:
+    def slow_release(self: HostQueue) -> None:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
         release(self)
@@ -234,7 +234,7 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(
     def train(cfg: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(devices.Devices, "release", slow_release)
+    monkeypatch.setattr(HostQueue, "release", slow_release)
     with pytest.raises(JobInterrupted):
         launch(train, {"isolation": "none"}, run_dir=tmp_path)
     assert released

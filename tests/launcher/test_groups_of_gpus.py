@@ -14,9 +14,9 @@ from pathlib import Path
 from robust_train.config.composition import complete
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import MemoryReported
-from robust_train.queue.devices import Devices, free_bytes
+from robust_train.queue.devices import Devices
 from robust_train.model.errors import NoDevice
-from robust_train.queue.queue_dir import directory_for, read_exclusions
+from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import Registry
 from robust_train.config.checks import checked
 from robust_train.model.failure import Evidence, Failure, FailureKind
@@ -39,7 +39,7 @@ def answer(*arguments, fewer=(), **keys):
     except (ConfigError, NoDevice) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        job.release()
+        job.queue.release()
 
 def records():
     registry = Registry(directory_for(None, os.environ))
@@ -71,10 +71,10 @@ hardware = Evidence(clue="hardware")
 ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", hardware, rank=1)
 spec = AttemptSpec(group, 8, 1, ranks=len(group))
 attempt = Attempt(1, spec, failure=ecc, memory={"max_allocated": 8 * 1024**3})
-after = job.ended(attempt, free_bytes(group))
-seen["free_after"] = [size // 1024**2 for size in after]
+job.begin(group)
+seen["free_after"] = job.ended(attempt).gpu_free_after_bytes // 1024**2
 registry = Registry(directory_for(None, os.environ))
-seen["sick"] = [one.uuid for one in read_exclusions(registry.directory)] == [group[1].uuid]
+seen["sick"] = [one.uuid for one in registry.exclusions()] == [group[1].uuid]
 seen["state"] = records()[0].state
 offers = job.candidates()
 seen["candidates"] = indexes(offers)
@@ -95,7 +95,7 @@ print(json.dumps(seen))
         "acquired": [0, 2],  # the small one is of another model
         "recorded": True,
         "taken": [10, 9 * 1024**3],
-        "free_after": [40960, 30000],
+        "free_after": 30000,
         "sick": True,
         "state": "draining",
         "candidates": [0, 3, 1],

@@ -25,10 +25,8 @@ from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.queue_dir import (
     Exclusion,
     QueueProblem,
-    clear,
     directory_for,
     mark_excluded,
-    read_exclusions,
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry
@@ -64,7 +62,7 @@ def doctor(arguments: Namespace) -> Answer:
         if arguments.clear is not None:
             return _clear(registry, arguments.clear)
         inventory = read_inventory(processes=False)
-        excluded = [] if registry is None else read_exclusions(registry.directory)
+        excluded = [] if registry is None else registry.exclusions()
         usable, gpus = _gpus(
             inventory, excluded, [] if registry is None else registry.jobs()
         )
@@ -86,7 +84,7 @@ def doctor(arguments: Namespace) -> Answer:
 
 def _clear(registry: Registry | None, uuid: str) -> Answer:
     """Use an excluded GPU again."""
-    if registry is None or not clear(registry.directory, uuid):
+    if registry is None or not registry.clear(uuid):
         return Answer(error=f"--clear {uuid}: you have not excluded this GPU")
     return Answer({"cleared": uuid}, [f"{uuid} is no longer excluded"])
 
@@ -181,9 +179,9 @@ def _queue(
     )
     known["in_container"] = not sees_host_pids()
     if registry is not None:
-        owner = registry.directory.owner
+        owner = registry.owner
         known |= {
-            "file_system": registry.directory.file_system,
+            "file_system": registry.file_system,
             "jobs": len(registry.jobs()),
             "owner": user_name(owner),
             "tmpfiles_line": tmpfiles_line(path) if owner else None,

@@ -44,7 +44,7 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
     )
     request = GpuRequest(_NEED_BYTES, wait=False, only=frozenset({gpu.uuid}))
     try:
-        found = queue.wait(request, lambda status: None, time.sleep)
+        found = queue.wait(request)
         if isinstance(found, NoGpu):
             return True, f"not probed: {found.reason}"
         return _in_a_process(gpu.uuid)

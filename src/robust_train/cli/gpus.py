@@ -13,7 +13,7 @@ from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.host.memory import read_host_memory
 from robust_train.model.events import Json
 from robust_train.model.gpu import Inventory
-from robust_train.queue.queue_dir import directory_for, mark_excluded, read_exclusions
+from robust_train.queue.queue_dir import directory_for, mark_excluded
 from robust_train.queue.registry import existing_registry
 from robust_train.readable import MIB, as_clock, mib
 
@@ -58,7 +58,7 @@ def gpus(arguments: Namespace) -> Answer:
     idle: dict[str, int] = {}
     with existing_registry(directory_for(None, os.environ)) as registry:
         if registry is not None:
-            excluded = read_exclusions(registry.directory)
+            excluded = registry.exclusions()
             inventory = replace(inventory, gpus=mark_excluded(inventory.gpus, excluded))
             for job in registry.jobs():
                 idle |= job.idle()

@@ -24,13 +24,11 @@ from robust_train.gpu.processes import send_signal, user_name
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo
-from robust_train.queue.plan import describe, plan, who_goes_first, why_waiting
+from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
 from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
     directory_for,
     mark_excluded,
-    read_exclusions,
-    read_gpu_limit,
 )
 from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import MIB, as_clock, shortened
@@ -52,11 +50,11 @@ def queue(arguments: Namespace) -> Answer:
         )
     with contextlib.closing(Registry(path)) as registry:
         found = registry.jobs()
-        excluded = read_exclusions(registry.directory)
-        limit = read_gpu_limit(registry.directory)
+        excluded = registry.exclusions()
+        limit = registry.gpu_limit()
         warnings = [
             f"{user_name(user)} has {MOST_FILES_PER_USER + count} record files in "
-            f"{registry.directory.path}; only {MOST_FILES_PER_USER} were read"
+            f"{registry.path}; only {MOST_FILES_PER_USER} were read"
             for user, count in registry.left_out.items()
         ]
     gpus: Sequence[GpuInfo] = ()
@@ -129,12 +127,11 @@ def _wrapped(line: str) -> str:
 
 
 def _describe(
-    found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], limit: int | None
+    found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], limit: int
 ) -> list[dict[str, Json]]:
     """Return the jobs in JSON's types, in the order of the queue."""
     now = time.monotonic()
-    decided = plan(found, gpus, now, limit)
-    running = [job for job in found if job.gpus]
+    decided = Plan(found, gpus, now, limit)
     jobs = []
     for job in found:
         position, reasons = None, []
@@ -151,7 +148,7 @@ def _describe(
             else:
                 first = who_goes_first(job, decided.order)
                 reasons += [first] if first else []
-                reasons.append(why_waiting(job, running, gpus, decided))
+                reasons.append(why_waiting(job, found, gpus, decided, {}))
         elif idle := job.idle():
             reasons.append(
                 f"{len(idle)} of its GPUs idle for {as_clock(max(idle.values()))}"

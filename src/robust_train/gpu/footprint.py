@@ -23,11 +23,11 @@ _PLAUSIBLE_AT_MOST = range(128 * MIB, 2 * GIB)
 _AT_MOST = " at most"
 
 
-def footprint(allocated_bytes: int, gpu_name: str | None = None) -> int:
+def footprint(allocated_bytes: int, gpu_name: str = "") -> int:
     """Return what NVML shows for a process whose tensors take ``allocated_bytes`` at their peak.
     ``gpu_name`` is the GPU's model, where earlier jobs have measured their contexts."""
-    learned = None if gpu_name is None else learned_context_bytes(gpu_name)
-    return int(allocated_bytes * CACHE_FACTOR) + (learned or CONTEXT_BYTES)
+    context_bytes = learned_context_bytes(gpu_name) or CONTEXT_BYTES
+    return int(allocated_bytes * CACHE_FACTOR) + context_bytes
 
 
 def learned_context_bytes(gpu_name: str) -> int | None:

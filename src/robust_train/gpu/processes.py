@@ -17,7 +17,7 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 
 @dataclass(frozen=True)
-class Holder:
+class GpuUser:
     """A process that holds GPU memory: its command's short name and its user."""
 
     pid: int
@@ -48,7 +48,7 @@ class CudaProcesses:
     others: dict[int, str]
 
 
-def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
+def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
     """Return names for the known processes on ``gpus``, by process id. NVML lists the host's ids;
     in a container the same number is another process, so there is none."""
     if not sees_host_pids():
@@ -60,7 +60,7 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, Holder]:
             command, user = _command(process), user_name(process.uids().effective)
         except psutil.Error:
             continue
-        found[pid] = Holder(pid, command, user)
+        found[pid] = GpuUser(pid, command, user)
     return found
 
 

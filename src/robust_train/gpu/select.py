@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from robust_train.gpu.processes import Holder
+from robust_train.gpu.processes import GpuUser
 from robust_train.model.gpu import GpuInfo, GpuProcess, Group
 from robust_train.readable import mib
 
@@ -61,7 +61,7 @@ def label(gpu: GpuInfo) -> str:
     return f"GPU {gpu.index} ({gpu.name}, {gpu.uuid[:12]}…)"
 
 
-def describe_process(process: GpuProcess, holders: Mapping[int, Holder]) -> str:
+def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str:
     """Return ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
     holder = holders.get(process.pid)
     who = f"pid {process.pid}"

@@ -234,7 +234,7 @@ class Rank:
                 process_exit = self.executor.run(request, take, signals)
                 signals.raise_if_received()
         finally:
-            self.devices.release()
+            self.devices.queue.release()
         attempt = ended(attempt, 0.0, log=request.log_file, stacks=request.stacks_file)
         summary = Summary(
             "completed", request.run_dir, result=attempt.result, attempts=(attempt,)

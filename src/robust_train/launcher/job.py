@@ -80,7 +80,7 @@ from robust_train.policy.decide import (
     with_rule,
 )
 from robust_train.policy.sizes import PolicySettings
-from robust_train.queue.devices import Devices, free_bytes, with_free_bytes
+from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.report import narration, wording
 from robust_train.report.html import write_report
@@ -292,7 +292,7 @@ class Job:
             # however often Ctrl-C is pressed: the GPU is released
             with self.signals.handed_to(lambda signum: None):
                 self.executor.close()
-                self.devices.release()
+                self.devices.queue.release()
         if self.decision is None:
             return self._end("completed", None)
         self.signals.raise_if_received()
@@ -332,7 +332,7 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.acquired(self.devices.job_id, group)
+        self.folder.acquired(self.devices.queue.job_id, group)
         self.folder.record(narration.acquired(group, self.wait_seconds))
         return group
 
@@ -389,8 +389,9 @@ class Job:
 
     def _attempt(self, spec: AttemptSpec) -> None:
         """Run one attempt, gather the evidence of its end, and decide what comes next."""
-        free_before = free_bytes(spec.gpus)
-        attempt = self._with_evidence(self._run_attempt(spec), free_before)
+        if not self.config.runs_inline:  # in this process its memory does not come back
+            self.devices.begin(spec.gpus)
+        attempt = self._with_evidence(self._run_attempt(spec))
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
@@ -423,7 +424,7 @@ class Job:
             request,
             self._on_event,
             self.signals,
-            hold=(*self.devices.hold, *self.folder.hold),
+            hold=(*self.devices.queue.hold, *self.folder.hold),
             tick=self.folder.tick if self.config.runs_inline else self._tick_attempt,
         )
         seconds = time.monotonic() - started
@@ -432,17 +433,12 @@ class Job:
             raise ConfigError(attempt.ending.config_error) from process_exit.error
         return ended(attempt, seconds, log=request.log_file, stacks=request.stacks_file)
 
-    def _with_evidence(
-        self, attempt: Attempt, free_before: tuple[int | None, ...]
-    ) -> Attempt:
+    def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
         if self._has_remedies and self.signals.received is None:
             attempt = with_rule(self.policy, tuple(self.attempts), attempt)
-        # in this process its memory does not come back
-        before = () if self.config.runs_inline else free_before
-        after = self.devices.ended(attempt, before)
         attempt = with_advice(
-            with_free_bytes(attempt, before, after),
+            self.devices.ended(attempt),
             is_script=self.config.is_script,
             is_built_in=self.config.is_built_in,
         )
@@ -490,14 +486,14 @@ class Job:
 
     def _tick_attempt(self) -> None:
         self.folder.tick()
-        self.devices.tick()
+        self.devices.queue.tick()
 
     def _tick(self) -> None:
         self.folder.tick()
         self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
-        self.folder.waits(status, self.devices.job_id)
+        self.folder.waits(status, self.devices.queue.job_id)
         self.live.log_waiting(status)
 
     def _end(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -317,7 +317,7 @@ def is_hardware_fault(evidence: Evidence) -> bool:
 
 
 def excluded_after(
-    failure: Failure, suspects: Group, free_bytes: Sequence[int | None]
+    failure: Failure, suspects: Group, answering: Collection[str]
 ) -> dict[str, str]:
     """Return the UUIDs of GPUs that no job of the host should start on now, with the reason.
 
@@ -327,13 +327,11 @@ def excluded_after(
     Args:
         failure: of the attempt.
         suspects: the GPUs on which it may have been.
-        free_bytes: free on each of them now, None if NVML gets no answer.
+        answering: UUIDs of the GPUs from which NVML gets an answer now.
     """
     if failure.kind is not FailureKind.DEVICE_FAULT:
         return {}
     if len(suspects) == 1 and is_hardware_fault(failure.evidence):
         return {suspects[0].uuid: failure.message}
-    silent = (
-        gpu for gpu, free in zip(suspects, free_bytes, strict=True) if free is None
-    )
-    return {gpu.uuid: f"does not answer after: {failure.message}" for gpu in silent}
+    reason = f"does not answer after: {failure.message}"
+    return {gpu.uuid: reason for gpu in suspects if gpu.uuid not in answering}

@@ -18,7 +18,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
-from robust_train.model.gpu import GpuInfo, Group, gpus_of
+from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.spec import Room
 from robust_train.policy.context import excluded_after
 from robust_train.queue.host_queue import HostQueue
@@ -26,23 +26,20 @@ from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.waiting import (
     GpuRequest,
     NoGpu,
+    Waiting,
     WaitStatus,
-    wait_for_gpu,
     why_pointless,
 )
 from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
 
-FreeBytes = tuple[int | None, ...]
-"""Free memory of each GPU of a group, in its order; None for one that does not answer."""
-
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
 
 
 class Devices:
-    """The devices as one job sees them, and what it has reserved of them."""
+    """The devices as one job sees them, and what it has reserved of them in the host's queue."""
 
     def __init__(
         self,
@@ -50,9 +47,8 @@ class Devices:
         job_name: str,  # shown to the other jobs of the host
         environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
         run_dir: Path,
-        sleep: Callable[
-            [float], None
-        ],  # how to wait; whatever it raises ends the waiting
+        # how to wait; whatever it raises ends the waiting
+        sleep: Callable[[float], None],
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
         token: str = "",  # the last part of the job's id in the host's queue; empty: any
@@ -63,7 +59,8 @@ class Devices:
         self._on_wait = on_wait
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
-        self._queue = HostQueue(
+        self._free_before: dict[str, int] = {}
+        self.queue = HostQueue(
             _queue_directory(config, environ),
             name=job_name,
             run_dir=str(run_dir),
@@ -71,16 +68,6 @@ class Devices:
             read=self._read,
             token=token,
         )
-
-    @property
-    def job_id(self) -> str | None:
-        """The job's id in the host's queue, None before it was there."""
-        return self._queue.job_id
-
-    @property
-    def hold(self) -> tuple[int, ...]:
-        """The descriptor that keeps the reservation alive, if there is one."""
-        return () if self._queue.hold is None else (self._queue.hold,)
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
         """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.
@@ -93,12 +80,13 @@ class Devices:
                 job of several; or more is wanted than the GPUs could ever give.
         """
         config = self._config
-        if not config.auto_device and config.device == "cpu":
+        wanted = "auto" if config.auto_device else config.device
+        if wanted == "cpu":
             return ()
-        if config.num_gpus > 1 and not config.auto_device and config.device != "auto":
+        if config.num_gpus > 1 and wanted != "auto":
             raise ConfigError(
                 f"num_gpus={config.num_gpus} does not go with auto_device=false "
-                f"device={config.device}, which is one GPU: leave device out, and name the GPUs "
+                f"device={wanted}, which is one GPU: leave device out, and name the GPUs "
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
         if config.auto_device and config.device not in ("auto", "cuda"):
@@ -106,24 +94,21 @@ class Devices:
         visible = self._read(False)
         if visible.warning is not None and visible.gpus:  # else it is the reason below
             log.warning("%s", visible.warning)
-        if not visible.gpus and not config.auto_device and config.device != "auto":
-            raise ConfigError(
-                f"device={config.device}: no such GPU here: {visible.why_none}"
-            )
         if not visible.gpus:
+            if wanted != "auto":
+                why = visible.why_none
+                raise ConfigError(f"device={wanted}: no such GPU here: {why}")
             has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
-        only = () if config.auto_device else _named(config.device, visible)
-        request = self._request(config.min_gpu_memory_bytes, only)
+        request = self._request(config.min_gpu_memory_bytes, _named(wanted, visible))
         # an unreadable GPU may have more, and an administrator may open a prohibited one
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
-        asks_for_more = (
-            config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes
-        )
-        least = replace(request, count=min((request.count, *fewer)))
-        if asks_for_more and not changes and (why := why_pointless(least, visible)):
-            raise ConfigError(why)
+        if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
+            least = replace(request, count=min((request.count, *fewer)))
+            pointless = None if changes else why_pointless(least, visible)
+            if pointless is not None:
+                raise ConfigError(pointless)
         group = self._wait(request, (request.count, *fewer))
         if isinstance(group, NoGpu):
             return self._cpu_or_nothing(group.reason, has_gpus=True)
@@ -133,24 +118,22 @@ class Devices:
                 request.count,
                 len(group),
             )
-        log.info(
-            "using %s", ", ".join(f"GPU {g.index} ({g.name}, {g.uuid})" for g in group)
-        )
+        names = (f"GPU {gpu.index} ({gpu.name}, {gpu.uuid})" for gpu in group)
+        log.info("using %s", ", ".join(names))
         return group
 
-    def candidates(self) -> tuple[GpuInfo, ...]:
+    def candidates(self) -> Group:
         """Return the GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
-        count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
-        return tuple(
-            rank([g for g in self._queue.open_gpus() if can_be_one_of(g, count)], least)
-        )
+        gpus = self.queue.open_gpus()
+        possible = [gpu for gpu in gpus if can_be_one_of(gpu, self._config.num_gpus)]
+        return tuple(rank(possible, self._config.min_gpu_memory_bytes))
 
-    def held_by_others(self, candidates: Group) -> tuple[GpuInfo, ...]:
+    def held_by_others(self, candidates: Group) -> Group:
         """Return the healthy GPUs that the job may use and that are not among the candidates."""
         have = {gpu.uuid for gpu in candidates}
         return tuple(
             gpu
-            for gpu in self._queue.read().gpus
+            for gpu in self.queue.read().gpus
             if gpu.uuid not in have
             and gpu.unusable is None
             and gpu.total_bytes >= self._config.min_gpu_memory_bytes
@@ -160,47 +143,45 @@ class Devices:
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
         has one by now, and a new choice has to be made."""
-        return self._queue.take(tuple(gpu.uuid for gpu in group), self._need_bytes)
+        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
+
+    def begin(self, group: Group) -> None:
+        """Note how much memory is free before an attempt in another process."""
+        self._free_before = free_bytes(group)
 
     def on_event(self, event: Event) -> None:
         """Report to the queue how much memory the attempt has reserved on its GPUs."""
         if isinstance(event, MemoryReported) and event.reserved is not None:
             rank = event.rank or 0
-            self._queue.report(event.reserved, rank)
+            self.queue.report(event.reserved, rank)
             if rank > 0:  # rank 0's peak is in the outcome, and more exact
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
-    def tick(self) -> None:
-        """Record what an attempt in another process uses; to be called often."""
-        self._queue.tick()
-
-    def ended(self, attempt: Attempt, free_before: FreeBytes) -> FreeBytes:
-        """Record that an attempt's processes are gone; wait for its memory if it failed. Returns
-        bytes that are free on each of its GPUs after that; empty where it did not fail."""
-        group, shown, failure = attempt.spec.gpus, attempt.memory, attempt.failure
-        peak = max(
-            shown.get("max_allocated", 0),
-            shown.get("reserved", 0),
-            self._other_ranks_bytes,
-        )
-        self._other_ranks_bytes = 0
-        if peak:
-            name = group[0].name if group else None
-            if name is not None:
-                learn_context_bytes(name, shown)
-            self._need_bytes = max(
-                self._config.min_gpu_memory_bytes, footprint(peak, name)
-            )
+    def ended(self, attempt: Attempt) -> Attempt:
+        """Record that an attempt's processes are gone. Returns it with the free memory of the GPU
+        on which it failed, before and after, if that is one of the job's own."""
+        group, failure = attempt.spec.gpus, attempt.failure
+        self._learn(attempt)
         if failure is None:
-            return ()
-        self._queue.drain()
+            return attempt
+        self.queue.drain()
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = gpus_of(group, failure.rank)
             excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
-                self._queue.exclude(uuid, reason)
-        return self._settle(group, free_before)
+                self.queue.exclude(uuid, reason)
+        before, self._free_before = self._free_before, {}
+        if not before:
+            return attempt
+        after = self._settle(group, before)
+        failed_on = gpus_of(group, failure.rank or 0)
+        uuid = failed_on[0].uuid if failed_on else ""
+        return replace(
+            attempt,
+            gpu_free_before_bytes=before.get(uuid),
+            gpu_free_after_bytes=after.get(uuid),
+        )
 
     def wait_for_room(self, room: Room) -> Group | NoGpu:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
@@ -209,26 +190,20 @@ class Devices:
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
         # these are reserved already
-        return wait_for_gpu(
-            request, read=self._read, on_status=self._on_wait, sleep=self._sleep
-        )
+        return Waiting(request, self._read, None, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Sequence[int]) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
         waits, why = request.wait, NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
             asked = replace(request, count=count, wait=waits)
-            found = self._queue.wait(asked, self._on_wait, self._sleep)
+            found = self.queue.wait(asked, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
                 return found
             if number == 0 or found.timed_out:
                 why = found
             waits = waits and not found.timed_out
         return why
-
-    def release(self) -> None:
-        """Release what is reserved."""
-        self._queue.release()
 
     def _request(
         self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()
@@ -247,14 +222,27 @@ class Devices:
     def _read(self, processes: bool) -> Visible:
         return visible_gpus(read_inventory(processes=processes), self._environ)
 
-    def _settle(self, group: Group, free_before: FreeBytes) -> FreeBytes:
-        """Wait some seconds for the memory of an attempt: the driver may return it with a delay."""
+    def _learn(self, attempt: Attempt) -> None:
+        """Learn from an attempt how much memory the next one needs."""
+        group, shown = attempt.spec.gpus, attempt.memory
+        allocated, reserved = shown.get("max_allocated", 0), shown.get("reserved", 0)
+        peak = max(allocated, reserved, self._other_ranks_bytes)
+        self._other_ranks_bytes = 0
+        if peak:
+            name = group[0].name if group else ""
+            learn_context_bytes(name, shown)
+            needed = footprint(peak, name)
+            self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
+
+    def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
+        """Wait some seconds for the memory of an attempt: the driver may return it with a delay.
+        Returns what is free then."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             now = _free_bytes(group)
             is_back = all(
-                after is None or before is None or after >= before - _SETTLE_BAND_BYTES
-                for before, after in zip(free_before, now, strict=False)
+                now[uuid] >= before[uuid] - _SETTLE_BAND_BYTES
+                for uuid in now.keys() & before.keys()
             )
             if is_back or time.monotonic() >= deadline:
                 return now
@@ -273,8 +261,8 @@ class Devices:
         return ()
 
 
-def free_bytes(group: Group) -> FreeBytes:
-    """Return the free memory of each of the GPUs.
+def free_bytes(group: Group) -> dict[str, int]:
+    """Return the free memory of each of the GPUs that answer, by UUID.
 
     Closes the session: a training takes days, and an open one blocks a reset of any GPU.
     """
@@ -284,21 +272,10 @@ def free_bytes(group: Group) -> FreeBytes:
         close_session()
 
 
-def _free_bytes(group: Group) -> FreeBytes:
-    if not group:
-        return ()
-    now = {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
-    return tuple(now.get(gpu.uuid) for gpu in group)
-
-
-def with_free_bytes(attempt: Attempt, before: FreeBytes, after: FreeBytes) -> Attempt:
-    """Return the attempt with the free memory of the GPU on which it failed, if that is ours."""
-    rank = 0 if attempt.failure is None else attempt.failure.rank or 0
-    if attempt.failure is None or rank >= min(len(before), len(after)):
-        return attempt
-    return replace(
-        attempt, gpu_free_before_bytes=before[rank], gpu_free_after_bytes=after[rank]
-    )
+def _free_bytes(group: Group) -> dict[str, int]:
+    uuids = {gpu.uuid for gpu in group}
+    gpus = read_inventory(processes=False).gpus if uuids else ()
+    return {gpu.uuid: gpu.free_bytes for gpu in gpus if gpu.uuid in uuids}
 
 
 def name_for_trainer(

@@ -6,12 +6,12 @@ GPUs are kept for the first job that none suits; others may overtake it elsewher
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
-from robust_train.gpu.processes import Holder, user_name
+from robust_train.gpu.processes import GpuUser, user_name
 from robust_train.gpu.select import (
     choose_group,
     could_ever_fit,
@@ -20,47 +20,129 @@ from robust_train.gpu.select import (
     tie_breaker,
 )
 from robust_train.model.gpu import GpuInfo, Group
+from robust_train.queue.queue_dir import NO_LIMIT
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, mib, shortened
 
 LONGEST = 120
 """Most characters of a reason."""
 _DOUBLES_EVERY_SECONDS = 300.0
-_NO_LIMIT = 1 << 30
 
 
-@dataclass(frozen=True)
 class Plan:
-    """What the scheduler decided."""
+    """Which waiting job gets which GPUs. They are served one after the other; the GPUs of one are
+    not there for the next.
 
-    # by job id all the GPUs that a job gets, best first; `free_bytes` as usable
-    groups: Mapping[str, Group] = field(default_factory=dict)
-    first: str | None = None  # the first job in the queue that gets nothing now
-    # UUIDs of the GPUs kept for it, the one that suits it soonest in front
-    kept: tuple[str, ...] = ()
-    order: tuple[QueuedJob, ...] = ()  # all waiting jobs, as they are served
-    # why jobs get nothing because of `max_gpus_per_user`
-    capped: Mapping[str, str] = field(default_factory=dict)
-
-
-def plan(
-    jobs: Iterable[QueuedJob],
-    gpus: Sequence[GpuInfo],
-    now: float,
-    gpu_limit: int | None = None,
-) -> Plan:
-    """Decide which waiting job gets which GPUs.
-
-    Args:
-        jobs: all living jobs.
-        gpus: all GPUs of the host; unusable ones are not granted.
-        now: seconds of the host's monotonic clock.
-        gpu_limit: most GPUs that one user may hold.
+    Attributes:
+        order: all waiting jobs, as they are served.
+        groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
+        first: id of the first job in the queue that gets nothing now, empty if there is none.
+        kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
+        capped: why jobs get nothing because of ``max_gpus_per_user``, by id.
     """
-    planner = _Planner(jobs, gpus, now, gpu_limit)
-    for job in planner.order:
-        planner.serve(job)
-    return planner.result()
+
+    def __init__(
+        self,
+        jobs: Iterable[QueuedJob],  # all living jobs
+        gpus: Sequence[GpuInfo],  # all of the host; unusable ones are not granted
+        now: float,  # seconds of the host's monotonic clock
+        gpu_limit: int = NO_LIMIT,  # most GPUs that one user may hold
+        *,
+        until: str = "",  # the id of a job: only those before it are served
+    ) -> None:
+        jobs = list(jobs)
+        self.order = queue_order(jobs)
+        self.groups: dict[str, Group] = {}
+        self.capped: dict[str, str] = {}
+        self.kept: tuple[str, ...] = ()
+        self._first: QueuedJob | None = None
+        self._now = now
+        self._limit = gpu_limit
+        self._held = _held(jobs)
+        self._states = gpu_states(jobs, gpus)
+        for job in self.order:
+            if job.id == until:
+                break
+            if job.is_polling(now):
+                self._serve(job)
+
+    @property
+    def first(self) -> str:
+        return "" if self._first is None else self._first.id
+
+    def _serve(self, job: QueuedJob) -> None:
+        """Grant the job its GPUs, or keep some for it if it is the first that gets none."""
+        held = self._held.setdefault(job.owner, set())
+        group = self._choose(job)
+        if group:
+            self.groups[job.id] = tuple(state.as_gpu() for state in group)
+            for state in group:
+                state.take(job)
+            held.update(state.gpu.uuid for state in group)
+        elif self._is_capped(job):
+            self.capped[job.id] = (
+                f"{user_name(job.owner)} holds {len(held)} of at most {self._limit} GPUs "
+                "(max_gpus_per_user)"
+            )
+        elif self._first is None:
+            self._first = job
+            self.kept = self._keep(job)
+
+    def suitable(self, job: QueuedJob) -> list[GpuState]:
+        """Return the GPUs that it may have now, best first."""
+        states = [
+            state
+            for state in self._states.values()
+            if state.suits(job) and state.gpu.uuid not in self.kept
+        ]
+        if self._is_capped(job):  # it may share those that its user holds
+            held = self._held.get(job.owner, ())
+            states = [state for state in states if state.gpu.uuid in held]
+        # a tight fit leaves room for large jobs
+        fullest = 1 if job.jobs_per_device > 1 else -1
+        return sorted(
+            states,
+            key=lambda state: (
+                self._first_could(state),
+                fullest * state.usable,
+                tie_breaker(state.gpu),
+            ),
+        )
+
+    def _is_capped(self, job: QueuedJob) -> bool:
+        """Return whether it would have more GPUs than its user may hold."""
+        return len(self._held.get(job.owner, ())) + job.count > self._limit
+
+    def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
+        """Return all the GPUs that it needs, or none."""
+        found = self.suitable(job)
+        apart = [state for state in found if not self._first_could(state)]
+        for states in (apart, found):
+            group = choose_group([state.gpu for state in states], job.count)
+            if group:
+                return [self._states[gpu.uuid] for gpu in group]
+        return ()
+
+    def _first_could(self, state: GpuState) -> bool:
+        """Return whether the first waiting job could ever use the GPU: better leave it then."""
+        return self._first is not None and state.could_ever_suit(self._first)
+
+    def _keep(self, job: QueuedJob) -> tuple[str, ...]:
+        """Return as many as it needs at first, twice as many every five minutes, in the end all.
+
+        None while too few are healthy. GPUs that this process cannot see may be healthy.
+        """
+        possible = [
+            state for state in self._states.values() if state.could_ever_suit(job)
+        ]
+        healthy = sum(not state.is_unhealthy() for state in possible)
+        unseen = len(set(job.only) - self._states.keys())
+        if healthy + unseen < job.count:
+            return ()
+        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        count = job.count << min(int(doublings), 20)
+        nearest = sorted(possible, key=lambda state: state.distance(job))
+        return tuple(state.gpu.uuid for state in nearest[:count])
 
 
 def open_to(
@@ -68,32 +150,28 @@ def open_to(
     others: Iterable[QueuedJob],
     gpus: Sequence[GpuInfo],
     now: float,
-    gpu_limit: int | None = None,
+    gpu_limit: int = NO_LIMIT,
 ) -> tuple[GpuInfo, ...]:
     """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
 
     A job of several GPUs may take any of them. What it holds itself counts as free.
     """
-    me = replace(me.on(()), polled_at=now)
-    planner = _Planner([*others, me], gpus, now, gpu_limit)
-    for job in planner.order:
-        if job.id == me.id:
-            break
-        planner.serve(job)
-    return tuple(state.as_gpu() for state in planner.suitable(me))
+    me = me.on((), polled_at=now)
+    before = Plan([*others, me], gpus, now, gpu_limit, until=me.id)
+    return tuple(state.as_gpu() for state in before.suitable(me))
 
 
 def has_room(
     me: QueuedJob,
     others: Iterable[QueuedJob],
     gpus: Sequence[GpuInfo],
-    gpu_limit: int | None = None,
+    gpu_limit: int = NO_LIMIT,
 ) -> bool:
     """Return whether the GPUs that a job has announced have room for it beside all other jobs."""
-    running = [job for job in others if job.gpus]
-    states = gpu_states(running, gpus)
-    held, wanted = _held(running).get(me.owner, set()), set(me.gpus)
-    if gpu_limit is not None and not wanted <= held and len(held | wanted) > gpu_limit:
+    others = list(others)
+    states = gpu_states(others, gpus)
+    held, wanted = _held(others).get(me.owner, set()), set(me.gpus)
+    if not wanted <= held and len(held | wanted) > gpu_limit:
         return False
     return all(uuid in states and states[uuid].suits(me) for uuid in me.gpus)
 
@@ -135,15 +213,15 @@ class GpuState:
         self.gpu = gpu
         self.jobs = jobs
         self.count = len(jobs)
-        most = 1 if self.is_exclusive() else _NO_LIMIT
+        most = 1 if self.is_exclusive() else NO_LIMIT
         self.limit = min([most, *(job.jobs_per_device for job in jobs)])
         if gpu.unusable is not None:
             self.limit = 0
-        taken = [self.taken(job) or 0 for job in jobs]
         # what NVML reports as free less what is reserved and not taken yet; and all reservations
         # together never exceed the GPU
         outstanding = committed = 0
-        for job, taken_bytes in zip(jobs, taken, strict=True):
+        for job in jobs:
+            taken_bytes = self.taken(job) or 0
             outstanding += max(job.reserved_bytes - taken_bytes, 0)
             committed += max(job.reserved_bytes, taken_bytes)
         self.usable = min(gpu.free_bytes - outstanding, gpu.total_bytes - committed)
@@ -152,19 +230,25 @@ class GpuState:
         """Return the least that a job has allocated here; None if unknown."""
         return job.taken_bytes[job.gpus.index(self.gpu.uuid)]
 
+    def most(self, job: QueuedJob) -> int:
+        """Return how many jobs could share the GPU with this one among them."""
+        return min(self.limit, job.jobs_per_device)
+
     def suits(self, job: QueuedJob) -> bool:
         """Return whether the job could start here now."""
-        return (
-            self.usable >= job.reserved_bytes
-            and self.count < min(self.limit, job.jobs_per_device)
-            and self.gpu.uuid in job.only
-        )
+        has_room = self.usable >= job.reserved_bytes and self.count < self.most(job)
+        return has_room and self.gpu.uuid in job.only
+
+    def could_ever_suit(self, job: QueuedJob) -> bool:
+        """Return whether the job could start here if all others ended."""
+        is_allowed = self.gpu.uuid in job.only
+        return is_allowed and could_ever_fit(self.gpu, job.reserved_bytes)
 
     def take(self, job: QueuedJob) -> None:
         """Let the job start here."""
         self.usable -= job.reserved_bytes
         self.count += 1
-        self.limit = min(self.limit, job.jobs_per_device)
+        self.limit = self.most(job)
 
     def is_exclusive(self) -> bool:
         """Return whether the GPU's compute mode allows one process only."""
@@ -172,9 +256,8 @@ class GpuState:
 
     def is_unhealthy(self) -> bool:
         """Return whether it stays unusable when its jobs end; an exclusive one's owner may end."""
-        return self.gpu.unusable is not None and not self.gpu.compute_mode.startswith(
-            "exclusive"
-        )
+        may_end = self.gpu.compute_mode.startswith("exclusive")
+        return self.gpu.unusable is not None and not may_end
 
     def as_gpu(self) -> GpuInfo:
         """Return the GPU with the memory that a new job can count on as free."""
@@ -185,34 +268,28 @@ class GpuState:
         used = 0
         for job in self.jobs:
             taken = self.taken(job)
-            used += (
-                min(job.reserved_bytes, self.gpu.used_bytes) if taken is None else taken
-            )
+            guess = min(job.reserved_bytes, self.gpu.used_bytes)
+            used += guess if taken is None else taken
         return used
 
-    def distance(
-        self, job: QueuedJob
-    ) -> tuple[bool, bool, float, int, int, float, str]:
+    def distance(self, job: QueuedJob) -> tuple[Any, ...]:
         """Return a sort key; the GPU that suits the job soonest comes first.
 
         Programs outside of the queue end at an unknown time, so they count most. Then who overtook
         the job there, what is missing, and who began first.
         """
         after = min(self.gpu.free_bytes + self.in_use(), self.gpu.total_bytes)
-        slots = (
-            self.count - min(self.limit or job.jobs_per_device, job.jobs_per_device) + 1
-        )
-        began = min(
-            (0.0 if one.draining else one.since for one in self.jobs), default=0.0
-        )
+        most = self.most(job) or job.jobs_per_device
+        began = [0.0 if one.draining else one.since for one in self.jobs]
         return (
             after < job.reserved_bytes,
             self.gpu.unusable is not None,
             self._overtaken_at(job),
             max(job.reserved_bytes - self.usable, 0),
-            max(slots, 0),
-            began,
-            self.gpu.pci_bus_id + self.gpu.uuid,
+            max(self.count - most + 1, 0),
+            min(began, default=0.0),
+            self.gpu.pci_bus_id,
+            self.gpu.uuid,
         )
 
     def _overtaken_at(self, job: QueuedJob) -> float:
@@ -223,12 +300,11 @@ class GpuState:
         later = [one for one in self.jobs if one.ticket > job.ticket]
         if not later:
             return 0.0
-        fits = (
-            sum(one.reserved_bytes for one in later) + job.reserved_bytes
-            <= self.gpu.total_bytes
-        )
-        most = min(job.jobs_per_device, *(one.jobs_per_device for one in later))
-        return 0.0 if fits and len(later) < most else max(one.since for one in later)
+        reserved = sum(one.reserved_bytes for one in (*later, job))
+        most = min(one.jobs_per_device for one in (*later, job))
+        if reserved <= self.gpu.total_bytes and len(later) < most:
+            return 0.0
+        return max(one.since for one in later)
 
 
 def gpu_states(
@@ -240,127 +316,6 @@ def gpu_states(
         for uuid in job.gpus:
             by_gpu.setdefault(uuid, []).append(job)
     return {gpu.uuid: GpuState(gpu, by_gpu.get(gpu.uuid, ())) for gpu in gpus}
-
-
-class _Planner:
-    """Serves one job after the other; the GPUs of one are not there for the next."""
-
-    def __init__(
-        self,
-        jobs: Iterable[QueuedJob],
-        gpus: Sequence[GpuInfo],
-        now: float,
-        gpu_limit: int | None,
-    ) -> None:
-        jobs = list(jobs)
-        running = [job for job in jobs if job.gpus]
-        self.order = queue_order(jobs)
-        self._now = now
-        self._limit = gpu_limit
-        self._held = _held(running)
-        self._states = gpu_states(running, gpus)
-        self._groups: dict[str, Group] = {}
-        self._capped: dict[str, str] = {}
-        self._first: QueuedJob | None = None
-        self._kept: tuple[str, ...] = ()
-
-    def result(self) -> Plan:
-        return Plan(
-            groups=self._groups,
-            first=None if self._first is None else self._first.id,
-            kept=self._kept,
-            order=tuple(self.order),
-            capped=self._capped,
-        )
-
-    def serve(self, job: QueuedJob) -> None:
-        """Grant the job its GPUs, or keep some for it if it is the first that gets none."""
-        if not job.is_polling(self._now):
-            return
-        group = self._choose(job)
-        if group:
-            self._groups[job.id] = tuple(state.as_gpu() for state in group)
-            for state in group:
-                state.take(job)
-            self._held.setdefault(job.owner, set()).update(
-                state.gpu.uuid for state in group
-            )
-        elif self._is_capped(job):
-            held = len(self._held.get(job.owner, ()))
-            self._capped[job.id] = (
-                f"{user_name(job.owner)} holds {held} of at most {self._limit} GPUs "
-                "(max_gpus_per_user)"
-            )
-        elif self._first is None:
-            self._first = job
-            self._kept = self._keep(job)
-
-    def suitable(self, job: QueuedJob) -> list[GpuState]:
-        """Return the GPUs that it may have now, best first."""
-        states = [
-            state for state in self._states.values() if state.gpu.uuid not in self._kept
-        ]
-        if self._is_capped(job):  # it may share those that its user holds
-            held = self._held.get(job.owner, ())
-            states = [state for state in states if state.gpu.uuid in held]
-        fullest = (
-            1 if job.jobs_per_device > 1 else -1
-        )  # a tight fit leaves room for large jobs
-        return sorted(
-            (state for state in states if state.suits(job)),
-            key=lambda s: (
-                self._first_could(s),
-                fullest * s.usable,
-                tie_breaker(s.gpu),
-            ),
-        )
-
-    def _is_capped(self, job: QueuedJob) -> bool:
-        """Return whether it would have more GPUs than its user may hold."""
-        held = len(self._held.get(job.owner, ()))
-        return self._limit is not None and held + job.count > self._limit
-
-    def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
-        """Return all the GPUs that it needs, or none."""
-        found = self.suitable(job)
-        if job.count == 1:
-            return found[:1]
-        apart = [state for state in found if not self._first_could(state)]
-        for states in (apart, found):
-            group = choose_group([state.gpu for state in states], job.count)
-            if group:
-                return [self._states[gpu.uuid] for gpu in group]
-        return ()
-
-    def _first_could(self, state: GpuState) -> bool:
-        """Return whether the first waiting job could ever use the GPU: better leave it then."""
-        first = self._first
-        return (
-            first is not None
-            and state.gpu.uuid in first.only
-            and could_ever_fit(state.gpu, first.reserved_bytes)
-        )
-
-    def _keep(self, job: QueuedJob) -> tuple[str, ...]:
-        """Return as many as it needs at first, twice as many every five minutes, in the end all.
-
-        None while too few are healthy. GPUs that this process cannot see may be healthy.
-        """
-        possible = [
-            state
-            for state in self._states.values()
-            if state.gpu.uuid in job.only
-            and could_ever_fit(state.gpu, job.reserved_bytes)
-        ]
-        unseen = len(set(job.only) - self._states.keys())
-        if sum(not state.is_unhealthy() for state in possible) + unseen < job.count:
-            return ()
-        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
-        count = job.count << min(int(doublings), 20)
-        nearest = heapq.nsmallest(
-            count, possible, key=lambda state: state.distance(job)
-        )
-        return tuple(state.gpu.uuid for state in nearest)
 
 
 # --- reasons for people ----------------------------------------------------------------------
@@ -380,16 +335,16 @@ def why_waiting(
     others: Iterable[QueuedJob],
     gpus: Sequence[GpuInfo],
     decided: Plan,
-    holders: Mapping[int, Holder] | None = None,
+    holders: Mapping[int, GpuUser],
 ) -> str:
     """Return why a job gets no GPU now: at most 120 characters, the nearest obstacle first.
 
-    ``holders`` names processes on the GPUs, if those were listed.
+    ``holders`` names processes on the GPUs, as far as those were listed.
     """
     if job.id in decided.capped:
         return shortened(decided.capped[job.id], LONGEST)
     promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
-    if decided.first not in (None, job.id):
+    if decided.first != job.id:
         promised |= dict.fromkeys(decided.kept, decided.first)
     found: dict[tuple[int, str], list[GpuState]] = {}
     available = 0
@@ -402,15 +357,14 @@ def why_waiting(
         else:
             found.setdefault(obstacle, []).append(state)
     awaited = decided.kept[: job.count] if decided.first == job.id else ()
-    groups = sorted(
-        found.items(),
-        key=lambda group: (
-            all(s.gpu.uuid not in awaited for s in group[1]),
-            group[0][0],
-        ),
-    )
+
+    def nearness(obstacle: tuple[int, str]) -> tuple[bool, int]:
+        is_awaited = any(state.gpu.uuid in awaited for state in found[obstacle])
+        return not is_awaited, obstacle[0]
+
     parts = [
-        _sentence(text, states, job, holders or {}) for (_, text), states in groups
+        _sentence(obstacle[1], found[obstacle], job, holders)
+        for obstacle in sorted(found, key=nearness)
     ]
     if job.count > 1:
         parts.insert(0, f"{available} of {job.count} GPUs available")
@@ -423,7 +377,7 @@ def _obstacle(
     """Return how far away a GPU is, for sorting, and why; None if the job could have it."""
     if state.gpu.unusable is not None:
         return 4, state.gpu.unusable
-    most = min(state.limit, job.jobs_per_device)
+    most = state.most(job)
     if state.count >= most:
         jobs = "one job" if most == 1 else f"{most} jobs"
         if state.is_exclusive():
@@ -439,7 +393,10 @@ def _obstacle(
 
 
 def _sentence(
-    text: str, states: Sequence[GpuState], job: QueuedJob, holders: Mapping[int, Holder]
+    text: str,
+    states: Sequence[GpuState],
+    job: QueuedJob,
+    holders: Mapping[int, GpuUser],
 ) -> str:
     numbers = ", ".join(dict.fromkeys(str(state.gpu.index) for state in states))
     if text in ("ours", "others"):

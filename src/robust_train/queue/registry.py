@@ -6,8 +6,8 @@ its owner's next job removes. A lock of another user on a record has no effect: 
 the file gets its name, and to probe it is to ask for a write lock.
 
 No lock covers several records. A job announces what it takes in its own record, then reads all
-others again (:meth:`robust_train.queue.host_queue.HostQueue.take`): of two jobs that take the same
-GPU at once at least one sees the other. So no process can keep the others from deciding.
+others again (``HostQueue.announce``): of two jobs that take the same GPU at once at least one sees
+the other. So no process can keep the others from deciding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from robust_train.files import from_json, parse_json
 from robust_train.gpu.processes import started_at
 from robust_train.host.locks import is_flocked, is_locked, lock
-from robust_train.queue.queue_dir import QueueDir, QueueProblem, open_queue_dir
+from robust_train.queue.queue_dir import QueueDir, QueueProblem, why_not_written
 
 IDLE_SECONDS = 3600
 UNSEEN_SECONDS = 5.0
@@ -40,7 +41,7 @@ _MOST_BYTES = 32768
 _PAGE_BYTES = 4096
 _MOST_TEXT = 300
 _MOST_GPUS = 256
-_LATEST_SECONDS = 1e10
+_LARGEST = 2**53
 _CHECKSUM = 9  # eight digits and a space
 
 
@@ -89,18 +90,16 @@ class QueuedJob:
         """First come, first served; lower goes first."""
         return self.ticket, self.queued_at, self.id
 
-    def on(self, gpus: Sequence[str], reserved_bytes: int | None = None) -> QueuedJob:
+    def on(self, gpus: Sequence[str], **changes: Any) -> QueuedJob:
         """Return the job with these GPUs, on which it has taken nothing yet."""
-        return replace(
+        own = replace(
             self,
             gpus=tuple(gpus),
             taken_bytes=(None,) * len(gpus),
             idle_seconds=(),
             draining=False,
-            reserved_bytes=self.reserved_bytes
-            if reserved_bytes is None
-            else reserved_bytes,
         )
+        return replace(own, **changes)
 
     def is_polling(self, now: float) -> bool:
         """Return whether it would take GPUs if it got some."""
@@ -123,8 +122,8 @@ def encode(job: QueuedJob) -> bytes:
     for key in ("name", "run_dir"):
         values[key] = values[key][:_MOST_TEXT]
     line = json.dumps(values, separators=(",", ":")).encode()
-    content = f"{zlib.crc32(line):08x} ".encode() + line
-    pages = -(-(len(content) + 1) // _PAGE_BYTES)
+    content = b"%08x %s" % (zlib.crc32(line), line)
+    pages = len(content) // _PAGE_BYTES + 1
     return content.ljust(pages * _PAGE_BYTES - 1) + b"\n"
 
 
@@ -133,9 +132,8 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
     """Return the job in a record's content; None for anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
-        if len(data) > _MOST_BYTES or int(data[: _CHECKSUM - 1], 16) != zlib.crc32(
-            line
-        ):
+        checksum = int(data[: _CHECKSUM - 1], 16)
+        if len(data) > _MOST_BYTES or checksum != zlib.crc32(line):
             return None
         values = parse_json(line)
         values = {**values, "id": job_id, "ticket": ticket, "owner": owner}
@@ -144,17 +142,12 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
         job = from_json(QueuedJob, values)
     except (ValueError, TypeError, OverflowError):
         return None
+    figures = (*vars(job).values(), *job.taken_bytes, *job.idle_seconds)
     is_possible = (
-        0 <= job.pid < 2**31
-        and 0 <= job.reserved_bytes <= 2**50
-        and 1 <= job.count <= _MOST_GPUS
-        and 1 <= job.jobs_per_device <= 2**20
-        and all(
-            0 <= at < _LATEST_SECONDS for at in (job.started, job.queued_at, job.since)
-        )
-        and all(0 <= (size or 0) <= 2**50 for size in job.taken_bytes)
-        and all(0 <= seconds < _LATEST_SECONDS for seconds in job.idle_seconds)
-        and max(len(job.only), len(job.gpus)) <= _MOST_GPUS
+        all(0 <= one <= _LARGEST for one in figures if isinstance(one, (int, float)))
+        and min(job.count, job.jobs_per_device) >= 1
+        and job.pid < 2**31
+        and max(job.count, len(job.only), len(job.gpus)) <= _MOST_GPUS
         and all(_UUID.fullmatch(uuid) for uuid in (*job.only, *job.gpus))
         and len(job.gpus) == len(set(job.gpus)) == len(job.taken_bytes)
     )
@@ -163,46 +156,34 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
     return replace(job, name=job.name[:_MOST_TEXT], run_dir=job.run_dir[:_MOST_TEXT])
 
 
-class Registry:
-    """The jobs of this host, as one process sees them.
+class Registry(QueueDir):
+    """The queue directory with the jobs of this host, as one process sees them."""
 
-    Raises:
-        QueueProblem: the directory cannot be used.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.directory: QueueDir = open_queue_dir(path)
+    def __init__(self, base: Path) -> None:
+        super().__init__(base)
         self.left_out: dict[int, int] = {}
         """Record files that were not read for their number, by user id."""
         self._known: dict[str, QueuedJob | None] = {}
 
-    def close(self) -> None:
-        """Close the directory."""
-        self.directory.close()
-
     def jobs(self) -> list[QueuedJob]:
         """Return the living jobs in the order of their tickets; remove what own dead ones left."""
-        if (
-            os.fstat(self.directory.fd).st_nlink == 0
-        ):  # removed: newcomers see another one
-            found = open_queue_dir(self._path)
-            self.directory.close()
-            self.directory = found
-        matches, self.left_out = self.directory.matches(_RECORD_FILE)
+        if os.fstat(self.fd).st_nlink == 0:  # removed: newcomers see another one
+            removed = self.fd
+            super().__init__(self.base)
+            os.close(removed)
+        matches, self.left_out = self.matches(_RECORD_FILE)
         known, self._known = self._known, {}
         for match in matches:
-            fd = self.directory.open(match[0])
+            fd = self.open(match[0])
             if fd is None:
                 continue
             try:
                 owner = os.fstat(fd).st_uid
                 if is_locked(fd) or (match[1] == "job" and is_flocked(fd)):
-                    self._known[match[0]] = _read(fd, match, owner) or known.get(
-                        match[0]
-                    )
+                    job = _read(fd, match, owner) or known.get(match[0])
+                    self._known[match[0]] = job
                 elif os.geteuid() in (0, owner):
-                    self.directory.remove(match[0])
+                    self.remove(match[0])
             finally:
                 os.close(fd)
         return sorted(filter(None, self._known.values()), key=lambda job: job.order)
@@ -246,14 +227,12 @@ def _read(fd: int, match: re.Match[str], owner: int) -> QueuedJob | None:
 @contextlib.contextmanager
 def existing_registry(path: Path) -> Iterator[Registry | None]:
     """Open the jobs of the queue directory at ``path``; None if it cannot be used."""
-    registry = None
-    with contextlib.suppress(QueueProblem):
-        registry = Registry(path) if os.path.exists(path) else None
-    try:
+    with contextlib.ExitStack() as stack:
+        registry = None
+        with contextlib.suppress(QueueProblem):
+            if path.exists():
+                registry = stack.enter_context(contextlib.closing(Registry(path)))
         yield registry
-    finally:
-        if registry is not None:
-            registry.close()
 
 
 class Reservation:
@@ -263,9 +242,9 @@ class Reservation:
     """
 
     def __init__(self, registry: Registry, job: QueuedJob, name: str) -> None:
-        self._registry = registry
-        self._name = name
+        self.registry = registry
         self.job = job
+        self._name = name
         self.fd = self._create(job)
 
     def update(self, job: QueuedJob) -> None:
@@ -284,7 +263,8 @@ class Reservation:
             old, self.fd = self.fd, self._create(job)
             os.close(old)
         elif job != self.job:
-            self._write(self.fd, job)
+            with self._problems():
+                _write(self.fd, job)
         self.job = job
 
     def release(self) -> None:
@@ -294,42 +274,42 @@ class Reservation:
         fd, self.fd = self.fd, -1
         os.close(fd)
         # while a process of ours has it open, others must see it
-        again = self._registry.directory.open(self._name)
+        again = self.registry.open(self._name)
         if again is not None:
             if not is_locked(again):
-                self._registry.directory.remove(self._name)
+                self.registry.remove(self._name)
             os.close(again)
 
     def _create(self, job: QueuedJob) -> int:
-        directory = self._registry.directory
+        directory = self.registry.fd
         # private until it is locked: another user's lock could come first
         temporary = f"new.{os.urandom(8).hex()}"
-        try:
-            fd = directory.create(temporary, 0o600)
-        except OSError as error:
-            raise directory.problem(error) from error
-        try:
-            lock(fd)
-            self._write(fd, job)
-            os.fchmod(fd, 0o644)
-            os.rename(
-                temporary, self._name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd
-            )
-        except BaseException as error:
-            directory.remove(temporary)
-            os.close(fd)
-            if isinstance(error, OSError):
-                raise directory.problem(error) from error
-            raise
+        with self._problems():
+            fd = self.registry.create(temporary, 0o600)
+            try:
+                lock(fd)
+                _write(fd, job)
+                os.fchmod(fd, 0o644)
+                os.rename(
+                    temporary, self._name, src_dir_fd=directory, dst_dir_fd=directory
+                )
+            except BaseException:
+                self.registry.remove(temporary)
+                os.close(fd)
+                raise
         return fd
 
-    def _write(self, fd: int, job: QueuedJob) -> None:
-        data = encode(job)
+    @contextlib.contextmanager
+    def _problems(self) -> Iterator[None]:
         try:
-            written = os.pwrite(fd, data, 0)
-            if written != len(data):
-                raise OSError(28, "No space left on device")
-            if os.fstat(fd).st_size != len(data):
-                os.ftruncate(fd, len(data))
+            yield
         except OSError as error:
-            raise self._registry.directory.problem(error) from error
+            problem = why_not_written(error)
+            raise QueueProblem(self.registry.path, problem) from error
+
+
+def _write(fd: int, job: QueuedJob) -> None:
+    data = encode(job)
+    if os.pwrite(fd, data, 0) != len(data):
+        raise OSError(28, "No space left on device")
+    os.ftruncate(fd, len(data))

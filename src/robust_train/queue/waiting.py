@@ -1,29 +1,34 @@
-"""Wait until there is room on GPUs: a loop over polls."""
+"""Wait until there is room on GPUs, with the host's other jobs or alone: a loop over polls."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from robust_train.gpu.nvml_session import close_session
 from robust_train.gpu.processes import find_holders
-from robust_train.gpu.select import (
-    can_be_one_of,
-    choose_group,
-    could_ever_fit,
-    label,
-    rank,
-)
+from robust_train.gpu.select import can_be_one_of, could_ever_fit, label
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.queue.plan import LONGEST, Plan, why_waiting
+from robust_train.queue.queue_dir import NO_LIMIT
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
 
+if TYPE_CHECKING:
+    from robust_train.queue.host_queue import HostQueue
+
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
+# the first waiting job polls most often, those behind it less; all within UNSEEN_SECONDS
+_SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 0.05, 2.0
+_LISTING_FACTOR = 10.0  # to read the records takes at most this fraction of the time
+_SETTLE_SECONDS = 5.0
+_UNANSWERED_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,124 +66,154 @@ class WaitStatus:
     seconds_left: float  # until the waiting ends
     checks: int  # grows by one with each poll that is reported
     obstacles: str  # why no GPU does now, the nearest obstacle first
-    position: int = (
-        1  # in the queue of the host's jobs, 1 for the first; 0 without a queue
-    )
+    # in the queue of the host's jobs, 1 for the first; 0 without a queue
+    position: int = 1
 
     def sentence(self) -> str:
         """Return one line of at most 120 characters for people."""
         left = f"{as_clock(math.ceil(self.seconds_left))} left"
-        where = (
-            f"{ordinal(self.position)} in queue"
-            if self.position
-            else "waiting for a GPU"
-        )
+        where = "waiting for a GPU"
+        if self.position:
+            where = f"{ordinal(self.position)} in queue"
         return shortened(f"{where}, {left}: {self.obstacles}", LONGEST)
 
 
-@dataclass(frozen=True)
-class PollResult:
-    """Result of one scheduling attempt."""
+class Waiting:
+    """The polls of one job, until it has its GPUs or gives up.
 
-    gpus: Group = ()  # the job's GPUs, `free_bytes` as far as it can count on them; none: wait on
-    position: int = 0  # in the queue, 1 for the first; 0 without a queue
-    obstacles: str = ""  # why it waits, in one sentence
-    # only programs outside of the queue are in the way: their names are worth a call of the driver
-    strangers_only: bool = False
-    pause_seconds: float = 0.0  # until the next poll
-    read_again_seconds: float = (
-        0.0  # until the GPUs are read again, unless a record changes
-    )
-
-
-def wait_for_gpu(
-    request: GpuRequest,
-    *,
-    # reads the GPUs; its argument asks for their processes too, once per report
-    read: Callable[[bool], Visible],
-    on_status: Callable[
-        [WaitStatus], None
-    ],  # called each second, and after each poll in vain
-    # waits some seconds; what it raises (Ctrl-C) ends the waiting
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,  # seconds of a monotonic clock
-    # asks the host's queue; None: the first to find a GPU free has it
-    poll: Callable[[], PollResult] | None = None,
-) -> Group | NoGpu:
-    """Return the best GPUs with enough free memory, as soon as there are enough of them.
-
-    Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
-
-    Raises:
-        QueueProblem: the queue directory cannot be used any more.
+    The records of other jobs are read at each poll; the GPUs, which cost more, only if a record has
+    changed, for some seconds after that, and once per check interval. Without a queue the first
+    to find a GPU free has it.
     """
-    if why := why_pointless(request, read(False)):
-        return NoGpu(why)
-    return _Waiting(request, read, on_status, sleep, clock, poll).run()
-
-
-class _Waiting:
-    """The loop over polls, and the last status."""
 
     def __init__(
         self,
         request: GpuRequest,
+        # reads the GPUs; its argument asks for their processes too, once per report
         read: Callable[[bool], Visible],
-        on_status: Callable[[WaitStatus], None],
-        sleep: Callable[[float], None],
-        clock: Callable[[], float],
-        poll: Callable[[], PollResult] | None,
+        queue: HostQueue | None = None,
+        # called each second, and after each poll in vain
+        on_status: Callable[[WaitStatus], None] = lambda status: None,
+        # waits some seconds; what it raises (Ctrl-C) ends the waiting
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._request = request
         self._read = read
+        self._queue = queue
         self._on_status = on_status
         self._sleep = sleep
-        self._clock = clock
-        self._poll = poll or self._poll_alone
-        self._next_report = self._next_status = clock()
-        self._deadline = clock() + request.timeout_seconds
-        self._status = WaitStatus(request.timeout_seconds, 0, "")
+        self._next_report = self._next_status = time.monotonic()
+        self._deadline = self._next_report + request.timeout_seconds
+        self._status = WaitStatus(request.timeout_seconds, 0, "", position=0)
+        self._seen: list[QueuedJob] | None = None
+        self._only: tuple[str, ...] = ()
+        self._position = 0
+        self._obstacles = ""
+        # only programs outside of the queue are in the way: to name them costs the driver a call
+        self._strangers_only = False
+        self._next_read = self._settle_until = 0.0
+        self._pause_seconds = 0.0
 
     def run(self) -> Group | NoGpu:
-        while True:
-            found = self._poll()
-            if found.gpus:
-                return found.gpus
-            has_moved = found.position != self._status.position
-            if (
-                has_moved
-                or self._clock() >= self._next_report
-                or not self._request.wait
-            ):
-                self._report(found)
-            if not self._request.wait:
-                return self._in_vain(timed_out=False)
-            if self._clock() >= self._deadline:
-                return self._in_vain(timed_out=True)
-            if found.read_again_seconds >= _CLOSING_SECONDS:
-                close_session()  # an open one would block a reset of the GPUs
-            self._pause(min(found.pause_seconds, self._seconds_left()))
+        """Return the best GPUs with enough free memory, as soon as there are enough of them.
 
-    def _poll_alone(self) -> PollResult:
-        self._next_report = self._clock()
-        gpus = [gpu for gpu in self._read(False).gpus if self._request.allows(gpu)]
-        group = choose_group(rank(gpus, self._request.min_bytes), self._request.count)
+        Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
+
+        Raises:
+            QueueProblem: the queue directory cannot be used any more.
+        """
+        if why := why_pointless(self._request, self._read(False)):
+            return NoGpu(why)
+        while not (group := self.poll()):
+            now, wait = time.monotonic(), self._request.wait
+            has_moved = self._position != self._status.position
+            if has_moved or now >= self._next_report or not wait:
+                self._report()
+            if not wait or time.monotonic() >= self._deadline:
+                return self._in_vain()
+            next_read = 0.0 if now < self._settle_until else self._next_read
+            if next_read - now >= _CLOSING_SECONDS:
+                close_session()  # an open one would block a reset of the GPUs
+            self._pause(min(self._pause_seconds, self._seconds_left()))
+        return group
+
+    def poll(self) -> Group:
+        """Return the job's GPUs if the plan gives it any, ``free_bytes`` as far as it can count on
+        them; else none, and why not is known."""
+        started = time.monotonic()
         interval_seconds = self._request.interval_seconds
-        return PollResult(
-            group,
-            strangers_only=True,
-            pause_seconds=interval_seconds,
-            read_again_seconds=interval_seconds,
+        if self._queue is None:
+            self._next_read = started + interval_seconds
+            self._pause_seconds = interval_seconds
+            return self._decide([])
+        others = self._queue.others()
+        cost_seconds = time.monotonic() - started
+        seen = [
+            replace(job, polled_at=float(job.is_polling(started))) for job in others
+        ]
+        if seen != self._seen:
+            # the memory of a job that has ended comes back a little later
+            settling = 0.0 if self._seen is None else _SETTLE_SECONDS
+            self._settle_until = started + settling
+            self._seen = seen
+            self._next_read = started
+        group: Group = ()
+        if started >= self._next_read or started < self._settle_until:
+            self._next_read = started + interval_seconds
+            group = self._decide(others)
+        else:
+            self._queue.requeue(self._request, self._only)
+        pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (self._position - 1)
+        pause = max(min(pause, _LONGEST_PAUSE_SECONDS), _LISTING_FACTOR * cost_seconds)
+        self._pause_seconds = pause * random.uniform(0.5, 1.0)
+        return group
+
+    def _decide(self, others: Sequence[QueuedJob]) -> Group:
+        visible = self._read(False)
+        usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
+        self._only = tuple(usable) if visible.answered else ()
+        gpus, limit = visible.machine or visible.gpus, NO_LIMIT
+        if self._queue is None:
+            me = replace(self._alone(self._only), polled_at=time.monotonic())
+        else:
+            me = self._queue.requeue(self._request, self._only)
+            limit = self._queue.gpu_limit()
+        decided = Plan([*others, me], gpus, time.monotonic(), limit)
+        self._position = 0 if self._queue is None else decided.order.index(me) + 1
+        self._strangers_only = False
+        if not visible.answered:
+            self._next_read = time.monotonic() + _UNANSWERED_SECONDS
+            self._obstacles = visible.problem or ""
+            return ()
+        if group := decided.groups.get(me.id, ()):
+            uuids = [gpu.uuid for gpu in group]
+            if self._queue is None or self._queue.announce(uuids, me.reserved_bytes):
+                return group
+            # another job announced the same: try again at the next poll
+            self._next_read = 0.0
+        in_the_way = any(set(job.gpus) & set(me.only) for job in others)
+        self._strangers_only = decided.order[0] == me and not in_the_way
+        self._obstacles = why_waiting(me, others, gpus, decided, {})
+        return ()
+
+    def _alone(self, only: Sequence[str]) -> QueuedJob:
+        """Return the job as it is without other jobs."""
+        return QueuedJob(
+            id="alone",
+            only=tuple(only),
+            reserved_bytes=self._request.min_bytes,
+            count=self._request.count,
         )
 
-    def _report(self, found: PollResult) -> None:
-        self._next_report = self._clock() + self._request.interval_seconds
-        self._next_status = self._clock()
+    def _report(self) -> None:
+        now = time.monotonic()
+        self._next_report, self._next_status = now + self._request.interval_seconds, now
+        obstacles = self._strangers() if self._strangers_only else self._obstacles
         self._status = replace(
             self._status,
             checks=self._status.checks + 1,
-            obstacles=self._strangers() if found.strangers_only else found.obstacles,
-            position=found.position,
+            obstacles=obstacles,
+            position=self._position,
         )
 
     def _strangers(self) -> str:
@@ -187,34 +222,29 @@ class _Waiting:
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
             return visible.problem or visible.warning or "the GPUs have vanished"
-        me = QueuedJob(
-            only=tuple(gpu.uuid for gpu in gpus),
-            reserved_bytes=self._request.min_bytes,
-            count=self._request.count,
-        )
-        return why_waiting(me, (), gpus, Plan(), find_holders(gpus))
+        me = self._alone([gpu.uuid for gpu in gpus])
+        return why_waiting(me, (), gpus, Plan((), gpus, 0.0), find_holders(gpus))
 
     def _pause(self, seconds: float) -> None:
         """Sleep in slices of a second, so that the time left can be shown counting down."""
-        until = self._clock() + seconds
-        while (left := until - self._clock()) > 0:
-            if self._clock() >= self._next_status:
-                self._next_status = self._clock() + _STATUS_SECONDS
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if time.monotonic() >= self._next_status:
+                self._next_status = time.monotonic() + _STATUS_SECONDS
                 self._status = replace(self._status, seconds_left=self._seconds_left())
                 self._on_status(self._status)
             self._sleep(min(left, _STATUS_SECONDS))
 
     def _seconds_left(self) -> float:
-        return max(self._deadline - self._clock(), 0.0)
+        return max(self._deadline - time.monotonic(), 0.0)
 
-    def _in_vain(self, *, timed_out: bool) -> NoGpu:
-        count = self._request.count
-        what = (
-            "no GPU was available" if count == 1 else f"no {count} GPUs were available"
-        )
+    def _in_vain(self) -> NoGpu:
+        count, timed_out = self._request.count, self._request.wait
+        gpus = "GPU was" if count == 1 else f"{count} GPUs were"
         within = as_clock(math.ceil(self._request.timeout_seconds))
         when = f"within {within}" if timed_out else "now"
-        return NoGpu(f"{what} {when}: {self._status.obstacles}", timed_out)
+        reason = f"no {gpus} available {when}: {self._status.obstacles}"
+        return NoGpu(reason, timed_out)
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
