@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cuda_on_the_cpu import cuda_on_the_cpu
-from robust_train.cli.gpu_probe import exercise
+from robust_train.cli.doctor import exercise
 from robust_train.memory import stats as in_use
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB

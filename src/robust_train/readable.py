@@ -138,15 +138,17 @@ def named_line(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
-def aligned(
-    rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()
-) -> list[str]:
-    """Return rows of cells as lines of plain columns; those numbered in ``right`` end flush."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def cell_text(cell: object) -> str:
+    """Return a cell of a table; ``-`` for what is unknown or empty."""
+    return "-" if cell is None or cell == "" else str(cell)
+
+
+def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return rows of cells as lines of plain columns; integers end flush."""
+    columns = []
+    for cells in zip(*rows, strict=True):
+        texts = [cell_text(cell) for cell in cells]
+        width = max(map(len, texts))
+        is_right = any(isinstance(cell, int) for cell in cells)
+        columns.append([t.rjust(width) if is_right else t.ljust(width) for t in texts])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

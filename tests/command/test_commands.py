@@ -16,7 +16,6 @@ from robust_train.cli.command import load
 from robust_train.cli.commands import COMMANDS
 from robust_train.cli.main import find, main, parser_of
 from robust_train.folder.state import Summary
-from robust_train.host import screen
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder
 
@@ -258,14 +257,6 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(words: str):
     with os.fdopen(writer, "w") as stdout:
         done = subprocess.run([*COMMAND, *words.split()], stdout=stdout, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_a_stream_that_the_shell_has_closed_takes_output_and_is_no_terminal(monkeypatch):
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    screen.open_closed_streams()
-    print("goes nowhere", file=sys.stderr)
-    assert not sys.stdout.isatty()
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):

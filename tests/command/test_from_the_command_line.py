@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -145,11 +144,3 @@ def test_the_run_folder_is_named_after_the_script(scripts: CommandWorld):
 )
 def test_a_job_is_called_after_its_script(program: list[str], name: str):
     assert name_of_program(program) == name
-
-
-def test_a_run_folder_that_cannot_be_made_is_refused(scripts: CommandWorld):
-    scripts.run_dir.write_text("a file")
-    ended = scripts.run("--", "true")
-    assert ended.returncode == 2
-    assert f"run folder {scripts.run_dir}" in ended.stderr
-    assert os.linesep not in ended.stderr.strip()

@@ -6,23 +6,12 @@ import importlib
 
 import pytest
 
-from robust_train.cli.main import main
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.refusals import REFUSALS, composed, explain
 from robust_train.model.errors import ConfigError
 
 _INSTEAD_OF_A_PLAN = "training.batch_size=auto .*`accelerate estimate-memory`"
-
-
-def test_a_command_that_is_gone_names_what_to_run(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "model=lora", "--json"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == (
-        "robust-train plan is gone: training.batch_size=auto finds the largest batch that fits; "
-        "`accelerate estimate-memory` predicts a model's memory\n"
-    )
 
 
 @pytest.mark.parametrize(

@@ -362,7 +362,7 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
     assert machine.python(
         """
         import json, sys
-        import robust_train.cli.gpus, robust_train.gpu.best, robust_train.queue.waiting
+        import robust_train.cli.machine, robust_train.gpu.best, robust_train.queue.waiting
         from robust_train.gpu.inventory import read_inventory
         read_inventory()
         print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))

@@ -15,7 +15,7 @@ import torch
 from hosts import Host, Member
 
 import warm
-from robust_train.cli.gpu_probe import exercise
+from robust_train.cli.doctor import exercise
 from robust_train.queue.queue_dir import boot_name
 from robust_train.queue.registry import Registry
 from simulated_nvml import VERSION_MISMATCH, Gpu, Machine
@@ -318,7 +318,7 @@ def test_a_probe_computes_runs_out_of_memory_and_goes_on_with_less():
     """On the CPU, with a limit in place of a GPU's memory."""
     script = """
 import json, resource, torch
-from robust_train.cli.gpu_probe import exercise
+from robust_train.cli.doctor import exercise
 total = 2**29
 torch.ones(64, 64) @ torch.ones(64, 64)
 data = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))

@@ -41,7 +41,7 @@ def alone(tmp_path: Path):
 
 SHOW = """
 import json
-from robust_train.cli.gpus import machine_memory
+from robust_train.cli.machine import machine_memory
 machine = machine_memory()
 machine.print("memory info", as_json=False)
 print(json.dumps(machine.data))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warm
-from robust_train.cli.kill import choose, end_all
+from robust_train.cli.memory import choose, end_all
 from robust_train.gpu import processes
 from robust_train.gpu.processes import (
     CudaProcess,
@@ -245,15 +245,15 @@ PIDS = st.lists(st.integers(1, 14))
 
 @given(PROCESSES, PIDS, st.sampled_from([0, 1000]), st.frozensets(st.integers(1, 14)))
 def test_nobody_but_the_permitted_is_ever_chosen(listed, named, uid, ancestors) -> None:
-    choice = choose(CudaProcesses(tuple(listed), {}), named, uid=uid, ancestors=ancestors)
-    for target in choice.targets:
+    targets, refusals = choose(CudaProcesses(tuple(listed), {}), named, uid, ancestors)
+    for target in targets:
         assert target in listed
         assert target.pid not in ancestors
         assert target.uid == uid or (uid == 0 and target.pid in named)
         assert not named or target.pid in named
     # whoever was named is either chosen or refused with a reason
-    assert set(named) == {t.pid for t in choice.targets} | set(choice.refusals) or not named
-    assert all(choice.refusals.values())
+    assert set(named) == {t.pid for t in targets} | set(refusals) or not named
+    assert all(refusals.values())
 
 
 def _on_a_gpu(*processes: GpuProcess) -> Inventory:
@@ -286,8 +286,7 @@ def test_a_number_that_another_process_has_now_is_never_signalled() -> None:
         started = started_at(innocent.pid)
         assert started is not None
         other = _process(innocent.pid, started - 1)
-        (ending,) = end_all([other], grace_seconds=0.1, last_seconds=0.1)
-        assert ending.how == "gone"
+        assert end_all([other], grace_seconds=0.1, last_seconds=0.1) == {other: "gone"}
         assert innocent.poll() is None
     finally:
         innocent.kill()
@@ -299,8 +298,7 @@ def test_a_process_that_ends_while_the_user_thinks_is_gone() -> None:
     listed = _process(process.pid, started_at(process.pid) or 0)
     process.kill()
     process.wait()
-    (ending,) = end_all([listed], grace_seconds=5, last_seconds=5)
-    assert ending.how == "gone"
+    assert end_all([listed], grace_seconds=5, last_seconds=5) == {listed: "gone"}
 
 
 def test_sigterm_comes_first_and_sigkill_after_the_grace() -> None:
@@ -311,7 +309,7 @@ def test_sigterm_comes_first_and_sigkill_after_the_grace() -> None:
     stubborn.stdout.readline()
     listed = [_process(p.pid, started_at(p.pid) or 0) for p in (stubborn, polite)]
     endings = end_all(listed, grace_seconds=0.3, last_seconds=20)
-    assert [ending.how for ending in endings] == ["killed", "ended"]
+    assert [*endings.values()] == ["killed", "ended"]
     assert stubborn.wait(timeout=10) == -signal.SIGKILL
     assert polite.wait(timeout=10) == -signal.SIGTERM
     stubborn.stdout.close()

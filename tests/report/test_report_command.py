@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from journals import COMPLETED, STARTED, Journal, write_failed, write_recovered, write_sweep
+from journals import Journal, write_failed, write_recovered, write_sweep
 
 from robust_train.cli.main import main
 from robust_train.report.html import write_report
@@ -120,10 +120,3 @@ def test_the_page_of_a_sweep_that_died_is_made_from_its_jobs(tmp_path: Path):
     os.remove(tmp_path / "sweep.json")
     assert main(["report", str(tmp_path)]) == 0
     assert "The end of the sweep is not recorded" in (tmp_path / "report.html").read_text()
-
-
-def test_a_job_of_which_only_the_journal_is_there_has_a_report(tmp_path: Path):
-    journal = Journal(tmp_path)
-    journal(0, STARTED)
-    journal(1, COMPLETED)
-    assert write_report(read_sources(tmp_path)) == tmp_path / "report.html"

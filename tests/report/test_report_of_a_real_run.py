@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.report.sources import read_sources
-from robust_train.report.story import story_of
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
 from world import World
@@ -39,16 +37,3 @@ def test_a_job_leaves_a_report(recovered):
     assert "2.0 GiB requested, 1.2 GiB of 23.5 GiB free" in page
     assert "retried: loss=high" in page
     assert "report" not in recovered.stderr
-
-
-def test_times_of_a_real_run_add_up(recovered):
-    story = story_of(read_sources(recovered.run_dir))
-    assert story.gaps == ()
-    parts = sum(story.seconds[use] for use in ("useful", "lost", "wait", "startup"))
-    assert parts == pytest.approx(story.seconds["wall"])
-    assert story.seconds["wall"] == pytest.approx(recovered.summary["wall_seconds"], abs=2)
-    assert story.seconds["useful"] > 0
-    assert story.seconds["lost"] > 0
-    outcomes = [attempt.outcome for attempt in story.attempts]
-    assert outcomes == [attempt["outcome"] for attempt in recovered.attempts]
-    assert {curve.name for curve in story.curves} == {"loss", "lr", "val_loss"}

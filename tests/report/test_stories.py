@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from journals import COMPLETED, FIGURES, OOM, STARTED, Journal, write_recovered
+from journals import COMPLETED, STARTED, Journal, write_recovered
 
 from robust_train.memory.samples import Sample, encode
 from robust_train.model.attempt import Attempt, AttemptEnded
@@ -85,15 +85,19 @@ def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(journal:
     assert '"speed": [{"steps": 400' in json.dumps(journal.story.as_json())
 
 
-def test_what_ran_is_shown_in_short(journal: Journal):
-    journal(0, STARTED)
+def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal: Journal):
+    named = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
+    journal(0, replace(STARTED, about=named))
     environment = {"git_commit": "0123456789abcdef", "git_dirty": True, "torch": "2.15"}
     environment |= {"cuda": "13.2", "driver": "580.1", "gpus": [{"name": "NVIDIA <b>H200</b>"}]}
     (journal.folder / "environment.json").write_text(json.dumps(environment))
     about = journal.story.about
     assert (about["git commit"], about["git dirty"]) == ("0123456789abcdef", "True")
     assert (about["torch"], about["cuda"], about["driver"]) == ("2.15", "13.2", "580.1")
-    assert "NVIDIA &lt;b&gt;H200" in job_page(journal.story)
+    page = job_page(journal.story)
+    assert "<h1>lora_flowers102" in page
+    for words in ("trainers.train", "<dd>lora</dd>", "train_robust.py", "NVIDIA &lt;b&gt;H200"):
+        assert words in page
     for content in ("[1]", "{", '{"gpus": 1, "git_commit": []}', '{"gpus": [1, {"name": 3}]}'):
         (journal.folder / "environment.json").write_text(content)
         assert job_page(journal.story), content
@@ -106,23 +110,6 @@ def test_nothing_is_advised_where_nothing_was_tight(journal):
     journal(0, COMPLETED)
     assert journal.story.advice == ()
     assert journal.story.seconds["useful"] == 1, "a trainer that reports no steps trains all along"
-
-
-def test_advice_is_what_fitted_the_trainer(journal):
-    journal(0, STARTED)
-    journal.start(1)
-    advice = ("use a smaller --batch-size",)
-    journal.end(1, seconds=1, **OOM, evidence=FIGURES, advice=advice)
-    assert [advice.steps for advice in journal.story.advice] == [("use a smaller --batch-size",)]
-
-
-def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal):
-    about = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
-    journal(0, replace(STARTED, about=about))
-    page = job_page(journal.story)
-    assert "<h1>lora_flowers102" in page
-    for words in ("trainers.train", "<dd>lora</dd>", "python train_robust.py"):
-        assert words in page
 
 
 def test_one_value_is_no_curve_and_one_sample_no_chart(journal):
@@ -207,13 +194,8 @@ def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(journal):
     assert "Other processes used up to 11.0 GiB of cuda:0" in findings[1]
 
 
-def test_an_empty_folder_has_a_report_too(tmp_path):
-    story = story_of(read_sources(tmp_path))
-    assert story.status == "empty"
-    assert "no record" in job_page(story)
-
-
-def test_only_summary_json_is_left(tmp_path):
+def test_a_folder_without_a_journal_has_a_report_too(tmp_path):
+    assert "no record" in job_page(story_of(read_sources(tmp_path)))
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     story = story_of(read_sources(tmp_path))
     assert story.status == "completed"

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from live_folder import another_launcher, change_json, open_folder
 
-from robust_train.cli import logs
-from robust_train.cli.logs import as_shown
+from robust_train.cli import runs
 from robust_train.cli.main import main
+from robust_train.cli.runs import as_shown
 from robust_train.folder.run_list import state_directory
 from robust_train.folder.state import Summary
 from robust_train.launcher.run_folder import RunFolder
@@ -136,7 +136,7 @@ def test_logs_shows_the_last_attempt_or_the_one_that_is_named(
 
 def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_path: Path):
     with open_folder(tmp_path) as folder:
-        shown = logs.output_of(tmp_path, follow=True)
+        shown = runs.output_of(tmp_path, follow=True)
         assert next(shown) == b"", "no attempt yet"
         first, second = (tmp_path / f"attempt-{number}.log" for number in (1, 2))
         first.write_bytes(b"one\ntw")
@@ -146,9 +146,9 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
         second.write_bytes(b"again")
         assert next(shown) == b"unfinished"
         assert next(shown) == b"\n==> attempt 2 <==\n"
-        assert list(logs.output_of(tmp_path, 1, follow=True)) == [b"one\ntwo\nunfinished"], "ended"
-        second.write_bytes(b"." * logs.CHUNK_BYTES + b"again")
-        assert len(next(shown)) == logs.CHUNK_BYTES, "a line without an end does not hold it up"
+        assert list(runs.output_of(tmp_path, 1, follow=True)) == [b"one\ntwo\nunfinished"], "ended"
+        second.write_bytes(b"." * runs.CHUNK_BYTES + b"again")
+        assert len(next(shown)) == runs.CHUNK_BYTES, "a line without an end does not hold it up"
         _end(folder)
     assert list(shown) == [b"again"]
 
@@ -156,12 +156,12 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
 def test_attach_shows_the_end_of_the_log_until_the_job_ends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(logs, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
     assert main(["attach"]) == 1
     assert "no run of yours is alive" in capfd.readouterr().err
     with open_folder(tmp_path, "lora") as folder:
         (tmp_path / "attempt-1.log").write_text("old\n" * 2000 + "now\n")
-        shown = logs.output_of(tmp_path, follow=True, last_bytes=9)
+        shown = runs.output_of(tmp_path, follow=True, last_bytes=9)
         assert next(shown) == b"old\nnow\n"
         ticks = iter(range(3))
 
@@ -170,7 +170,7 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(
                 folder.ended("interrupted", "interrupted by SIGTERM", 143)
                 folder.__exit__(None, None, None)
 
-        monkeypatch.setattr("robust_train.cli.logs.time.sleep", sleep)
+        monkeypatch.setattr("robust_train.cli.runs.time.sleep", sleep)
         assert main(["attach", "lora"]) == 143
     out = capfd.readouterr().out
     assert out.startswith(f"attached to {folder.state.id} (lora)")

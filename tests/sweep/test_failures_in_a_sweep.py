@@ -70,16 +70,19 @@ def test_a_job_that_can_write_nothing_is_not_taken_for_one_that_was_not_started(
     [
         ("training.batch_size=8,16,0", "training.batch_size=0"),
         ("model=none,cnn,cmn", "model=cmn: no such option"),
+        ("hydra.sweep.subdir=.", "hydra.sweep.subdir=.: a job needs a run folder of its own"),
+        ("hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs=0: must be 1 or more"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_refused_before_the_first_job_starts(
     sweeps: SweepWorld, swept: str, reason: str
 ):
-    ended = sweeps.sweep("objective", swept)
+    ended = sweeps.sweep("objective", swept, n_jobs=None)
     assert ended.returncode == 2, ended.output
     assert reason in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert not sweeps.folder.exists()
+    assert sweeps.ran == []
+    assert not (sweeps.folder / "sweep.json").exists()
 
 
 @LAUNCHERS
@@ -106,15 +109,6 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorl
     assert json.loads((sweeps.folder / "0" / "job.json").read_text())["launches"] == 0
     assert not (sweeps.folder / "2").exists()
     assert not (sweeps.folder / "3").exists()
-
-
-@pytest.mark.slow
-def test_fail_fast_with_the_basic_launcher_starts_no_more_jobs(sweeps: SweepWorld):
-    ended = sweeps.sweep(
-        "fails_at_2", "training.seed=2,1", "sweep_fail_fast=true", "hydra/launcher=basic"
-    )
-    assert ended.returncode == 1, ended.output
-    assert sweeps.column("status") == ["failed", "not_started"]
 
 
 @pytest.mark.slow

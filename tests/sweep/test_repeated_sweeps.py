@@ -43,29 +43,6 @@ def test_an_interrupted_sweep_is_finished(sweeps: SweepWorld, launcher: str):
     assert sweeps.column("reused") == [True, False]
 
 
-@pytest.mark.slow  # test_sweep_decisions.py has the decision
-def test_sweep_resume_false_runs_all_anew(sweeps: SweepWorld):
-    arguments = ("objective", "training.seed=1,2")
-    assert sweeps.sweep(*arguments).returncode == 0
-    ended = sweeps.sweep(*arguments, "sweep_resume=false")
-    assert ended.returncode == 0, ended.output
-    assert sorted(sweeps.ran) == ["1", "1", "2", "2"]
-    assert sweeps.column("reused") == [False, False]
-    assert (sweeps.folder / "0" / "earlier-1" / "summary.json").exists()
-
-
-@pytest.mark.slow  # test_sweep_decisions.py has the decision
-def test_a_job_with_other_overrides_does_not_go_on_from_what_it_finds(sweeps: SweepWorld):
-    process = sweeps.start("works_until_told", "training.seed=1", "training.lr=1e-3,1e-4")
-    wait_until(lambda: sweeps.pid_at_work(1), "a job is at work")
-    process.send_signal(signal.SIGTERM)
-    sweeps.end(process)
-    ended = sweeps.sweep("objective", "training.seed=1", "training.lr=1e-3,1e-4")
-    assert ended.returncode == 0, ended.output
-    assert sweeps.column("result") == [1.5, 1.5], "not from the other trainer's checkpoint"
-    assert (sweeps.folder / "0" / "earlier-1" / "checkpoints" / "when-told").exists()
-
-
 def test_a_second_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorld):
     arguments = ("completes_1_and_works_at_2", "training.seed=1,2")
     first = sweeps.start(*arguments)

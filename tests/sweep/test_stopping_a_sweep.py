@@ -42,18 +42,6 @@ def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld, signum: i
     assert left_behind(sweeps) == []
 
 
-@pytest.mark.slow
-def test_attempts_in_processes_of_their_own_are_ended_as_well(sweeps: SweepWorld):
-    process = sweeps.start("works_until_told", "training.seed=1,2", "isolation=process")
-    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
-    process.send_signal(signal.SIGINT)
-    ended = sweeps.end(process)
-    assert ended.returncode == 130, ended.output
-    for number in (0, 1):
-        assert sweeps.summary(number)["checkpoint"].endswith("when-told")
-    wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
-
-
 def test_a_second_signal_kills(sweeps: SweepWorld):
     process = sweeps.start("never_stops", "training.seed=1,2")
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")

@@ -6,12 +6,12 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from robust_train.model.errors import EXIT_FAILED
-from robust_train.readable import aligned
+from robust_train.readable import aligned, cell_text
 
 if TYPE_CHECKING:
     from robust_train.model.events import Json
@@ -37,6 +37,11 @@ class Option:
 def option(*names: str, **settings: Any) -> Option:
     """Describe an option with the arguments of ``ArgumentParser.add_argument``."""
     return Option(names, settings)
+
+
+def flag(*names: str, help: str) -> Option:
+    """Describe an option without a value."""
+    return Option(names, {"action": "store_true", "help": help})
 
 
 @dataclass(frozen=True)
@@ -90,18 +95,14 @@ class CommandFailed(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns, some of them aligned to the right."""
+    """Rows under named columns; what is None or empty is unknown, and integers end flush."""
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right_aligned: Collection[str] = ()
+    rows: Sequence[Sequence[object]]
 
     def plain_lines(self) -> list[str]:
         """Return a line for each row, below the names of the columns."""
-        right = frozenset(
-            n for n, name in enumerate(self.columns) if name in self.right_aligned
-        )
-        return aligned([self.columns, *self.rows], right)
+        return aligned([self.columns, *self.rows])
 
     def print(self) -> None:
         """Print with rules on a terminal, plain in a pipe."""
@@ -113,13 +114,15 @@ class Table:
         from rich.text import Text
 
         table = RuledTable()
-        for name in self.columns:
-            justify = "right" if name in self.right_aligned else "left"
+        for name, *cells in zip(self.columns, *self.rows, strict=True):
+            is_right = any(isinstance(cell, int) for cell in cells)
             # a UUID is there to be copied, so it folds rather than lose its end
-            table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+            table.add_column(
+                str(name), justify="right" if is_right else "left", overflow="fold"
+            )
         for row in self.rows:
             # as text: a name may contain what rich reads as markup
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(cell_text(cell)) for cell in row))
         Console().print(table)
 
 
@@ -173,8 +176,3 @@ def checked(
         return value
 
     return read
-
-
-def at_least(least: int) -> Callable[[str], float]:
-    """Return a converter for integers of ``least`` or more."""
-    return checked(int, lambda value: value >= least, f"an integer of {least} or more")

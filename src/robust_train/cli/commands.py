@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from argparse import SUPPRESS
 
-from robust_train.cli.command import Command, at_least, checked, option
+from robust_train.cli.command import Command, checked, flag, option
 
-_JSON = option(
-    "--json", action="store_true", help="print JSON for programs; sizes in bytes"
-)
+_JSON = flag("--json", help="print JSON for programs; sizes in bytes")
 _RUN = option(
     "--run",
     metavar="ID|PATH|PID",
@@ -19,19 +17,20 @@ _RUN = option(
 )
 _WHICH_HELP = "id, run folder or job name; default: your only live job"
 _WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
+_SECONDS = checked(float, lambda n: 0 <= n < 1e6, "a number of seconds, 0 or more")
+_COUNT = checked(int, lambda n: n >= 1, "an integer of 1 or more")
+_AMOUNT = checked(int, lambda n: n >= 0, "an integer of 0 or more")
+_SHARE = checked(float, lambda n: 0 < n <= 1, "a number over 0, up to 1")
 _WAIT = option(
     "--wait",
-    type=checked(
-        float, lambda value: 0 <= value < 1e6, "a number of seconds, 0 or more"
-    ),
+    type=_SECONDS,
     default=30.0,
     metavar="SECONDS",
     help="how long to wait for the end of a step (default: 30)",
 )
 _QUEUE_DIR = option("--dir", help="the queue directory, as gpu_queue_dir")
-_FORCE = option(
+_FORCE = flag(
     "--force",
-    action="store_true",
     help="also drop what is unreachable but uncollected, and name what is still held",
 )
 
@@ -50,31 +49,31 @@ _STARTING = (
         (
             option(
                 "--batch-size",
-                type=at_least(1),
+                type=_COUNT,
                 metavar="N",
                 help="micro-batch size of the first attempt",
             ),
             option(
                 "--gradient-accumulation",
-                type=at_least(1),
+                type=_COUNT,
                 metavar="N",
                 help="micro-batches in an optimizer step (1)",
             ),
             option(
                 "--min-batch-size",
-                type=at_least(1),
+                type=_COUNT,
                 metavar="N",
                 help="smallest micro-batch size to try (4)",
             ),
             option(
                 "--min-gpu-memory-mb",
-                type=at_least(0),
+                type=_AMOUNT,
                 metavar="MIB",
                 help="memory that must be free on a GPU",
             ),
             option(
                 "--max-retries",
-                type=at_least(0),
+                type=_AMOUNT,
                 metavar="N",
                 help="smaller micro-batches to try on one device (3)",
             ),
@@ -83,13 +82,9 @@ _STARTING = (
                 metavar="DEVICE",
                 help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
             ),
-            option("--no-wait", action="store_true", help="do not wait for a GPU"),
-            option("--no-cpu", action="store_true", help="never fall back to the CPU"),
-            option(
-                "--detach",
-                action="store_true",
-                help="go on in the background, past logout",
-            ),
+            flag("--no-wait", help="do not wait for a GPU"),
+            flag("--no-cpu", help="never fall back to the CPU"),
+            flag("--detach", help="go on in the background, past logout"),
             option("--name", help="job name in queue and tables (the script's name)"),
             option(
                 "--run-dir",
@@ -149,9 +144,7 @@ _WATCHING = (
         (
             _WHICH,
             _RUN,
-            option(
-                "--now", action="store_true", help="end a run that is stopping already"
-            ),
+            flag("--now", help="end a run that is stopping already"),
             _JSON,
         ),
         about="Save a checkpoint and end, as at SIGTERM. RUN may be a sweep folder.",
@@ -162,22 +155,19 @@ _WATCHING = (
         "runs:list_all",
         (
             _JSON,
-            option(
-                "--all", action="store_true", help="also those older than the newest 20"
-            ),
+            flag("--all", help="also those older than the newest 20"),
         ),
         about="List your jobs, live and past, the newest first.",
     ),
     Command(
         "logs",
         "print what a job's last attempt printed",
-        "logs:logs",
+        "runs:logs",
         (
             _WHICH,
-            option(
+            flag(
                 "-f",
                 "--follow",
-                action="store_true",
                 help="print new output too, of later attempts as well, until the job ends",
             ),
             option(
@@ -191,14 +181,14 @@ _WATCHING = (
     Command(
         "attach",
         "show a live job as its own terminal would",
-        "logs:attach",
+        "runs:attach",
         (_WHICH,),
         about="Show a live job's output and status. Ctrl-C leaves it running.",
     ),
     Command(
         "wait",
         "wait for jobs or sweeps to end",
-        "logs:wait",
+        "runs:wait",
         (option("which", nargs="*", metavar="RUN", help=_WHICH_HELP),),
         about="Wait for jobs or sweeps to end. The exit code is that of the first that did not "
         "complete.",
@@ -209,15 +199,11 @@ _MACHINE = (
     Command(
         "queue",
         "show which jobs run and wait here, and why",
-        "queue:queue",
+        "machine:queue",
         (
             _JSON,
-            option(
-                "--verbose",
-                action="store_true",
-                help="show the reservations on each GPU",
-            ),
-            option("--usage", action="store_true", help=SUPPRESS),  # gone
+            flag("--verbose", help="show the reservations on each GPU"),
+            flag("--usage", help=SUPPRESS),  # gone
             _QUEUE_DIR,
         ),
         about="Show the jobs on this host: those that run, with their GPUs, and those that wait, "
@@ -226,14 +212,14 @@ _MACHINE = (
     Command(
         "queue cancel",
         "stop one of your own jobs",
-        "queue:cancel",
+        "machine:cancel",
         (option("id", metavar="ID", help="as robust-train queue shows it"), _QUEUE_DIR),
         about="Ask one of your own jobs to stop (SIGTERM).",
     ),
     Command(
         "gpus",
         "show this machine's GPUs and who uses them",
-        "gpus:gpus",
+        "machine:gpus",
         (_JSON,),
         about="Show this machine's GPUs: index, name, UUID, memory, utilization, and the processes "
         "on them.",
@@ -260,9 +246,7 @@ _MACHINE = (
         (
             option(
                 "fraction",
-                type=checked(
-                    float, lambda value: 0 < value <= 1, "a number over 0, up to 1"
-                ),
+                type=_SHARE,
                 metavar="FRACTION",
                 help="over 0, up to 1",
             ),
@@ -287,12 +271,10 @@ _MACHINE = (
     Command(
         "memory kill",
         "end your own CUDA processes",
-        "kill:kill",
+        "memory:kill",
         (
-            option("--yes", "-y", action="store_true", help="do not ask"),
-            option(
-                "--dry-run", action="store_true", help="show the processes, end none"
-            ),
+            flag("--yes", "-y", help="do not ask"),
+            flag("--dry-run", help="show the processes, end none"),
             option(
                 "--pid",
                 type=int,
@@ -303,11 +285,7 @@ _MACHINE = (
             ),
             option(
                 "--grace",
-                type=checked(
-                    float,
-                    lambda value: 0 <= value < 1e6,
-                    "a number of seconds, 0 or more",
-                ),
+                type=_SECONDS,
                 default=10.0,
                 metavar="SECONDS",
                 help="time between SIGTERM and SIGKILL (default: 10)",
@@ -321,12 +299,8 @@ _MACHINE = (
         "memory clear, then memory info",
         "memory:cleanup",
         (
-            option("--stats-only", action="store_true", help="only show"),
-            option(
-                "--force",
-                action="store_true",
-                help="as robust-train memory clear --force",
-            ),
+            flag("--stats-only", help="only show"),
+            flag("--force", help="as robust-train memory clear --force"),
             _RUN,
             _JSON,
         ),
@@ -342,9 +316,8 @@ _MACHINE = (
                 metavar="GPU",
                 help="use the excluded GPU with this UUID again",
             ),
-            option(
+            flag(
                 "--probe",
-                action="store_true",
                 help="use each free GPU for some seconds: allocate, run out of memory, recover",
             ),
             _QUEUE_DIR,
@@ -359,22 +332,18 @@ _MORE = (
     Command(
         "report",
         "write report.html of a run or sweep",
-        "report:report",
+        "set_up:report",
         (
             option(
                 "path",
                 metavar="PATH",
                 help="a run folder, a sweep folder, or a file in one",
             ),
-            option("--open", action="store_true", help="show it in the browser"),
+            flag("--open", help="show it in the browser"),
             option(
                 "--output", metavar="FILE", help="where to write it (PATH/report.html)"
             ),
-            option(
-                "--json",
-                action="store_true",
-                help="print the data instead, for programs",
-            ),
+            flag("--json", help="print the data instead, for programs"),
         ),
         about="Write report.html of a run or a sweep from its journals: while it runs, after it "
         "has ended, or if it died.",
@@ -404,7 +373,7 @@ _MORE = (
     Command(
         "completion",
         "print shell completion for bash and zsh",
-        "completion:completion",
+        "set_up:completion",
         about="Print a script that completes commands, keys and choices in bash and zsh.",
     ),
 )

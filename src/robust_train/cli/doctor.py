@@ -1,19 +1,27 @@
-"""``robust-train doctor``: each GPU usable or why not, the host's queue, facts for a bug report."""
+"""``robust-train doctor``: each GPU usable or why not, the host's queue, facts for a bug report.
+
+``--probe`` uses a GPU for some seconds, runs out of memory and recovers. :func:`probe` reserves a
+GPU and starts this file in a process of its own, with an end; :func:`exercise` is what that does.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from robust_train.cli.command import Answer, Table
 from robust_train.compat import torch_cuda_version
 from robust_train.config.schema import RobustConfig
+from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import sees_host_pids, user_name
@@ -22,6 +30,7 @@ from robust_train.host.memory import cgroup_rooms, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
+from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import (
     Exclusion,
     QueueProblem,
@@ -30,20 +39,34 @@ from robust_train.queue.queue_dir import (
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry
-from robust_train.readable import MIB, mib
+from robust_train.queue.waiting import GpuRequest, NoGpu
+from robust_train.readable import GIB, MIB, mib
+
+if TYPE_CHECKING:
+    import torch
 
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 _DEFAULT_MB = RobustConfig.min_gpu_memory_mb
-_NOT_A_FACT = ("driver_answers", "gpus", "queue", "avoided", "probes")
 _TITLES = {
     "driver_version": "driver",
+    "problem": "problem",
     "mask": VARIABLE,
+    "mask_warning": "mask warning",
+    "packages": "packages",
     "torch_cuda": "torch's CUDA",
+    "python": "python",
+    "kernel": "kernel",
     "wsl": "WSL",
+    "container": "container",
+    "host_memory_limit_bytes": "host memory limit",
+    "cgroup_limit_bytes": "cgroup limit",
     "cpus": "CPUs",
     "cuda_order": "CUDA's order of the GPUs",
 }
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
+_PROBE_SECONDS = 90.0
+_PROBE_BYTES = 2 * GIB
+_PARTS = 8
 
 
 def doctor(arguments: Namespace) -> Answer:
@@ -52,46 +75,56 @@ def doctor(arguments: Namespace) -> Answer:
     The exit code is 0 if some GPU and the queue directory can be used, and no probe failed.
     """
     path = directory_for(arguments.dir, os.environ)
-    registry: Registry | None = None
-    problem: str | None = None
+    in_container = not sees_host_pids()
+    queue: dict[str, Json] = {"directory": str(path), "problem": None}
+    queue |= dict.fromkeys(("file_system", "jobs", "owner", "tmpfiles_line"))
+    queue["in_container"] = in_container
+    excluded: Sequence[Exclusion] = ()
+    jobs: Sequence[QueuedJob] = ()
     try:
         registry = Registry(path)
     except QueueProblem as error:
-        problem = str(error)
-    try:
-        if arguments.clear is not None:
-            return _clear(registry, arguments.clear)
-        inventory = read_inventory(processes=False)
-        excluded = [] if registry is None else registry.exclusions()
-        usable, gpus = _gpus(
-            inventory, excluded, [] if registry is None else registry.jobs()
-        )
-        data = {
-            **_facts(inventory),
-            "gpus": gpus,
-            "queue": _queue(path, registry, problem),
-            "avoided": [asdict(item) for item in excluded],
+        queue["problem"] = str(error)
+    else:
+        excluded, jobs = registry.exclusions(), registry.jobs()
+        queue |= {
+            "file_system": registry.file_system,
+            "jobs": len(jobs),
+            "owner": user_name(registry.owner),
+            "tmpfiles_line": tmpfiles_line(path) if registry.owner else None,
         }
-    finally:
-        if registry is not None:
-            registry.close()
+        is_cleared = arguments.clear is not None and registry.clear(arguments.clear)
+        registry.close()
+        if is_cleared:
+            shown = f"{arguments.clear} is no longer excluded"
+            return Answer({"cleared": arguments.clear}, [shown])
+    if arguments.clear is not None:
+        problem = f"--clear {arguments.clear}: you have not excluded this GPU"
+        return Answer(error=problem)
+    inventory = read_inventory(processes=False)
+    usable, gpus = _gpus(inventory, excluded, jobs)
+    data = {
+        **_facts(inventory, in_container),
+        "gpus": gpus,
+        "queue": queue,
+        "avoided": [asdict(item) for item in excluded],
+    }
     if arguments.probe:
-        data["probes"] = _probe(usable, path if problem is None else None)
+        data["probes"] = []
+        for gpu in usable:
+            print(f"probing GPU {gpu.index} …", file=sys.stderr)
+            passed, text = probe(gpu, None if queue["problem"] else path)
+            result = {"index": gpu.index, "uuid": gpu.uuid}
+            data["probes"].append({**result, "passed": passed, "result": text})
     passed = all(result["passed"] for result in data.get("probes", ()))
-    is_fine = bool(usable) and problem is None and passed
+    is_fine = bool(usable) and queue["problem"] is None and passed
     return Answer(data, _shown(data), exit_code=0 if is_fine else EXIT_FAILED)
 
 
-def _clear(registry: Registry | None, uuid: str) -> Answer:
-    """Use an excluded GPU again."""
-    if registry is None or not registry.clear(uuid):
-        return Answer(error=f"--clear {uuid}: you have not excluded this GPU")
-    return Answer({"cleared": uuid}, [f"{uuid} is no longer excluded"])
-
-
-def _facts(inventory: Inventory) -> dict[str, Json]:
+def _facts(inventory: Inventory, in_container: bool) -> dict[str, Json]:
     """Return what a bug report from this machine needs; torch is not imported."""
     visible, kernel = visible_gpus(inventory, os.environ), platform.release()
+    marked = any(mark.exists() for mark in _CONTAINER_MARKS)
     return {
         "driver_version": inventory.driver_version,
         "driver_answers": inventory.answered,
@@ -103,8 +136,7 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "python": platform.python_version(),
         "kernel": kernel,
         "wsl": "microsoft" in kernel.lower(),
-        "container": not sees_host_pids()
-        or any(mark.exists() for mark in _CONTAINER_MARKS),
+        "container": in_container or marked,
         "host_memory_limit_bytes": read_host_memory().total,
         "cgroup_limit_bytes": min((limit for limit, _ in cgroup_rooms()), default=None),
         "cpus": len(os.sched_getaffinity(0)),
@@ -125,9 +157,8 @@ def _cuda_order(inventory: Inventory) -> str | None:
         return None
     if any(gpu.parent_uuid for gpu in inventory.gpus):
         return "one MIG slice, whatever there is: slices do not count for num_gpus"
-    environ = {
-        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"
-    }
+    environ = dict(os.environ)
+    environ.pop("CUDA_DEVICE_ORDER", None)
     try:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
@@ -145,82 +176,45 @@ def _gpus(
 ) -> tuple[list[GpuInfo], list[dict[str, Json]]]:
     """Return the usable GPUs, and all GPUs with why they are not usable, or have no room now."""
     busy = {uuid: job.id for job in jobs for uuid in job.gpus}
-    shown = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
+    visible = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
     names = ("index", "uuid", "name", "compute_mode", "mps", "free_bytes")
     usable, rows = [], []
     for gpu in mark_excluded(inventory.gpus, excluded):
-        why = gpu.unusable or (None if gpu.uuid in shown else f"hidden by {VARIABLE}")
+        hidden = None if gpu.uuid in visible else f"hidden by {VARIABLE}"
+        why = gpu.unusable or hidden
         if why is None:
             usable.append(gpu)
-        known = {name: getattr(gpu, name) for name in names}
         full = None
-        if (job := busy.get(gpu.uuid)) is not None:
-            full = f"busy: job {job} has it (robust-train queue)"
+        if gpu.uuid in busy:
+            full = f"busy: job {busy[gpu.uuid]} has it (robust-train queue)"
         elif gpu.free_bytes < _DEFAULT_MB * MIB:
             full = f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
-        rows.append(
-            {**known, "usable": why is None, "why_not": why, "why_no_room": full}
-        )
+        row = {name: getattr(gpu, name) for name in names}
+        rows.append(row | {"usable": why is None, "why_not": why, "why_no_room": full})
     for lost in inventory.skipped:
-        known = {
-            **dict.fromkeys((*names, "why_no_room")),
-            "index": lost.index,
-            "uuid": lost.uuid,
-        }
-        rows.append({**known, "usable": False, "why_not": lost.reason})
+        row = dict.fromkeys((*names, "why_no_room"))
+        row |= {"index": lost.index, "uuid": lost.uuid}
+        rows.append(row | {"usable": False, "why_not": lost.reason})
     return usable, rows
-
-
-def _queue(
-    path: Path, registry: Registry | None, problem: str | None
-) -> dict[str, Json]:
-    known: dict[str, Json] = dict.fromkeys(
-        ("file_system", "jobs", "owner", "tmpfiles_line")
-    )
-    known["in_container"] = not sees_host_pids()
-    if registry is not None:
-        owner = registry.owner
-        known |= {
-            "file_system": registry.file_system,
-            "jobs": len(registry.jobs()),
-            "owner": user_name(owner),
-            "tmpfiles_line": tmpfiles_line(path) if owner else None,
-        }
-    return {"directory": str(path), "problem": problem, **known}
-
-
-def _probe(
-    gpus: Sequence[GpuInfo], queue_directory: Path | None
-) -> list[dict[str, Json]]:
-    from robust_train.cli.gpu_probe import probe
-
-    results = []
-    for gpu in gpus:
-        print(f"probing GPU {gpu.index} …", file=sys.stderr)
-        passed, text = probe(gpu, queue_directory)
-        results.append(
-            {"index": gpu.index, "uuid": gpu.uuid, "passed": passed, "result": text}
-        )
-    return results
 
 
 def _shown(data: dict[str, Json]) -> list[str | Table]:
     """Return the same for people."""
-    rows = [
-        [
-            _TITLES.get(name, name.replace("_", " ").removesuffix(" bytes")),
-            _text(name, value),
-        ]
-        for name, value in data.items()
-        if name not in _NOT_A_FACT and value is not None
-    ]
+    known = {name: data[name] for name in _TITLES if data[name] is not None}
+    rows = [(_TITLES[name], _text(name, value)) for name, value in known.items()]
+    lines = []
+    for gpu in data["gpus"]:
+        why = gpu["why_not"] or gpu["why_no_room"] or "usable"
+        lines.append(f"GPU {gpu['index']}: {why}")
+        if gpu["name"] is not None:
+            mps = ", MPS" if gpu["mps"] else ""
+            mode, free = gpu["compute_mode"], mib(gpu["free_bytes"])
+            lines.append(f"  {gpu['name']}, compute mode {mode}{mps}, {free} free")
+        if gpu["uuid"]:
+            lines.append(f"  {gpu['uuid']}")
     probes = data.get("probes", ())
-    return [
-        Table(("what", "value"), rows),
-        *(line for gpu in data["gpus"] for line in _gpu_lines(gpu)),
-        *(f"probe of GPU {result['index']}: {result['result']}" for result in probes),
-        *_queue_lines(data["queue"]),
-    ]
+    lines += [f"probe of GPU {one['index']}: {one['result']}" for one in probes]
+    return [Table(("what", "value"), rows), *lines, *_queue_lines(data["queue"])]
 
 
 def _text(name: str, value: Json) -> str:
@@ -231,26 +225,12 @@ def _text(name: str, value: Json) -> str:
     return mib(value) if name.endswith("_bytes") else str(value)
 
 
-def _gpu_lines(gpu: dict[str, Json]) -> list[str]:
-    """Return whether a GPU is usable, what it is, and its UUID, a line each."""
-    lines = [f"GPU {gpu['index']}: {gpu['why_not'] or gpu['why_no_room'] or 'usable'}"]
-    if gpu["name"] is not None:
-        mps = ", MPS" if gpu["mps"] else ""
-        free = mib(gpu["free_bytes"])
-        lines.append(
-            f"  {gpu['name']}, compute mode {gpu['compute_mode']}{mps}, {free} free"
-        )
-    if gpu["uuid"]:
-        lines.append(f"  {gpu['uuid']}")
-    return lines
-
-
 def _queue_lines(queue: dict[str, Json]) -> list[str]:
-    directory = queue["directory"]
-    lines = [
-        queue["problem"]
-        or f"queue: {directory} on {queue['file_system']}, {queue['jobs']} jobs"
-    ]
+    directory, usual = (
+        queue["directory"],
+        "queue: {directory} on {file_system}, {jobs} jobs",
+    )
+    lines = [queue["problem"] or usual.format(**queue)]
     if queue["tmpfiles_line"]:
         lines.append(
             f"queue: {directory} belongs to {queue['owner']}, who could remove reservations of "
@@ -263,3 +243,91 @@ def _queue_lines(queue: dict[str, Json]) -> list[str]:
             "they share this directory (mount it, or set gpu_queue_dir)"
         )
     return lines
+
+
+def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
+    """Probe a usable GPU that no job has; return whether it passed, and one line about it. Without
+    a ``queue_directory`` nothing is reserved."""
+    queue = HostQueue(
+        queue_directory,
+        name="doctor --probe",
+        run_dir=os.getcwd(),
+        jobs_per_device=1,
+        read=lambda processes: visible_gpus(
+            read_inventory(processes=processes), os.environ
+        ),
+    )
+    request = GpuRequest(_PROBE_BYTES, wait=False, only=frozenset({gpu.uuid}))
+    try:
+        found = queue.wait(request)
+        if isinstance(found, NoGpu):
+            return True, f"not probed: {found.reason}"
+        environ = {**os.environ, VARIABLE: gpu.uuid}
+        command = [sys.executable, "-m", __name__]
+        done = run_command(command, _PROBE_SECONDS, environ)
+    except (OSError, NoAnswer) as error:
+        return False, str(error)
+    finally:
+        queue.release()
+    printed = done.stderr if done.returncode else done.stdout
+    lines = printed.decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode != 0:
+        return False, last
+    seen = json.loads(last)
+    return seen["left_bytes"] == 0, (
+        f"computed, ran out of memory and went on with 1/{seen['parts']:g} of it in "
+        f"{seen['seconds']:.1f} s, {seen['left_bytes']} bytes left"
+    )
+
+
+def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
+    """Compute on a device, ask for twice the memory that is free there, and go on with less. Raises
+    RuntimeError: a result is wrong, or memory never ran out."""
+    import torch
+
+    from robust_train.step.oom_handler import adaptive_batch_training
+
+    started = time.monotonic()
+    ones = torch.ones(512, 512, device=device)
+    if not torch.equal((ones @ ones).cpu(), torch.full((512, 512), 512.0)):
+        raise RuntimeError("a product of matrices is wrong")
+    calls = 0
+
+    def use(batch_size: int) -> int:
+        nonlocal calls
+        calls += 1
+        block = torch.empty(
+            batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device
+        )
+        block[:: 1 << 20].fill_(1)
+        if int(block[-1 - (len(block) - 1) % (1 << 20)]) != 1:
+            raise RuntimeError("memory does not hold what was written")
+        return batch_size
+
+    size = adaptive_batch_training(use, initial_batch_size=2 * _PARTS, min_batch_size=1)
+    if calls == 1:
+        raise RuntimeError("twice the memory was allocated")
+    left = 0
+    if device.type == "cuda":
+        del ones
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated(device)
+    seconds = time.monotonic() - started
+    return {"parts": _PARTS / size, "left_bytes": left, "seconds": seconds}
+
+
+def _probe_here() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(
+            "torch finds no GPU: its build has no CUDA, or the driver is too old for it"
+        )
+    device = torch.device("cuda", 0)
+    # others may be on it too
+    print(json.dumps(exercise(device, torch.cuda.mem_get_info(device)[0])))
+
+
+if __name__ == "__main__":
+    _probe_here()

@@ -20,7 +20,7 @@ from robust_train.host.screen import open_closed_streams
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_HELP = ("-h", "--help")
+_HELP = {"-h", "--help"}
 _COLUMNS = 78
 
 
@@ -61,29 +61,27 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"robust-train {robust_train.__version__}")
         return 0
-    is_group = words[0] not in COMMANDS and bool(members_of(words[0]))
-    if is_group and set(words[1:2]) & set(_HELP):
-        print(_listing(members_of(words[0]).values()))
+    members = {} if words[0] in COMMANDS else members_of(words[0])
+    if members and _HELP & set(words[1:2]):
+        print(_listing(members.values()))
         return 0
     command, rest = find(words)
     if command.parses_itself:
         return int(load(command.function)(rest))
-    own = rest[: rest.index("--")] if "--" in rest else rest
-    if set(_HELP) & set(own):
+    if _HELP & set(_split(rest)[0]):
         print(parser_of(command).format_help(), end="")
         return 0
     arguments = parse(command, rest)
-    as_json = getattr(arguments, "json", False)
     try:
         answer: Answer | int = load(command.function)(arguments)
     except Exception as error:
         code = _exit_code_of(error)
-        if code is None:
+        if not code:
             raise
         answer = Answer(error=str(error), exit_code=code)
     if isinstance(answer, int):
         return answer
-    answer.print(command.name, as_json)
+    answer.print(command.name, getattr(arguments, "json", False))
     return answer.exit_code or (EXIT_FAILED if answer.error else 0)
 
 
@@ -93,25 +91,24 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     Raises CommandFailed if there is no such command; it names the one that was probably meant.
     """
     first, second = words[0], words[1] if words[1:] else ""
+    command = COMMANDS.get(first)
     members = {} if "--" in words else members_of(first)
     if second in members:
         return members[second], list(words[2:])
     if near := difflib.get_close_matches(second, members, n=1):
-        takes_program = first in COMMANDS and COMMANDS[first].takes_program
-        hint = f" To run a program: -- {second}" if takes_program else ""
-        raise CommandFailed(
-            f"{first}: {second}: did you mean {near[0]}?{hint}", EXIT_BAD_CONFIG
-        )
-    if first in COMMANDS:
-        return COMMANDS[first], list(words[1:])
-    if first in GONE:
-        raise CommandFailed(f"{first} is gone: {GONE[first]}", EXIT_BAD_CONFIG)
-    if members:
-        problem = f"{second}: no such action" if second else "an action is needed"
-        raise CommandFailed(
-            f"{first}: {problem}: {', '.join(members)}", EXIT_BAD_CONFIG
-        )
-    raise CommandFailed(f"{first}: no such command; {_meant(first)}", EXIT_BAD_CONFIG)
+        problem = f"{first}: {second}: did you mean {near[0]}?"
+        if command is not None and command.takes_program:
+            problem += f" To run a program: -- {second}"
+    elif command is not None:
+        return command, list(words[1:])
+    elif first in GONE:
+        problem = f"{first} is gone: {GONE[first]}"
+    elif members:
+        what = f"{second}: no such action" if second else "an action is needed"
+        problem = f"{first}: {what}: {', '.join(members)}"
+    else:
+        problem = f"{first}: no such command; {_meant(first)}"
+    raise CommandFailed(problem, EXIT_BAD_CONFIG)
 
 
 def _meant(word: str) -> str:
@@ -127,22 +124,19 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what was wrong."""
-        raise CommandFailed(
-            f"{self.prog.partition(' ')[2]}: {message}", EXIT_BAD_CONFIG
-        )
+        name = self.prog.partition(" ")[2]
+        raise CommandFailed(f"{name}: {message}", EXIT_BAD_CONFIG)
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the parser of a command's arguments, without a program after ``--``."""
-    members = " | ".join(members_of(command.name))
     epilog = load(command.epilog) if command.epilog else ""
-    if members:
+    if members := " | ".join(members_of(command.name)):
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
+    about = command.about or f"{command.help.capitalize()}."
     parser = _Parser(
         prog=f"robust-train {command.name}",
-        description=textwrap.fill(
-            command.about or f"{command.help.capitalize()}.", _COLUMNS
-        ),
+        description=textwrap.fill(about, _COLUMNS),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -159,17 +153,23 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command; raise CommandFailed for a mistake."""
     if not command.takes_program:
         return parser_of(command).parse_args(words)
-    split = words.index("--") if "--" in words else len(words)
-    arguments = parser_of(command).parse_args(words[:split])
-    arguments.program = list(words[split + 1 :])
+    own, program = _split(words)
+    arguments = parser_of(command).parse_args(own)
+    arguments.program = program
     return arguments
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after ``--``."""
+    at = words.index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
 
 
 def _listing(commands: Iterable[Command]) -> str:
     """Return usage and help of commands, a line each."""
-    shown = [(command.usage, command.help) for command in commands]
-    width = max(len(usage) for usage, _ in shown)
-    lines = [f"  {usage.ljust(width)}  {text}" for usage, text in shown]
+    shown = {command.usage: command.help for command in commands}
+    width = max(map(len, shown))
+    lines = [f"  {usage.ljust(width)}  {text}" for usage, text in shown.items()]
     return "\n".join(
         [
             "usage: robust-train COMMAND [OPTIONS]",
@@ -182,17 +182,17 @@ def _listing(commands: Iterable[Command]) -> str:
     )
 
 
-def _exit_code_of(error: Exception) -> int | None:
-    """Return the exit code for an error that its message explains; None for any other."""
-    if isinstance(error, CommandFailed):
-        return error.exit_code
+def _exit_code_of(error: Exception) -> int:
+    """Return the exit code for an error that its message explains; 0 for any other."""
     from robust_train.folder.requests import ControlError, Refused
     from robust_train.folder.run_list import NoLiveRun
     from robust_train.queue.queue_dir import QueueProblem
 
+    if isinstance(error, CommandFailed):
+        return error.exit_code
     if isinstance(error, ControlError | Refused | NoLiveRun):
         return EXIT_FAILED
-    return EXIT_BAD_CONFIG if isinstance(error, QueueProblem) else None
+    return EXIT_BAD_CONFIG if isinstance(error, QueueProblem) else 0
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""``robust-train runs``, ``run list | status | checkpoint | halve-batch | stop``."""
+"""``robust-train runs``, ``run list | status | checkpoint | halve-batch | stop``, ``logs``,
+``attach`` and ``wait``: a user's jobs, live and past."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from robust_train.cli.command import Answer, CommandFailed, Table
-from robust_train.folder import requests
+from robust_train.folder import requests, run_list
 from robust_train.folder.lock import is_held
 from robust_train.folder.run_list import (
     DIED,
@@ -18,104 +21,102 @@ from robust_train.folder.run_list import (
     choose_run,
     find_live_runs,
     find_runs,
-    state_directory,
+    read_run,
 )
 from robust_train.folder.state import read_summary
+from robust_train.host import screen
+from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, mib, shortened
-from robust_train.sweep.record import short_result
+from robust_train.sweep.record import SWEEP_FILE, read_table, short_result
 
-COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
-_RIGHT = {"step", "time"}
+_COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 USUALLY = 20
+POLL_SECONDS = 0.3
+CHUNK_BYTES = 1 << 20
+_ATTACH_BYTES = 4096
+_LOG = "attempt-{}.log"
+_NAME = re.compile(r"attempt-(\d+)\.log")
+_LOG_LINE = re.compile(
+    rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[(?:INFO|DEBUG|([A-Z]+))\] - ",
+    re.MULTILINE,
+)
 
 About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
 def list_live(arguments: Namespace) -> Answer:
     """List the user's live runs, the newest first."""
-    live = find_live_runs()[::-1]
-    nothing = (
-        "no run of yours is alive on this machine; robust-train runs lists earlier ones"
+    return _listed(
+        find_live_runs()[::-1],
+        "no run of yours is alive on this machine; robust-train runs lists earlier ones",
+        all_of_them=True,
     )
-    return _listed(live, nothing)
 
 
 def list_all(arguments: Namespace) -> Answer:
     """List the user's jobs, live and past, the newest first."""
-    found = find_runs()[::-1]
-    most = len(found) if arguments.all else USUALLY
-    return _listed(
-        found, f"no run of yours is on the list in {state_directory()}", most
-    )
+    nothing = f"no run of yours is on the list in {run_list.state_directory()}"
+    return _listed(find_runs()[::-1], nothing, all_of_them=arguments.all)
 
 
-def _listed(runs: Sequence[Run], nothing: str, most: int | None = None) -> Answer:
-    """Show the first ``most`` of these runs, and how those that were interrupted go on."""
-    shown = runs[:most]
-    data = {"runs": [{**run.about(), **_result(run)} for run in shown]}
+def _listed(runs: Sequence[Run], nothing: str, *, all_of_them: bool) -> Answer:
+    """Show runs, and how those that were interrupted go on."""
+    shown = runs if all_of_them else runs[:USUALLY]
+    listed = []
+    for run in shown:
+        listed.append(run.about())
+        summary = read_summary(run.run_dir) if run.status == "completed" else None
+        if summary is not None:
+            listed[-1]["result"] = summary.objective
     if not runs:
-        return Answer(data, [nothing])
-    lines = _fitted(Table(COLUMNS, [_row(run) for run in shown], _RIGHT))
+        return Answer({"runs": listed}, [nothing])
+    rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
+    lines = Table(_COLUMNS, rows).plain_lines()
+    width = shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and max(map(len, lines)) > width:
+        narrow = Table(_COLUMNS[:-1], [row[:-1] for row in rows])
+        lines = [line[:width] for line in narrow.plain_lines()]
     if len(shown) < len(runs):
         lines.append(f"older runs: {len(runs) - len(shown)}; --all shows them")
     for run in shown:
         if run.status == DIED and run.state is not None and run.state.resume_command:
             lines.append(f"{run.id} was interrupted: {run.why_died}. To go on:")
             lines.append(f"  {run.state.resume_command}")
-    return Answer(data, lines)
+    return Answer({"runs": listed}, lines)
 
 
-def _fitted(table: Table) -> list[str]:
-    """Return one line a job; on a terminal without the folder if that does not fit."""
-    lines = table.plain_lines()
-    width = shutil.get_terminal_size().columns
-    if not sys.stdout.isatty() or max(map(len, lines)) <= width:
-        return lines
-    narrow = Table(
-        table.columns[:-1], [row[:-1] for row in table.rows], table.right_aligned
-    )
-    return [line[:width] for line in narrow.plain_lines()]
-
-
-def _row(run: Run) -> list[str]:
-    about, state = run.about(), run.state
-    result = _result(run).get("result")
-    reason = state.reason if state is not None and not run.alive else None
-    cells = (
+def _row(run: Run, about: About) -> list[object]:
+    reason = about.get("reason")
+    result = short_result(about.get("result"))
+    if reason and not run.alive and about.get("result") is None:
+        result = shortened(reason, 60)
+    return [
         run.id,
         "interrupted" if about["state"] == DIED else about["state"],
         about.get("name"),
         (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
         _step(about),
         as_clock(int(about["seconds"])) if "seconds" in about else None,
-        shortened(reason, 60) if reason and result is None else short_result(result),
+        result,
         run.run_dir,
-    )
-    return ["-" if cell is None else str(cell) for cell in cells]
-
-
-def _result(run: Run) -> dict[str, Json]:
-    """Return ``result`` of a job that completed."""
-    summary = read_summary(run.run_dir) if run.status == "completed" else None
-    return {} if summary is None else {"result": summary.objective}
+    ]
 
 
 def _step(about: About) -> str | None:
     """Return ``12/400``, or ``12`` if the number of all steps is unknown."""
     step, total = about.get("step"), about.get("total_steps")
-    if step is None:
-        return None
-    return str(step) if total is None else f"{step}/{total}"
+    if step is None or total is None:
+        return None if step is None else str(step)
+    return f"{step}/{total}"
 
 
 def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended."""
     run = choose_run(arguments.run or arguments.which, dead_too=True)
     about = requests.status(run)
-    rows = [
-        [name, str(value)] for name, value in _facts(run, about) if value is not None
-    ]
+    facts = _facts(run, about).items()
+    rows = [(name, str(value)) for name, value in facts if value is not None]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
 
 
@@ -139,7 +140,7 @@ def halve_batch(arguments: Namespace) -> Answer:
 def stop(arguments: Namespace) -> Answer:
     """Have a live run, or a sweep with its jobs, save checkpoints and end."""
     which = arguments.run or arguments.which
-    if which and os.path.isfile(Path(which) / "sweep.json"):
+    if which and os.path.isfile(Path(which) / SWEEP_FILE):
         return _stop_sweep(Path(which).resolve())
     run = choose_run(which)
     answer = requests.ask(run, "stop", now=arguments.now)
@@ -157,50 +158,43 @@ def _stop_sweep(folder: Path) -> Answer:
         requests.request_sweep_stop(folder)
     except (OSError, requests.Refused) as error:
         raise CommandFailed(f"{folder}: {error}") from error
-    return Answer(
-        {"sweep": str(folder), "jobs": jobs, "after": "stopping"},
-        [
-            f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"
-        ],
+    sentence = (
+        f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"
     )
+    data = {"sweep": str(folder), "jobs": jobs, "after": "stopping"}
+    return Answer(data, [sentence])
 
 
-def _facts(run: Run, about: About) -> list[tuple[str, Json]]:
+def _facts(run: Run, about: About) -> dict[str, Json]:
     """Return what ``status`` shows, with None for what is unknown."""
-    waiting = about.get("waiting") or {}
-    state, loss, memory = about["state"], about.get("loss"), about.get("memory") or {}
+    waiting, memory = about.get("waiting") or {}, about.get("memory") or {}
+    state, loss, reason = about["state"], about.get("loss"), about.get("reason")
     seconds = as_clock(int(about.get("seconds_in_state", 0)))
     since = f"{state} for {seconds}" if run.alive else state
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}, {seconds} long"
-    return [
-        ("run", about["id"]),
-        ("job", about.get("name")),
-        ("state", since),
-        (
-            "why",
-            waiting.get("reason")
-            or (None if state == "running" else about.get("reason")),
-        ),
-        ("position", waiting.get("position")),
-        ("exit code", about.get("exit_code")),
-        ("run folder", about["run_dir"]),
-        ("host", None if run.is_here else about.get("host")),
-        ("launcher pid", about["pid"]),
-        ("attempt", about.get("attempt")),
-        ("attempt pid", about.get("attempt_pid")),
-        ("device", about.get("device")),
-        ("batch", _batch(about)),
-        ("effective batch", about.get("effective_batch_size")),
-        ("step", _step(about)),
-        ("loss", None if loss is None else f"{loss:.4g}"),
-        ("last checkpoint", about.get("checkpoint")),
-        (
-            "memory",
-            ", ".join(f"{name} {mib(size)}" for name, size in memory.items()) or None,
-        ),
-        ("started", f"{as_clock(int(about['seconds']))} ago" if run.alive else None),
-    ]
+    used = ", ".join(f"{name} {mib(size)}" for name, size in memory.items())
+    return {
+        "run": about["id"],
+        "job": about.get("name"),
+        "state": since,
+        "why": waiting.get("reason") or (None if state == "running" else reason),
+        "position": waiting.get("position"),
+        "exit code": about.get("exit_code"),
+        "run folder": about["run_dir"],
+        "host": None if run.is_here else about.get("host"),
+        "launcher pid": about["pid"],
+        "attempt": about.get("attempt"),
+        "attempt pid": about.get("attempt_pid"),
+        "device": about.get("device"),
+        "batch": _batch(about),
+        "effective batch": about.get("effective_batch_size"),
+        "step": _step(about),
+        "loss": None if loss is None else f"{loss:.4g}",
+        "last checkpoint": about.get("checkpoint"),
+        "memory": used or None,
+        "started": f"{as_clock(int(about['seconds']))} ago" if run.alive else None,
+    }
 
 
 def _batch(about: About) -> str | None:
@@ -208,5 +202,166 @@ def _batch(about: About) -> str | None:
     size, split = about.get("batch_size"), about.get("micro_batch")
     if size is None:
         return None
-    inside = "" if split is None or split == size else f", split into {split}"
+    inside = "" if split in (None, size) else f", split into {split}"
     return f"{size} × {about['gradient_accumulation_steps']}{inside}"
+
+
+def logs(arguments: Namespace) -> int:
+    """Print the output of a job's last attempt; with ``-f`` continue until the job ends."""
+    run = _any_run(arguments.which)
+    follows, attempt = arguments.follow and run.alive, arguments.attempt
+    numbers = _attempts_in(run.run_dir)
+    if attempt is not None and attempt not in numbers:
+        there = ", ".join(map(str, numbers)) or "none"
+        raise CommandFailed(f"{run.id}: no log of attempt {attempt}; there are {there}")
+    if not numbers and not follows:
+        reason = (run.state and run.state.reason) or run.run_dir
+        raise CommandFailed(f"{run.id} ({run.status}) has started no attempt: {reason}")
+    for data in output_of(run.run_dir, attempt, follow=follows):
+        sys.stdout.buffer.write(as_shown(data))
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def attach(arguments: Namespace) -> int:
+    """Show a job's output and status until it ends; return its exit code, 0 after Ctrl-C."""
+    from robust_train.report.status import LiveStatus
+
+    run = choose_run(arguments.which)
+    name = "" if run.state is None else f" ({run.state.name})"
+    print(f"attached to {run.id}{name}; Ctrl-C leaves it running", flush=True)
+    live = LiveStatus(is_wanted=sys.stdout.isatty())
+    try:
+        with screen.never_blocking_output(), live:
+            for data in output_of(run.run_dir, follow=True, last_bytes=_ATTACH_BYTES):
+                screen.show(sys.stdout.fileno(), as_shown(data))
+                now = read_run(run.run_dir)
+                if now is not None and now.alive and now.state is not None:
+                    live.show(now.state)
+    except KeyboardInterrupt:
+        print(f"\n{run.id} keeps running; robust-train attach {run.id} shows it again")
+        return 0
+    return _wait_for(run.run_dir)
+
+
+def wait(arguments: Namespace) -> int:
+    """Wait for each job or sweep; return the code of the first that did not complete, else 0."""
+    folders = [_any_run(which).run_dir for which in arguments.which or [None]]
+    codes = [_wait_for(folder) for folder in folders]
+    return next((code for code in codes if code), 0)
+
+
+def _wait_for(folder: Path) -> int:
+    """Wait for the job or sweep in a folder; print how it ended and return its exit code."""
+    if (folder / SWEEP_FILE).is_file():
+        while is_held(folder):
+            time.sleep(POLL_SECONDS)
+        table = read_table(folder)
+        code = None if table is None else table.exit_code
+        print(f"{folder}: {'died' if code is None else f'ended with exit code {code}'}")
+        return EXIT_FAILED if code is None else code
+    while (run := read_run(folder)) is not None and run.alive:
+        time.sleep(POLL_SECONDS)
+    if run is None:
+        raise CommandFailed(f"{folder} is gone")
+    state = run.state
+    reason = "" if state is None else shortened(state.reason or "", 200)
+    print(f"{run.id} {run.status}{reason and f': {reason}'}; {folder}")
+    code = state.exit_code if state is not None and state.is_final else None
+    return EXIT_FAILED if code is None else code
+
+
+def as_shown(data: bytes) -> bytes:
+    """Return a part of a log: unchanged in a pipe, with short log lines on a terminal."""
+    if not sys.stdout.isatty():
+        return data
+
+    def short(line: re.Match[bytes]) -> bytes:
+        level = line[2].lower() + b": " if line[2] else b""
+        return b"%s %s" % (line[1], level)
+
+    return _LOG_LINE.sub(short, data)
+
+
+def _any_run(which: str | None) -> Run:
+    """Return the run that is meant, live or past; by default the live one, else the newest.
+
+    Raises NoLiveRun if there is none, or more than one.
+    """
+    try:
+        return choose_run(which, dead_too=True)
+    except run_list.NothingAlive:
+        known = find_runs()
+        if not known:
+            raise
+        return known[-1]
+
+
+def _attempts_in(run_dir: Path) -> list[int]:
+    """Return the numbers of the attempts that have a log."""
+    found = (_NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*")))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def output_of(
+    run_dir: Path,
+    attempt: int | None = None,
+    *,
+    follow: bool = False,
+    last_bytes: int | None = None,
+) -> Iterator[bytes]:
+    """Yield what an attempt has printed.
+
+    Of a job that is alive only whole lines are shown: its log may still take back the last one.
+
+    Args:
+        run_dir: the run folder.
+        attempt: the attempt's number; None for the last one, and with ``follow`` those after it.
+        follow: continue until the job ends.
+        last_bytes: begin at most this many bytes before the end.
+    """
+    number, position, ends_line = attempt, 0, True
+    while True:
+        # read before the log, so that the last output is not missed
+        run = read_run(run_dir)
+        is_alive = follow and run is not None and run.alive
+        numbers = _attempts_in(run_dir)
+        if number is None and numbers:
+            number = numbers[-1]
+            if last_bytes is not None:
+                position = _line_start(run_dir, number, last_bytes)
+        has_ended = number is not None and number + 1 in numbers
+        data = b"" if number is None else _read(run_dir, number, position)
+        if is_alive and not has_ended and len(data) < CHUNK_BYTES:
+            data = data[: data.rfind(b"\n") + 1]
+        position += len(data)
+        if data:
+            yield data
+            ends_line = data.endswith(b"\n")
+        elif number is not None and has_ended and attempt is None:
+            number, position = number + 1, 0
+            yield b"%s==> attempt %d <==\n" % (b"" if ends_line else b"\n", number)
+        elif has_ended or not is_alive:
+            return
+        else:
+            yield b""
+            time.sleep(POLL_SECONDS)
+
+
+def _line_start(run_dir: Path, number: int, last_bytes: int) -> int:
+    """Return where the first whole line of the last bytes of a log begins."""
+    try:
+        size = (run_dir / _LOG.format(number)).stat().st_size
+    except OSError:
+        return 0
+    start = max(size - last_bytes, 0)
+    return start and start + _read(run_dir, number, start).find(b"\n") + 1
+
+
+def _read(run_dir: Path, number: int, position: int) -> bytes:
+    try:
+        with (run_dir / _LOG.format(number)).open("rb") as file:
+            file.seek(position)
+            return file.read(CHUNK_BYTES)
+    except OSError:
+        return b""

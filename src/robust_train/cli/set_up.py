@@ -1,16 +1,19 @@
-"""Set things up: ``init`` writes a project, ``notify test`` tries the notifications."""
+"""``robust-train init``, ``notify test``, ``report`` and ``completion``."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import socket
-from argparse import Namespace
-from collections.abc import Iterator
+import webbrowser
+from argparse import SUPPRESS, Namespace
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from robust_train.cli.command import Answer, CommandFailed
+from robust_train.cli.commands import COMMANDS, members_of
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -24,30 +27,22 @@ def init(arguments: Namespace) -> Answer:
     """Write a new project; overwrite nothing."""
     folder = Path(arguments.dir)
     contents = dict(_files(files("robust_train") / _TEMPLATE))
-    existing = sorted(
-        str(folder / name) for name in contents if os.path.lexists(folder / name)
-    )
+    existing = [folder / name for name in contents if os.path.lexists(folder / name)]
     if existing:
-        raise CommandFailed(
-            f"{existing[0]} exists already; name another folder", EXIT_BAD_CONFIG
-        )
+        problem = f"{min(existing)} exists already; name another folder"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG)
     try:
         for name, content in contents.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open(
-                "xb"
-            ) as file:  # never over a file that was created meanwhile
+            # never over a file that was created meanwhile
+            with path.open("xb") as file:
                 file.write(content)
     except OSError as error:
-        raise CommandFailed(
-            f"{error.filename}: {error.strerror}", EXIT_BAD_CONFIG
-        ) from error
-    return Answer(
-        shown=[
-            f"wrote {', '.join(sorted(contents))}; now: cd {folder} && python main.py"
-        ],
-    )
+        problem = f"{error.filename}: {error.strerror}"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
+    written = ", ".join(sorted(contents))
+    return Answer(shown=[f"wrote {written}; now: cd {folder} && python main.py"])
 
 
 def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
@@ -74,9 +69,8 @@ def notify(arguments: Namespace) -> Answer:
         hide_urls(cfg, environ)
         settings = notifications(checked(cfg).notify, environ)
     except REFUSALS as error:
-        raise CommandFailed(
-            explain(error, "robust", overrides), EXIT_BAD_CONFIG
-        ) from error
+        problem = explain(error, "robust", overrides)
+        raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     if not (settings.command or settings.urls):
         problem = f"nothing to send to; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
@@ -87,3 +81,127 @@ def notify(arguments: Namespace) -> Answer:
     if notifier.has_failed:  # which is logged
         return Answer(exit_code=EXIT_FAILED)
     return Answer(shown=["delivered"])
+
+
+def report(arguments: Namespace) -> Answer:
+    """Write ``report.html`` from what a run or sweep folder holds, or return the data behind it."""
+    from robust_train.report.html import FILE_NAME, job_page, save
+    from robust_train.report.sources import read_sources
+    from robust_train.report.story import Story, story_of
+    from robust_train.sweep.page import is_sweep, sweep_page, sweep_story_of
+
+    folder = Path(arguments.path)
+    if os.path.isfile(folder):
+        folder = folder.parent
+    if not os.path.isdir(folder):
+        raise CommandFailed(f"{folder}: no such folder", EXIT_BAD_CONFIG)
+    of_a_sweep = is_sweep(folder)
+    of_a_run = [folder / name for name in ("journal.jsonl", "summary.json")]
+    if not of_a_sweep and not any(map(os.path.exists, of_a_run)):
+        problem = (
+            "neither a run folder (with journal.jsonl) "
+            "nor a sweep folder (with jobs' folders)"
+        )
+        raise CommandFailed(f"{folder}: {problem}", EXIT_BAD_CONFIG)
+    jobs = sweep_story_of(folder).jobs if of_a_sweep and not arguments.json else ()
+    warnings = []
+    for job in jobs:
+        if job.story is not None:
+            try:
+                save(Path(job.story.folder) / FILE_NAME, job_page(job.story))
+            except OSError as error:
+                warnings.append(f"{job.story.folder}: {error.strerror}")
+    # read again: the page of a sweep links to the pages that are there now
+    story = sweep_story_of(folder) if of_a_sweep else story_of(read_sources(folder))
+    if arguments.json:
+        return Answer(story.as_json())
+    page = job_page(story) if isinstance(story, Story) else sweep_page(story)
+    target = Path(arguments.output) if arguments.output else folder / FILE_NAME
+    try:
+        if os.path.exists(target) and not os.path.isfile(target):
+            # a device (/dev/stdout) is not replaced
+            target.write_text(page, "utf-8", "replace")
+        else:
+            save(target, page)
+    except OSError as error:
+        raise CommandFailed(f"cannot write {target}: {error.strerror}") from error
+    if arguments.open and not webbrowser.open(target.resolve().as_uri()):
+        warnings.append("--open: no browser was found")
+    return Answer(shown=[str(target)], warnings=warnings)
+
+
+_OF_HYDRA = ["hydra/launcher=gpu_queue", "hydra.run.dir=", "hydra.sweep.dir="]
+_SCRIPT = """\
+# robust-train completion: commands, options, keys and choices
+_robust_train() {{
+    local line="${{COMP_LINE:0:$COMP_POINT}}" words="" IFS=$'\\n'
+    local cur="${{line##* }}"
+    case "$line" in
+        *" -- "*) ;;
+        *[\\ /]train_robust.py\\ *|robust-train\\ train\\ *) words={keys} ;;
+{cases}
+        robust-train\\ *\\ *) ;;
+        robust-train\\ *) words={commands} ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$cur" | sed 's/[^=]$/& /'))
+    # the shell completes what follows the last = as a word of its own
+    if [[ "$COMP_WORDBREAKS" == *=* && "$cur" == *=* ]]; then
+        COMPREPLY=("${{COMPREPLY[@]#"${{cur%=*}}="}}")
+    fi
+    [[ -n "${{COMPREPLY-}}" ]]
+}}
+complete -o nospace -o default -F _robust_train robust-train
+# python completes as before where another script follows
+{{ __load_completion python || _comp_load python || :; }} &> /dev/null
+for _name in python python3; do
+    if [[ -n "${{ZSH_VERSION-}}" ]]; then
+        _was="${{_comps[$_name]:-_python}}" _set="compdef $_was $_name"
+        _ours="_bash_complete -o nospace -F _robust_train"
+    else
+        _set="$(complete -p $_name 2> /dev/null || echo "complete -o default -F : $_name")"
+        _was="${{_set##*-F }}" _was="${{_was%% *}}" _ours="_robust_train && compopt -o nospace"
+    fi
+    [[ "$_set" == *" $_was "* && "$_was" != _robust_train* ]] || continue
+    eval "_robust_train_$_name() {{ $_ours || $_was "'"$@"; }}'
+    eval "${{_set/$_was/_robust_train_$_name}}"
+done; unset _name _was _set _ours
+"""
+"""A script for bash or zsh: with it a Tab starts no Python."""
+
+
+def completion(arguments: Namespace) -> int:
+    """Print the script."""
+    from robust_train.cli.train import groups
+    from robust_train.config.refusals import all_keys, composed
+
+    choices = [f"{group}={name}" for group, names in groups().items() for name in names]
+    found = all_keys(composed, ())
+    groups_of_keys = {
+        key[:end] for key in found for end in range(len(key)) if key[end] == "."
+    }
+    keys = [f"{key}=" for key in found if key not in groups_of_keys]
+    first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
+    # commands of two words first: the first case that matches counts
+    names = sorted({*COMMANDS, *first_words}, key=lambda name: -len(name.split()))
+    script = _SCRIPT.format(
+        keys=_words([*choices, *keys, *_OF_HYDRA]),
+        cases="\n".join(case for case in map(_case, names) if case),
+        commands=_words(first_words),
+    )
+    print(script, end="")
+    return 0
+
+
+def _case(name: str) -> str:
+    """Return the line for the words that may follow a command; empty if there are none."""
+    words = list(members_of(name))
+    for each in COMMANDS[name].options if name in COMMANDS else ():
+        if each.settings.get("help") != SUPPRESS:
+            words += [word for word in each.names if word.startswith("--")]
+    escaped = f"robust-train {name} ".replace(" ", "\\ ")
+    return f"        {escaped}*) words={_words(words)} ;;" if words else ""
+
+
+def _words(words: Iterable[str]) -> str:
+    """Return words as one quoted value, a line each."""
+    return shlex.quote("\n".join(words))

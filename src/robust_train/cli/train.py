@@ -40,12 +40,9 @@ def open_robust() -> NoReturn:
     from robust_train.host.screen import never_blocking_output
 
     with never_blocking_output():
-        libraries = _libraries(sys.argv[1:])
-        if libraries is not None:
-            # they are imported over there while Hydra is imported and composes here
-            from robust_train.launcher.interpreters import start_early
-
-            start_early(libraries)
+        if _has_answered("train_robust"):
+            sys.exit(0)
+        _start_early(sys.argv[1:])
         from robust_train.cli import jobs
 
         code = _open(jobs.robust_job, "robust", name="train_robust")
@@ -58,6 +55,8 @@ def open_plain() -> None:
     _see_modules_here()
     from robust_train.host.linux import shared_machine_environment
 
+    if _has_answered("train"):
+        sys.exit(0)
     os.environ.update(shared_machine_environment(os.environ))
     from robust_train.cli import jobs
 
@@ -139,8 +138,6 @@ def _open(
         name: the name of our own script; empty for a project's.
     """
     arguments = sys.argv[1:]
-    if name and _has_answered(name, arguments):
-        return 0
     import hydra
 
     from robust_train import compat
@@ -195,8 +192,9 @@ def _open(
     return code or of_the_jobs
 
 
-def _has_answered(name: str, arguments: list[str]) -> bool:
+def _has_answered(name: str) -> bool:
     """Print the help or the version of our own script if that is what was asked for."""
+    arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         from robust_train.host.screen import never_blocking_output
 
@@ -253,29 +251,19 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
     return found
 
 
-def _libraries(arguments: list[str]) -> tuple[str, ...] | None:
-    """Return what an interpreter can import now, None if none will be of use (``--help``)."""
-    try:
+def _start_early(arguments: list[str]) -> None:
+    """Start the first attempt's interpreter while Hydra is imported and composes here."""
+    with contextlib.suppress(ConfigError):  # the job reports it
         if guest_rank(os.environ) is not None:
-            return None  # a rank of another engine starts no process
-    except ConfigError:  # the job reports it
-        return None
-    given = dict(
-        one.lstrip("+~").partition("=")[::2] for one in arguments if "=" in one
-    )
-    with_value = ("--config-name", "--config-dir", "--config-path", "-cn", "-cd", "-cp")
-    flags = {
-        one
-        for one in arguments
-        if one.startswith("-") and not one.startswith(with_value)
-    }
-    if flags - {"-m", "--multirun"} or given.get("isolation") == "none":
-        return None
+            return  # a rank of another engine starts no process
+    given = dict(one.lstrip("+~").partition("=")[::2] for one in arguments)
     # the jobs of other launchers start their own
-    if given.get("hydra/launcher", "basic") != "basic":
-        return None
-    is_built_in = "trainer" not in given and "trainer._target_" not in given
-    return ("torch",) if is_built_in else ()
+    launcher = given.get("hydra/launcher", "basic")
+    if given.get("isolation") != "none" and launcher == "basic":
+        from robust_train.launcher.interpreters import start_early
+
+        is_built_in = not {"trainer", "trainer._target_"} & given.keys()
+        start_early(("torch",) if is_built_in else ())
 
 
 _HELP = """\

@@ -38,7 +38,6 @@ _MEMORY_LINES = {
     "allocated": ("allocated", "c1"),
     "resident": ("host memory of the process", "c4"),
 }
-_MOST_ROWS = 40
 _MOST_CHARTS = 8
 _MOST_TEXTS = 4
 _LONGEST_TEXT = 160
@@ -130,7 +129,6 @@ class Timeline:
     rows: Sequence[Row]
     ticks: Sequence[tuple[float, str]]
     legend: Sequence[Key]
-    note: str = ""
 
 
 class Clock:
@@ -162,18 +160,15 @@ def timeline_of(story: Story) -> Timeline | None:
         own = list(group)
         whole.append(Span(use, own[0].start, own[-1].end))
     rows = [Row("job", _bars(whole, clock))]
-    for attempt in story.attempts[-_MOST_ROWS:]:
+    for attempt in story.attempts:
         own = [span for span in story.spans if span.attempt == attempt.number]
         detail = f"{attempt.device}, {size_text(attempt)}"
         rows.append(Row(str(attempt.number), _bars(own, clock), detail))
-    left_out = len(story.attempts) - len(rows) + 1
-    note = f"The first {left_out} attempts are only in the top row."
     used = {span.use for span in story.spans} - {Use.STOPPED}
     return Timeline(
         rows,
         ticks=[(clock.percent(at), _tick(at)) for at in ticks(clock.seconds)],
         legend=[Key(use.value, text) for use, text in USES.items() if use in used],
-        note=note if left_out else "",
     )
 
 

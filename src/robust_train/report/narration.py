@@ -85,28 +85,27 @@ def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Return the attempts, by their numbers, as plain columns of 80 characters for any output."""
-    rows = [["#", "device", "batch", "effective", "steps", "time", "outcome"]]
+    rows: list[list[object]] = [
+        ["#", "device", "batch", "effective", "steps", "time", "outcome"]
+    ]
     for attempt in attempts:
         spec, ending = attempt.spec, ending_of(attempt)
         if attempt.is_retried:
             ending += f" → {attempt.action}"
-        batch, effective = "-", "-"
-        if spec.has_batch:
-            batch = changed(spec.batch_size, attempt.micro_batch)
-            effective = str(spec.effective_batch_size)
+        batch = changed(spec.batch_size, attempt.micro_batch)
         rows.append(
             [
-                str(attempt.number),
+                attempt.number,
                 spec.device + by_processes(spec.ranks),
-                batch,
-                effective,
+                batch if spec.has_batch else None,
+                spec.effective_batch_size if spec.has_batch else None,
                 _steps(attempt),
-                "-" if attempt.seconds is None else f"{attempt.seconds:.1f} s",
+                None if attempt.seconds is None else f"{attempt.seconds:.1f} s",
                 ending,
             ]
         )
     lines = aligned(rows)
-    below = " " * lines[0].index(rows[0][-1])
+    below = " " * lines[0].index("outcome")
     wrap = textwrap.TextWrapper(80, subsequent_indent=below, break_long_words=False)
     return "\n".join(line for row in lines for line in wrap.wrap(row))
 

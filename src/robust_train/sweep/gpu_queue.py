@@ -53,8 +53,6 @@ from robust_train.sweep.job_process import start_job
 from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.record import (
     COMPLETED,
-    DIED,
-    INTERRUPTED,
     NOT_STARTED,
     REFUSED,
     STARTED,
@@ -77,14 +75,14 @@ _KILLED_SECONDS = 10.0
 _REFRESH_SECONDS = 0.5
 _COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
 _PENDING = "pending"
-_LAST = {_PENDING: 2, COMPLETED: 3}
-_ENDED_BADLY = ("failed", "no_device", INTERRUPTED, REFUSED, DIED)
+# what is kept in a table too small for all; failures come second
+_RANKS = {"running": 0, _PENDING: 2, COMPLETED: 3}
 _OTHER_LINES = 3  # the names of the columns, the tally and the line with the cursor
 _LEAST_COLUMNS = 16  # of the overrides
 
 
 @dataclass
-class Job:
+class LaunchedJob:
     """A job of the sweep. ``overrides`` are the sweeper's, ``shown`` those in which it differs;
     ``state`` is ``state.json`` of its current launch, for the table."""
 
@@ -99,7 +97,7 @@ class Job:
     state: RunState | None = None
 
     def look(self) -> None:
-        """Read its state anew; that of an earlier launch does not count."""
+        """Read its state again; that of an earlier launch does not count."""
         if self.folder is not None and self.process is not None:
             found = read_state(self.folder)
             is_own = found is not None and found.pid == self.process.pid
@@ -128,7 +126,7 @@ class LiveTable(LiveLines):
 
     _next_refresh = 0.0
 
-    def show(self, jobs: Sequence[Job]) -> None:
+    def show(self, jobs: Sequence[LaunchedJob]) -> None:
         """Show the table as it is now, at most twice a second."""
         if self._area is not None and time.monotonic() >= self._next_refresh:
             self._next_refresh = time.monotonic() + _REFRESH_SECONDS
@@ -140,7 +138,7 @@ class LiveTable(LiveLines):
             self._area.show([Text(line, style="dim") for line in table])
 
 
-def table_lines(jobs: Sequence[Job], columns: int, lines: int) -> list[str]:
+def table_lines(jobs: Sequence[LaunchedJob], columns: int, lines: int) -> list[str]:
     """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
     shown = most_important(jobs, lines - _OTHER_LINES)
     cells = [_COLUMNS, *(job.cells() for job in shown)]
@@ -153,13 +151,11 @@ def table_lines(jobs: Sequence[Job], columns: int, lines: int) -> list[str]:
     return [*table, f"{len(jobs)} jobs: {counts}{hidden}"]
 
 
-def most_important(jobs: Sequence[Job], most: int) -> list[Job]:
+def most_important(jobs: Sequence[LaunchedJob], most: int) -> list[LaunchedJob]:
     """Return at most ``most`` jobs in order; running ones are kept first, then failures."""
 
-    def rank(job: Job) -> int:
-        return _LAST.get(job.status, int(job.status in _ENDED_BADLY))
-
-    kept = {job.number for job in sorted(jobs, key=rank)[: max(most, 1)]}
+    ranked = sorted(jobs, key=lambda job: _RANKS.get(job.status, 1))
+    kept = {job.number for job in ranked[: max(most, 1)]}
     return [job for job in jobs if job.number in kept]
 
 
@@ -179,9 +175,9 @@ class GpuQueue:
         self._folder = Path(str(config.hydra.sweep.dir))
         self._nothing = no_objective(config.hydra)
         self._signals = SignalWatch()
-        self._pending: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._jobs: list[Job] = []
+        self._pending: deque[LaunchedJob] = deque()
+        self._running: list[LaunchedJob] = []
+        self._jobs: list[LaunchedJob] = []
         self._stopping: str | None = None
         self._killed_at: float | None = None
         self._received: deque[int] = deque()  # handled between two steps
@@ -196,7 +192,7 @@ class GpuQueue:
         self._folder.mkdir(parents=True, exist_ok=True)
         discard_early()
         self._jobs = [
-            Job(number, overrides)
+            LaunchedJob(number, overrides)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
         own = [self._record(job, NOT_STARTED) for job in self._jobs]
@@ -234,7 +230,7 @@ class GpuQueue:
                 return
             self._poll(table)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: LaunchedJob) -> None:
         """Start a job's process, unless the job is refused or completed earlier."""
         job.config = self._compose(job)
         job.folder = _run_folder(job.config)
@@ -256,7 +252,7 @@ class GpuQueue:
         self._running.append(job)
         log.info("job %d starts: %s", job.number, job.shown)
 
-    def _compose(self, job: Job) -> DictConfig:
+    def _compose(self, job: LaunchedJob) -> DictConfig:
         loader, overrides = self._context.config_loader, list(job.overrides)
         config = loader.load_sweep_config(self._config, overrides)
         with open_dict(config):
@@ -300,7 +296,7 @@ class GpuQueue:
                 self._running.remove(job)
                 self._take_result(job, code)
 
-    def _take_result(self, job: Job, returncode: int) -> None:
+    def _take_result(self, job: LaunchedJob, returncode: int) -> None:
         assert job.folder is not None
         row = self._settled(job, job.folder, returncode)
         completed = row.status == COMPLETED
@@ -316,7 +312,7 @@ class GpuQueue:
                 "sweep_fail_fast=true: no more jobs start, running ones are stopped"
             )
 
-    def _settled(self, job: Job, folder: Path, returncode: int) -> SweepRow:
+    def _settled(self, job: LaunchedJob, folder: Path, returncode: int) -> SweepRow:
         """Return the row of a job that has ended, and record its end if the job could not."""
         assert job.config is not None
         own, record = identity(job.config), read_record(folder)
@@ -357,7 +353,7 @@ class GpuQueue:
                 log.error(line, numbers)
                 return
 
-    def _return(self, job: Job, value: Any) -> JobReturn:
+    def _return(self, job: LaunchedJob, value: Any) -> JobReturn:
         """Return a job's result for the sweeper."""
         config = job.config if job.config is not None else self._compose(job)
         task_config = config.copy()
@@ -376,7 +372,7 @@ class GpuQueue:
 
     def _record(
         self,
-        job: Job,
+        job: LaunchedJob,
         status: str,
         exit_code: int | None = None,
         reason: str | None = None,

@@ -90,7 +90,7 @@ class JobStart(enum.Enum):
     """What to do with a job that is about to start."""
 
     RUN = "run"  # from the checkpoint that the run folder holds, if any
-    RUN_ANEW = "run anew"  # the run folder holds another job's files, or resume is off
+    AFRESH = "afresh"  # the run folder holds another job's files, or resume is off
     REUSE = "reuse"  # completed earlier
 
 
@@ -104,19 +104,19 @@ def decide(
 ) -> JobStart:
     """Return what to do with a job with these ``overrides`` in this launch of the ``sweep``.
     ``record`` is that of an earlier job in the run folder; ``completed`` means that one."""
-    anew = JobStart.RUN if resume else JobStart.RUN_ANEW
+    afresh = JobStart.RUN if resume else JobStart.AFRESH
     if record is None:
-        return anew
+        return afresh
     # whatever the order, and how they are resumed
     before, now = (
         sorted(one for one in each if not _OF_THE_SWEEP.match(one))
         for each in (record.overrides, overrides)
     )
     if before != now:
-        return JobStart.RUN_ANEW
+        return JobStart.AFRESH
     if record.sweep == sweep:  # put back into the queue by a scheduler
         return JobStart.RUN
-    return JobStart.REUSE if resume and completed else anew
+    return JobStart.REUSE if resume and completed else afresh
 
 
 def read_record(folder: Path) -> SweepJob | None:
@@ -231,15 +231,10 @@ def read_row(folder: Path) -> SweepRow:
     return row_of(folder, record, read_summary(folder))
 
 
-def read_rows(sweep_folder: Path, sweep: str, since_ns: int) -> list[SweepRow]:
-    """Return the rows of the jobs of this launch of a sweep; the folder may hold others. A job
-    without a record belongs to it if Hydra wrote its folder later than ``since_ns``."""
-    rows = []
-    for folder in job_folders(sweep_folder):
-        record = read_record(folder)
-        if record.sweep == sweep if record is not None else _is_newer(folder, since_ns):
-            rows.append(read_row(folder))
-    return rows
+def read_rows(sweep_folder: Path, sweep: str) -> list[SweepRow]:
+    """Return the rows of the jobs of this launch of a sweep; the folder may hold others."""
+    rows = [read_row(folder) for folder in job_folders(sweep_folder)]
+    return [row for row in rows if row.sweep == sweep]
 
 
 def has_failed(sweep_folder: Path, sweep: str) -> bool:
@@ -272,13 +267,6 @@ def _hydra_overrides(folder: Path) -> tuple[str, ...]:
     return tuple(map(str, content)) if isinstance(content, ListConfig) else ()
 
 
-def _is_newer(folder: Path, since_ns: int) -> bool:
-    try:
-        return (folder / ".hydra" / "overrides.yaml").stat().st_mtime_ns >= since_ns
-    except OSError:
-        return False
-
-
 @dataclass(frozen=True)
 class SweepTable:
     """The content of ``sweep.json``; a sweep that runs has no rows yet."""
@@ -307,19 +295,19 @@ def read_table(folder: Path) -> SweepTable | None:
 
 def screen_table(rows: Sequence[SweepRow]) -> str:
     """Return plain columns; of the overrides only those in which the jobs differ."""
-    lines = [COLUMNS]
+    lines: list[tuple[object, ...]] = [COLUMNS]
     for row, overrides in zip(rows, differing_overrides(rows), strict=True):
         wall = row.wall_seconds
         lines.append(
             (
-                "?" if row.job is None else str(row.job),
+                "?" if row.job is None else row.job,
                 overrides,
                 f"{row.status} earlier" if row.reused else row.status,
-                str(row.attempts),
-                ",".join(row.devices) or "-",
-                str(row.batch_size or "-"),
+                row.attempts,
+                ",".join(row.devices),
+                row.batch_size,
                 short_result(row.result),
-                "-" if wall is None else f"{wall:.1f} s",
+                None if wall is None else f"{wall:.1f} s",
             )
         )
     return "\n".join(aligned(lines))

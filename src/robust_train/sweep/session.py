@@ -119,7 +119,6 @@ class Sweep:
     launcher: str  # name of Hydra's launcher
     lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
     notifier: Notifier
-    since_ns: int = 0  # when it began, by the clock of the folder's file system
     # jobs that our launcher knows of, by number
     planned: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -127,7 +126,7 @@ class Sweep:
 
     def rows(self) -> list[SweepRow]:
         """Return the jobs so far, by number, with known ones that have not started."""
-        rows = read_rows(self.folder, self.id, self.since_ns)
+        rows = read_rows(self.folder, self.id)
         seen = {row.job for row in rows}
         for number, record in self.planned.items():
             if number not in seen:
@@ -136,7 +135,7 @@ class Sweep:
 
 
 @dataclass
-class Session:
+class HydraSession:
     """What this process runs, one thing at a time, and how it ends.
 
     Attributes:
@@ -196,7 +195,6 @@ class Session:
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
         SweepTable(id_, launcher).write(folder)
-        sweep.since_ns = (folder / SWEEP_FILE).stat().st_mtime_ns
         self.sweep, self.exit_code = sweep, 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
@@ -243,7 +241,7 @@ class Session:
             sys.stdout.flush()
 
 
-session = Session()
+session = HydraSession()
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:
@@ -345,7 +343,7 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
         return
     assert job.record is not None
     try:
-        aside = set_aside(job.folder, OF_HYDRA) if entry is JobStart.RUN_ANEW else None
+        aside = set_aside(job.folder, OF_HYDRA) if entry is JobStart.AFRESH else None
         if aside is not None:
             log.info("what an earlier job left in this run folder is now in %s", aside)
         # else a job that dies early would seem to have ended as the one before it
