@@ -80,6 +80,10 @@ proved:
 keys:
     {{ python }} tests/support/keys.py
 
+# The site, from docs/, into build/site; needs the extra [docs]
+docs:
+    {{ python }} -m mkdocs build --strict
+
 # Lint, format check, types, and what may import what
 lint:
     {{ python }} -m ruff check .

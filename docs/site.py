@@ -1,0 +1,81 @@
+"""Build the site from the repository's own pages: a hook of MkDocs.
+
+README and the other pages of the repository's root become pages of the site. A link to a file that
+is no page leads to the repository, ``Source`` in ``[project.urls]``, and is plain text without it.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "AGENTS.md": "agents.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+_FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the decisions by number."""
+    listed = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("0*.md"))
+    for section in config.nav or []:
+        for pages in section.values():
+            if "decisions/*.md" in pages:
+                pages.remove("decisions/*.md")
+                pages += [{_title(name): f"decisions/{name}"} for name in listed]
+    return config
+
+
+def _title(decision: str) -> str:
+    """Return a decision's title, without its number."""
+    first, *_ = (ROOT / "docs" / "decisions" / decision).read_text().splitlines()
+    return re.sub(r"^# (\d+[.:]? )?", "", first)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the repository's root."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turn a page's links, which are right in the repository, into those of the site."""
+    names = {site: name for name, site in PAGES.items()}
+    path = names.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    kept: list[str] = []
+
+    def keep(fence: re.Match[str]) -> str:
+        kept.append(fence[0])
+        return f"\0{len(kept) - 1}\0"
+
+    text = _LINK.sub(lambda link: _of_the_site(link, path), _FENCE.sub(keep, markdown))
+    return re.sub("\0(\\d+)\0", lambda number: kept[int(number[1])], text)
+
+
+def _of_the_site(link: re.Match[str], page: str) -> str:
+    picture, text, target, anchor = link.groups()
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    if path.startswith("docs/") or path in PAGES:
+        here = PAGES.get(page) or page.removeprefix("docs/")
+        there = PAGES.get(path) or path.removeprefix("docs/")
+        target = posixpath.relpath(there, posixpath.dirname(here) or ".")
+        return f"{picture}[{text}]({target}{anchor or ''})"
+    if not os.path.lexists(ROOT / path):
+        return link[0]  # a dead link, which the strict build refuses
+    project = (ROOT / "pyproject.toml").read_text()
+    source = re.search(r'^Source = "(.+)"$', project, re.M)
+    return f"[{text}]({source[1]}/blob/HEAD/{path})" if source else text
