@@ -6,7 +6,6 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +23,27 @@ Composed = Callable[
 ]  # Composes the command's config with overrides
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
 
+_SEVERAL_VALUES = (
+    "{0}={1}: several values; add -m to sweep over them, or write a list: {0}=[{1}]"
+)
+_NOT_INSTALLED = '{0}={1}: not installed; pip install "robust-train['
+_ANSWERS = {
+    r"Ambiguous value for argument '([^=]*)=(.+)'": _SEVERAL_VALUES,
+    r"Sweep parameters '([^=]*)=(.+)' requires --multirun": _SEVERAL_VALUES,
+    r"In '?([^':\n]+)'?: Could not override '[^']+/hydra/(launcher|sweeper)@?[^']*'": (
+        "{0}: cannot choose hydra/{1} with a relative path; write 'override /hydra/{1}: …' under "
+        "'# @package _global_', or put hydra/{1}=… on the command line"
+    ),
+    r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before": (
+        "{0}: 'override {1}: {2}' comes too early; overrides belong at the end of the defaults list"
+    ),
+    # which of our extras brings a plugin that is not there
+    r"Could not \w+ '(hydra/\w+)/(joblib|optuna)'": _NOT_INSTALLED + 'sweep]"',
+    r"Could not \w+ '(hydra/\w+)/(submitit_\w+)'": _NOT_INSTALLED + 'slurm]"',
+    r"Could not \w+ '(hydra/\w+)/(ray|ray_aws)'": _NOT_INSTALLED + 'ray]"',
+}
+"""What Hydra's messages mean, in order; braces are filled with what a pattern has found."""
+
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _WRONG_TYPE = re.compile(
@@ -35,28 +55,6 @@ _NO_LIST = re.compile(
 )
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
-
-_NO_SWEEP = re.compile(
-    r"Ambiguous value for argument '(.+)'|Sweep parameters '(.+)' requires --multirun"
-)
-_RELATIVE_LAUNCHER = re.compile(
-    r"In '?([^':\n]+)'?: Could not override '[^']+/hydra/(launcher|sweeper)@?[^']*'"
-)
-_EARLY_LAUNCHER = re.compile(
-    r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before"
-)
-
-_MISSING_PLUGIN = re.compile(r"Could not (?:find|load) '(hydra/\w+)/(\w+)'")
-_EXTRAS = {
-    "hydra/launcher/joblib": "sweep",
-    "hydra/launcher/submitit_local": "slurm",
-    "hydra/launcher/submitit_slurm": "slurm",
-    "hydra/launcher/ray": "ray",
-    "hydra/launcher/ray_aws": "ray",
-    "hydra/sweeper/optuna": "sweep",
-}
-"""Which of our extras brings an option that is not there."""
-
 _ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or false"}
 
 
@@ -68,11 +66,6 @@ def explain(
 ) -> str:
     """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
     primary config; ``arguments`` is its command line."""
-    compose_with = functools.partial(
-        composed, config_path=config_path, config_name=config_name
-    )
-    chain = "\n".join(str(link) for link in _chain(error))
-    overrides = [argument for argument in arguments if not argument.startswith("-")]
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, OSError) and not isinstance(error, HydraException):
@@ -83,55 +76,29 @@ def explain(
             f"{error.override}: not an override; write key=value, with quotes around a "
             "value that holds spaces, commas or brackets: 'key=\"a, b\"'"
         )
-    if sentence := _about_sweeps(chain) or _not_installed(chain):
-        return sentence
+    chain = "\n".join(str(link) for link in _chain(error))
+    for pattern, answer in _ANSWERS.items():
+        if match := re.search(pattern, chain):
+            return answer.format(*match.groups())
     if match := _UNKNOWN_OPTION.search(chain):
         return _unknown_option(match[1], match[2], chain)
+    lines = [line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line]
     if isinstance(error, MissingConfigException):
-        return _joined(chain.splitlines()[:1])
+        return lines[0].strip()
     found = _FULL_KEY.search(chain)
-    key = found[1] if found else None
+    key = found[1] if found else "?"
     if match := _WRONG_TYPE.search(chain):
         accepted = _ACCEPTED.get(match[2], f"a value of type {match[2]}")
-        return f"{key or '?'}={match[1]}: must be {accepted}"
+        return f"{key}={match[1]}: must be {accepted}"
     if _NO_LIST.search(chain):
-        return f"{key or '?'}: must be a list, '{key or '?'}=[one, \"two words\"]'"
+        return f"{key}: must be a list, '{key}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
-        return _unknown_key(match[1] or key or match[2], compose_with, overrides)
-    return _joined(
-        line for line in chain.splitlines()[:3] if "HYDRA_FULL_ERROR" not in line
-    )
-
-
-def _about_sweeps(chain: str) -> str | None:
-    """Return the mistake in a sweep or in the choice of its launcher, None if there is none."""
-    if match := _NO_SWEEP.search(chain):
-        key, _, value = (match[1] or match[2]).partition("=")
-        return (
-            f"{key}={value}: several values; add -m to sweep over them, or write a list: "
-            f"{key}=[{value}]"
+        overrides = [word for word in arguments if not word.startswith("-")]
+        compose_with = _composer(config_path, config_name)
+        return _unknown_key(
+            match[1] or (found and found[1]) or match[2], compose_with, overrides
         )
-    if match := _RELATIVE_LAUNCHER.search(chain):
-        group = f"hydra/{match[2]}"
-        return (
-            f"{match[1]}: cannot choose {group} with a relative path; write 'override /{group}: …' "
-            f"under '# @package _global_', or put {group}=… on the command line"
-        )
-    if match := _EARLY_LAUNCHER.search(chain):
-        return (
-            f"{match[1]}: 'override {match[2]}: {match[3]}' comes too early; overrides belong at "
-            "the end of the defaults list"
-        )
-    return None
-
-
-def _not_installed(chain: str) -> str | None:
-    """Return which extra installs the launcher or sweeper."""
-    match = _MISSING_PLUGIN.search(chain)
-    extra = match and _EXTRAS.get(f"{match[1]}/{match[2]}")
-    if match is None or extra is None:
-        return None
-    return f'{match[1]}={match[2]}: not installed; pip install "robust-train[{extra}]"'
+    return " ".join(line.strip() for line in lines[:3] if line.strip())
 
 
 def _unknown_option(group: str, option: str, chain: str) -> str:
@@ -194,6 +161,10 @@ def composed(
         return compose(config_name, overrides=list(overrides))
 
 
+def _composer(config_path: str, config_name: str) -> Composed:
+    return functools.partial(composed, config_path=config_path, config_name=config_name)
+
+
 def explain_option(
     arguments: Sequence[str], config_name: str, config_path: str = OURS
 ) -> str | None:
@@ -210,10 +181,7 @@ def explain_option(
     value = value or next(
         (one for one in after if not re.search("^-[a-z-]|=", one)), "…"
     )
-    compose_with = functools.partial(
-        composed, config_path=config_path, config_name=config_name
-    )
-    keys = all_keys(compose_with, ())
+    keys = all_keys(_composer(config_path, config_name), ())
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"
     return f"{unknown[0]}: no such option; overrides have no dashes: write {write}"
@@ -242,7 +210,3 @@ def _chain(error: BaseException) -> list[BaseException]:
         links.append(current)
         current = current.__cause__ or current.__context__
     return links
-
-
-def _joined(lines: Any) -> str:
-    return " ".join(line.strip() for line in lines if line.strip())

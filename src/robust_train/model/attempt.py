@@ -30,7 +30,8 @@ from robust_train.model.events import (
     SpeedMeasured,
     TrainingStarted,
 )
-from robust_train.model.failure import Failure
+from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.spec import AttemptSpec, Speed
 
 UNFINISHED = "unfinished"
@@ -182,6 +183,23 @@ class Attempt:
         if self.failure is not None:
             return self.failure.kind.value
         return UNFINISHED if self.seconds is None else COMPLETED
+
+    @property
+    def kind(self) -> FailureKind | None:
+        """The failure's kind."""
+        return None if self.failure is None else self.failure.kind
+
+    @property
+    def evidence(self) -> Evidence:
+        """What is known about the failure."""
+        return Evidence() if self.failure is None else self.failure.evidence
+
+    @property
+    def failed_gpus(self) -> Group:
+        """The GPU on which it failed; all of its GPUs if that is unknown."""
+        return gpus_of(
+            self.spec.gpus, None if self.failure is None else self.failure.rank
+        )
 
     @property
     def result(self) -> Json:

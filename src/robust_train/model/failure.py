@@ -57,6 +57,11 @@ class Evidence:
     )
     no_workers: bool = False  # the trainer has read no number of data-loader workers
 
+    @property
+    def is_hardware(self) -> bool:
+        """Whether the GPU is at fault, not the program: most faults end with the process."""
+        return self.clue == Clue.HARDWARE
+
 
 class Clue:
     """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""

@@ -103,12 +103,15 @@ def size_to_begin_with(
     choices stand.
     """
     spec = replace(spec, searches=False)
+    own = [one for one in history if one.spec.device_kind == spec.device_kind]
     if any(
-        _settles_batch(attempt)
-        for attempt in history
-        if attempt.spec.device_kind == spec.device_kind
+        one.kind is None
+        or one.kind.is_memory
+        or one.has_begun
+        or one.batch_size_found is not None
+        for one in own
     ):
-        return spec, ""
+        return spec, ""  # it came far enough to show what fits
     ranks = settings.for_ranks(spec.ranks)
     exact = exact_sizes(ranks.share, ranks.min_batch_size)
     # the job may go on with other sizes than it was requested with
@@ -135,14 +138,6 @@ def size_to_begin_with(
         f"training.batch_size=auto: {'a script' if is_script else 'several processes'} "
         f"cannot be probed: training starts with {whole.batch_size} and halves when memory runs out"
     )
-
-
-def _settles_batch(attempt: Attempt) -> bool:
-    """Return whether an attempt came far enough to show what fits."""
-    failure = attempt.failure
-    if failure is None or failure.kind.is_memory or attempt.has_begun:
-        return True
-    return attempt.batch_size_found is not None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
-from robust_train.model.gpu import GpuInfo, Group, device_name, gpus_of
+from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import AttemptSpec, Retry, Room
 from robust_train.policy.sizes import PolicySettings, with_accumulation
 from robust_train.readable import MIB
@@ -78,7 +78,7 @@ class FailureContext:
     @property
     def failed_gpus(self) -> Group:
         """The GPU on which it failed; all of the attempt's where that is not known."""
-        return failed_gpus(self.attempt)
+        return self.attempt.failed_gpus
 
     @property
     def gpus_are_available(self) -> bool:
@@ -113,26 +113,24 @@ class FailureContext:
         much in use, and nothing was ever reported: the batch is no matter."""
 
         def figures(attempt: Attempt) -> tuple[object, ...]:
-            seen = (
-                Evidence() if (failure := attempt.failure) is None else failure.evidence
-            )
-            lines = (attempt.traceback or "").splitlines()
-            place = [line for line in lines if line.startswith("  File ")] or object()
-            # a message rounds all but the last, so that a full GPU always looks alike
-            used = (
+            seen, lines = attempt.evidence, (attempt.traceback or "").splitlines()
+            place = [line for line in lines if line.startswith("  File ")]
+            return (
+                attempt.spec.device_key,
+                place or object(),
+                # a message rounds all but the last, so that a full GPU always looks alike
                 seen.requested_bytes,
                 seen.allocated_bytes,
                 seen.reserved_unallocated_bytes,
             )
-            return attempt.spec.device_key, place, used
 
-        larger = (
-            a for a in self.history[:-1] if a.spec.batch_size > self.last.batch_size
+        if not self.nothing_was_reported or self.evidence.requested_bytes is None:
+            return False
+        return any(
+            one.spec.batch_size > self.last.batch_size
+            and figures(one) == figures(self.attempt)
+            for one in self.history[:-1]
         )
-        is_known = (
-            self.nothing_was_reported and self.evidence.requested_bytes is not None
-        )
-        return is_known and any(figures(a) == figures(self.attempt) for a in larger)
 
     @property
     def tried_devices(self) -> frozenset[str]:
@@ -184,9 +182,9 @@ class FailureContext:
     @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
-        own = [one.failure for one in self.since_progress if one.stopped_for is None]
         return sum(
-            failure is not None and failure.kind is self.failure.kind for failure in own
+            one.kind is self.failure.kind and one.stopped_for is None
+            for one in self.since_progress
         )
 
     @property
@@ -199,9 +197,7 @@ class FailureContext:
         return tuple(
             one
             for one in (self.since_progress if step is None else self.history)[:-1]
-            if one.failure is not None
-            and one.failure.kind is self.failure.kind
-            and one.end_step == step
+            if one.kind is self.failure.kind and one.end_step == step
         )
 
     @property
@@ -215,13 +211,12 @@ class FailureContext:
         no_progress = self.failures_without_progress > self.config.max_retries
         progress_at = len(self.history) - len(self.since_progress)
         for number, attempt in enumerate(self.history):
-            failure, here = attempt.failure, uuids(failed_gpus(attempt))
-            if failure is None or failure.kind is not FailureKind.DEVICE_FAULT:
+            if attempt.kind is not FailureKind.DEVICE_FAULT:
                 continue
+            here, is_recent = uuids(attempt.failed_gpus), number >= progress_at
             step = (here, attempt.end_step)
-            is_recent = number >= progress_at
             is_again = step in seen or (is_recent and no_progress)
-            if is_again or is_hardware_fault(failure.evidence):
+            if is_again or attempt.evidence.is_hardware:
                 left.update(here)
             if is_recent or attempt.end_step is not None:
                 seen.add(step)
@@ -290,12 +285,6 @@ class FailureContext:
         )
 
 
-def failed_gpus(attempt: Attempt) -> Group:
-    """Return the GPU on which an attempt failed; all of them where that is not known."""
-    failure = attempt.failure
-    return gpus_of(attempt.spec.gpus, None if failure is None else failure.rank)
-
-
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
     if (
@@ -309,11 +298,6 @@ def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group 
 def uuids(gpus: Group) -> tuple[str, ...]:
     """Return the identities of ``gpus``."""
     return tuple(gpu.uuid for gpu in gpus)
-
-
-def is_hardware_fault(evidence: Evidence) -> bool:
-    """Return whether the GPU is at fault, not the program: most faults end with the process."""
-    return evidence.clue == Clue.HARDWARE
 
 
 def excluded_after(
@@ -331,7 +315,7 @@ def excluded_after(
     """
     if failure.kind is not FailureKind.DEVICE_FAULT:
         return {}
-    if len(suspects) == 1 and is_hardware_fault(failure.evidence):
+    if len(suspects) == 1 and failure.evidence.is_hardware:
         return {suspects[0].uuid: failure.message}
     reason = f"does not answer after: {failure.message}"
     return {gpu.uuid: reason for gpu in suspects if gpu.uuid not in answering}

@@ -148,14 +148,17 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
     """
     failure = attempt.failure
     if decision is None:
-        return replace(
-            attempt, reason=attempt.outcome if failure is None else failure.message
-        )
-    attempt = replace(attempt, action=decision.action, reason=decision.reason)
-    is_unclear = failure is not None and failure.evidence.clue == Clue.UNCLEAR
-    if failure is None or not is_unclear or not isinstance(decision, GiveUp):
-        return attempt
-    return replace(attempt, failure=replace(failure, kind=FailureKind.BUG, advice=()))
+        reason = attempt.outcome if failure is None else failure.message
+        return replace(attempt, reason=reason)
+    if (
+        failure is not None
+        and failure.evidence.clue == Clue.UNCLEAR
+        and isinstance(decision, GiveUp)
+    ):
+        failure = replace(failure, kind=FailureKind.BUG, advice=())
+    return replace(
+        attempt, failure=failure, action=decision.action, reason=decision.reason
+    )
 
 
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
@@ -196,31 +199,28 @@ def _why_give_up(context: FailureContext) -> str:
     if kind is FailureKind.INTERRUPTED:
         return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
-        what = (
-            "hang" if context.evidence.library == "robust_train" else "network failure"
-        )
+        is_hang = context.evidence.library == "robust_train"
+        what = "hang" if is_hang else "network failure"
         attempts = "attempts" if count > 1 else "attempt"
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
-    for attempt in context.history:
-        size, reached = str(attempt.spec.batch_size), attempt.micro_batch
-        reached_size = size if reached is None else f"{size} down to {reached}"
-        tried.setdefault(attempt.spec.device, []).append(reached_size)
+    for one in context.history:
+        reached = "" if one.micro_batch is None else f" down to {one.micro_batch}"
+        size = f"{one.spec.batch_size}{reached}"
+        tried.setdefault(one.spec.device, []).append(size)
     listed = "; ".join(
-        f"{device} at micro-batch {', '.join(b)}" for device, b in tried.items()
+        f"{device} at micro-batch {', '.join(sizes)}" for device, sizes in tried.items()
     )
-    if kind.is_memory:
-        hint = (
-            ""
-            if context.config.allow_cpu_fallback
-            else " (allow_cpu_fallback is false)"
-        )
-        if not any(attempt.has_begun for attempt in context.history):
-            hint += "; no attempt reported a step: where model or data do not fit, no batch does"
-        if context.keeps_batch:
-            hint += f"; the batch was not split: {context.keeps_batch}"
-        return f"out of memory on every device that may be used: {listed}{hint}"
-    return f"{kind.value} again after every remedy ({listed}): {message}"
+    if not kind.is_memory:
+        return f"{kind.value} again after every remedy ({listed}): {message}"
+    hint = ""
+    if not context.config.allow_cpu_fallback:
+        hint = " (allow_cpu_fallback is false)"
+    if context.nothing_was_reported:
+        hint += "; no attempt reported a step: where model or data do not fit, no batch does"
+    if context.keeps_batch:
+        hint += f"; the batch was not split: {context.keeps_batch}"
+    return f"out of memory on every device that may be used: {listed}{hint}"
 
 
 # --- the user's own rules -------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from robust_train.policy.context import (
     NOTABLE_BYTES,
     FailureContext,
     exchanged,
-    failed_gpus,
-    is_hardware_fault,
     uuids,
 )
 from robust_train.policy.sizes import largest_up_to, next_smaller, sizes
@@ -60,12 +58,10 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
 def expandable_segments(context: FailureContext) -> Retry | None:
     """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
     last = context.last
-    failures = (one.failure for one in context.history)
-    is_refused = any(one and one.evidence.clue == Clue.DRIVER for one in failures)
-    is_possible = context.settings.may_use_expandable_segments and not is_refused
-    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
+    is_refused = any(one.evidence.clue == Clue.DRIVER for one in context.history)
+    if is_refused or not context.settings.may_use_expandable_segments:
         return None
-    if not is_possible:
+    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
@@ -282,11 +278,11 @@ def killed_again(context: FailureContext) -> Retry | None:
 
 def same_fault_elsewhere(context: FailureContext) -> str | None:
     """Return why the device is not to blame: the same fault at the same step on two devices."""
-    if is_hardware_fault(context.evidence):
+    if context.evidence.is_hardware:
         return None
     here = context.failed_gpus
     for earlier in context.earlier_at_same_step:
-        there = failed_gpus(earlier)
+        there = earlier.failed_gpus
         if uuids(there) != uuids(here):
             step = context.attempt.end_step
             where = "before the first step" if step is None else f"at step {step}"
@@ -397,7 +393,7 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
     """Return whether memory ran out so on another GPU with no less, at this step and size."""
     (had, _), here = _shortest(context), {*uuids(context.failed_gpus)}
     for earlier in context.earlier_at_same_step:
-        there = failed_gpus(earlier)
+        there = earlier.failed_gpus
         if not here or not there or here.intersection(uuids(there)):
             continue
         # it shows how much others had, not how much the step needs
