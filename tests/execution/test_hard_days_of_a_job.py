@@ -85,17 +85,6 @@ def test_output_that_nobody_reads_holds_nothing_up(world: World):
     assert "Output truncated: no one was reading" in ended.output
 
 
-@pytest.mark.slow
-def test_the_log_holds_a_bars_last_state_while_it_is_drawn(world: World):
-    process = start(world, "draws_a_bar")
-    ready(world)
-    log = world.run_dir / "attempt-1.log"
-    wait_until(lambda: "step 200" in log.read_text(), "the log has the bar's state")
-    (world.folder / "go").touch()
-    assert world.end(process).returncode == 0
-    assert log.read_text().count("step") == 1
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_signal_at_the_very_start_prints_no_traceback(world: World):
     process = world.start("trainer._target_=hard_days.returns_its_pid")
@@ -110,14 +99,6 @@ def _has_handler(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
-
-
-def test_a_trainer_may_compute_tensors_when_it_is_imported(world: World):
-    """OpenMP's threads are not in a fork: the module is imported in the attempt."""
-    del world.environ["OMP_NUM_THREADS"]
-    ended = world.run("trainer._target_=trainer_that_computes_at_import.train")
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["result"] == 512.0**3
 
 
 def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
@@ -150,10 +131,3 @@ def test_libraries_read_the_environment_that_the_job_sets(world: World):
     )
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == "by the library"
-
-
-def test_a_library_may_start_native_threads_when_it_is_imported(world: World):
-    ended = world.with_libraries().run(
-        "trainer._target_=trainer_that_starts_a_thread.train", "max_retries=1"
-    )
-    assert ended.returncode == 0, ended.output

@@ -160,17 +160,6 @@ def test_a_typo_in_the_configuration_is_one_line():
         launch(trainers.has_a_bug, {"training": {"batchsize": 1}})
 
 
-@pytest.mark.parametrize(
-    ("result", "named"), [(object(), "builtins.object"), ({"a": [float("nan")]}, "nan")]
-)
-def test_a_result_that_is_not_json_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, result: object, named: str
-):
-    with caplog.at_level("WARNING", "robust_train"):
-        launch(lambda cfg: result, {"isolation": "none"}, run_dir=tmp_path)
-    assert [named in one.message for one in caplog.records if "JSON" in one.message] == [True]
-
-
 def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -308,13 +297,6 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path:
         with pytest.raises(ConfigError, match=words):
             launch(trainer, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_wrong_values_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"training\.batch_size"):
-        launch(trainers.uses_run, {"training": {"batch_size": "many"}}, run_dir=tmp_path)
-    with pytest.raises(ConfigError, match="min_batchsize"):
-        launch(trainers.uses_run, {"min_batchsize": 4}, run_dir=tmp_path)
 
 
 def test_a_job_in_this_process_leaves_the_allocators_variable_as_it_was(

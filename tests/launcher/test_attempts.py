@@ -55,14 +55,6 @@ def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(wor
     assert "killed by SIGKILL (sender unknown)" in ended.attempts[0]["reason"]
 
 
-@pytest.mark.slow
-def test_an_attempt_that_is_killed_each_time_ends_the_job(world: World):
-    ended = world.train("dies_of_sigkill", "max_retries=1")
-    assert ended.returncode == 1, ended.output
-    assert [a["outcome"] for a in ended.attempts] == ["interrupted"] * 2
-    assert "2 times without progress" in ended.summary["reason"]
-
-
 @pytest.mark.proves("functions (`run.backward`)", "one GPU", "new attempt")
 def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
     attempts = world.folder / "attempts"
@@ -152,18 +144,6 @@ def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World
     assert ended.returncode == 143, ended.output
     for pid in text.split():
         wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
-
-
-@pytest.mark.slow  # the table of worst days has it as well
-def test_a_killed_launcher_leaves_nothing_behind(world: World):
-    ready = world.folder / "ready"
-    world.environ["READY_FILE"] = str(ready)
-    process = world.start("trainer._target_=trainers.does_not_stop_at_all")
-    text = wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
-    process.kill()
-    for pid in text.split():
-        wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
-    process.communicate()
 
 
 def test_a_killed_reaper_takes_its_attempt_along_and_is_an_outcome(world: World):

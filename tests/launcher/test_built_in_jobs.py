@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import pytest
 import torch
 
 from terminal_screen import lines_shown
-from training.training_world import write_cub200, write_flowers102
-from world import Ended, World, wait_until
+from world import Ended, World
 
 TINY = (
     "model.backbone=test_vit",
@@ -99,75 +97,6 @@ def test_train_py_shows_a_bug_with_its_own_traceback(world: World):
     ended = world.run("trainer._target_=trainers.has_a_bug", "device=cpu", script="train.py")
     assert ended.returncode == 1
     assert "KeyError: 'a key that is not there'" in ended.stderr
-
-
-@pytest.mark.slow  # the table of worst days has SIGTERM
-@pytest.mark.parametrize("door", ["train_robust.py", "train.py"])
-def test_ctrl_c_saves_a_last_checkpoint(world: World, door: str):
-    process = world.start("training.epochs=1000", script=door)
-    checkpoints = world.run_dir / "checkpoints"
-    wait_until(lambda: list(checkpoints.glob("step-*.pt")), "the first checkpoint")
-    process.send_signal(signal.SIGINT)
-    ended = world.end(process)
-    assert ended.returncode == 130, ended.output
-    assert "Traceback" not in ended.output
-    if door == "train_robust.py":
-        attempt = ended.attempts[0]
-        last = Path(ended.summary["checkpoint"]).stem
-        assert last == f"step-{attempt['end_step']:08d}"
-
-
-@pytest.mark.slow  # tests/training has the model and the data set
-def test_lora_on_flowers_from_the_original_files(world: World):
-    root = write_flowers102(world.folder / "data")
-    ended = world.run(
-        "--config-name",
-        "robust",
-        "model=lora",
-        "dataset=flowers102",
-        "model.lora_r=4",
-        "model.target_modules=[qkv]",
-        f"dataset.root={root}",
-        *TINY,
-    )
-    assert ended.returncode == 0, ended.output
-    assert 0 <= ended.summary["result"]["test_accuracy"] <= 1
-
-
-@pytest.mark.slow
-def test_a_linear_probe_on_birds_from_the_original_files(world: World):
-    root = write_cub200(world.folder / "data")
-    ended = world.run(
-        "model=linear_probe",
-        "dataset=cub200",
-        "wait_for_gpu=true",
-        "gpu_wait_timeout_minutes=120",
-        "gpu_check_interval_seconds=30",
-        f"dataset.root={root}",
-        *TINY,
-    )
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["wait_seconds"] < 120 * 60, "without a GPU nothing is waited for"
-
-
-@pytest.mark.slow
-def test_a_sweep_over_models_and_rates(world: World):
-    sweep = world.folder / "sweep"
-    ended = world.run(
-        "-m",
-        "model=lora,linear_probe",
-        "dataset=digits",
-        "training.lr=1e-3,1e-4",
-        # Hydra looks keys up in the default model unless they are swept as well
-        "model.backbone=choice(test_vit)",
-        "model.pretrained=choice(false)",
-        "model.image_size=choice(32)",
-        "training.epochs=1",
-        f"hydra.sweep.dir={sweep}",
-    )
-    assert ended.returncode == 0, ended.output
-    summaries = [json.loads(p.read_text()) for p in sorted(sweep.glob("*/summary.json"))]
-    assert [s["status"] for s in summaries] == ["completed"] * 4
 
 
 def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):

@@ -104,18 +104,6 @@ def test_halves_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, 
     assert "23000 MiB free" in ended.attempts[2]["reason"]
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_gives_up_with_every_attempt_listed_where_the_cpu_is_not_allowed(world: World):
-    world.environ |= {
-        "BATCH_BUDGETS": json.dumps({A: 1, B: 1}),
-        "ATTEMPTS_FILE": str(world.folder / "attempts"),
-    }
-    ended = world.train("within_a_budget", "allow_cpu_fallback=false", "min_batch_size=32")
-    assert ended.returncode == 1, ended.output
-    assert ended.summary["status"] == "failed"
-    assert "cuda:0 at micro-batch 64, 32" in ended.stderr
-
-
 def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
     process = world.start(
         "trainer._target_=trainers.what_it_was_given",

@@ -60,6 +60,36 @@ class Agents:
         output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
+    def tasks(self, *command: object, trouble: str = "") -> list[subprocess.Popen[str]]:
+        """Start two tasks as srun does: ranks without an agent."""
+        port = str(free_port())
+        return [
+            subprocess.Popen(
+                [sys.executable, *(command or (SCRIPT, self.run_dir))],
+                env={
+                    **self.world.environ,
+                    "SLURM_JOB_ID": "4711",
+                    "SLURM_STEP_NUM_TASKS": "2",
+                    "SLURM_PROCID": rank,
+                    "SLURM_LOCALID": rank,
+                    "SLURM_STEP_NODELIST": "localhost",
+                    "MASTER_PORT": port,
+                    "TROUBLE": trouble,
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=self.world.folder,
+            )
+            for rank in "01"
+        ]
+
+    def end(self, tasks: list[subprocess.Popen[str]]) -> str:
+        """Wait until tasks have completed; return what they printed."""
+        outputs = [task.communicate(timeout=240)[0] for task in tasks]
+        assert [task.returncode for task in tasks] == [0, 0], outputs
+        return "".join(outputs)
+
     @property
     def summary(self) -> dict:
         return json.loads((self.run_dir / "summary.json").read_text())
@@ -87,119 +117,87 @@ def agents(world: World) -> Agents:
 
 
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "in the step")
-def test_memory_that_runs_out_in_a_step_of_one_rank_repeats_that_step_on_all(agents: Agents):
-    code, output = agents.run(trouble="runs_out_in_step=3")
-    assert code == 0, output
-    assert agents.sizes == [(8, 1)]
-    assert "step 3: out of memory" in output
-    assert agents.has_the_weights_of_an_undisturbed_run()
-
-
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_torchruns_restarts_go_on_with_half_the_batch_and_after_a_kill_with_the_same(
+def test_a_step_is_repeated_on_all_ranks_and_restarts_go_on_with_half_the_batch_or_the_same(
     agents: Agents,
 ):
-    code, output = agents.run("--max-restarts=3", trouble="runs_out=4 is_killed=8")
+    code, output = agents.run(
+        "--max-restarts=3", trouble="runs_out_in_step=3 runs_out=5 is_killed=8"
+    )
     assert code == 0, output
+    assert "step 3: out of memory" in output
     assert agents.sizes == [(8, 1), (4, 2), (4, 2)]
     assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
     assert "rank 1 was killed: the same again" in output
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
-def test_a_bug_is_not_run_again_by_torchrun_but_by_its_user(agents: Agents):
-    code, output = agents.run("--max-restarts=1", trouble="has_a_bug=4")
-    assert code == 1
+def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents: Agents):
+    def fails(trouble: str) -> str:
+        tasks = agents.tasks(trouble=trouble)
+        outputs = [task.communicate(timeout=240)[0] for task in tasks]
+        assert all(task.returncode for task in tasks), outputs
+        return "".join(outputs)
+
+    assert "a bug of mine" in fails("has_a_bug=4")
+    agents.world.environ["SLURM_RESTART_COUNT"] = "1"
+    assert "a bug of mine (rank 1); nothing is started, because srun has restarted" in fails("")
     assert agents.sizes == [(8, 1)]
-    assert "a bug of mine (rank 1); nothing is started, because torchrun has restarted" in output
-    code, output = agents.run()  # mended
-    assert code == 0, output
+    del agents.world.environ["SLURM_RESTART_COUNT"]
+    agents.end(agents.tasks())  # mended
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_ranks_end_with_their_agent_and_the_next_start_of_both_goes_on(agents: Agents):
-    def start(trouble: str) -> list[subprocess.Popen[str]]:
-        port = free_port()
-        options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
-        options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
-        return [agents.start(*options, trouble=trouble) for _ in range(2)]
-
-    both = start("loses_agent=5")
+def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents: Agents):
+    port = free_port()
+    options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
+    options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
+    both = [agents.start(*options, trouble="loses_agent=5") for _ in range(2)]
     for process in both:
         process.communicate(timeout=240)
     assert all(process.returncode for process in both)
-    both = start("loses_agent=5")
-    outputs = [process.communicate(timeout=240)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
+    agents.end(agents.tasks(trouble="loses_agent=5"))
     assert agents.sizes == [(8, 1), (8, 1)]
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_stop_of_all_ranks_saves_at_one_step_and_the_next_start_goes_on(agents: Agents):
+def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_on(agents: Agents):
     agents.world.environ["AUTO_DEVICE"] = "1"
-    process = agents.start("--standalone", "--nproc-per-node=2", trouble="waits=5")
+    tasks = agents.tasks(trouble="waits=5")
     wait_until(lambda: len([*agents.run_dir.glob("waits-*")]) == 2, "both ranks to wait")
     queue = robust_train("queue", "--json", environ=agents.world.environ)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    for task in tasks:
+        task.send_signal(signal.SIGTERM)
+    output = "".join(task.communicate(timeout=120)[0] for task in tasks)
     gpus = [[gpu["index"] for gpu in job["gpus"]] for job in json.loads(queue)["jobs"]]
     assert sorted(gpus) == [[0], [1]], queue
     ranks = agents.run_dir / "ranks"
     left = [json.loads((ranks / f"attempt-1.rank-{k}.json").read_text()) for k in (0, 1)]
     assert [one["event"]["failure"]["kind"] for one in left] == ["interrupted"] * 2, output
     assert {one["event"]["step"] for one in left} == {5}
-    code, output = agents.run()
-    assert code == 0, output
-    assert "goes on after a stop of all ranks" in output
+    assert "goes on after a stop of all ranks" in agents.end(agents.tasks())
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
-def test_tasks_of_srun_are_ranks_as_well(agents: Agents):
-    port = str(free_port())
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, agents.run_dir],
-            env={
-                **agents.world.environ,
-                "SLURM_JOB_ID": "4711",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_PROCID": rank,
-                "SLURM_LOCALID": rank,
-                "SLURM_STEP_NODELIST": "localhost",
-                "MASTER_PORT": port,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=agents.world.folder,
-        )
-        for rank in "01"
-    ]
-    outputs = [task.communicate(timeout=240)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert agents.has_the_weights_of_an_undisturbed_run()
-
-
-def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(world: World):
+def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(agents: Agents):
     """Without one it would be another folder for each rank and restart."""
     small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
-    command = [ROOT / "train_robust.py", *small, "auto_device=false", "device=cpu"]
-    for run_id, expected in (("job7", 0), ("none", 1)):
-        options = ("--nproc-per-node=2", f"--rdzv-id={run_id}", "--rdzv-backend=c10d")
-        ended = subprocess.run(
-            [*TORCHRUN, *options, "--rdzv-endpoint=localhost:0", *command],
-            env=world.environ,
-            cwd=world.folder,
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == expected, ended.stdout + ended.stderr
-    assert "the run folder has to be the same for all ranks" in ended.stderr
-    summary = json.loads((world.folder / "outputs/torchrun-job7/summary.json").read_text())
+    command = (ROOT / "train_robust.py", *small, "auto_device=false", "device=cpu")
+    agents.end(agents.tasks(*command))
+    folder = agents.world.folder / "outputs/slurm-4711"
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert [one["ranks"] for one in summary["attempts"]] == [2]
+    refused = subprocess.run(
+        [sys.executable, *command],
+        env={**agents.world.environ, "RANK": "1", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("the run folder has to be the same for all ranks")
 
 
 # --- which rank -----------------------------------------------------------------------------------

@@ -75,22 +75,70 @@ def actions(ended: Ended) -> list[str]:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_fragmentation_gets_expandable_segments_at_the_same_batch(script: Script):
-    ended = script.run(
-        f"3 {FRAGMENTED}",
-        overrides=("memory.expandable_segments=false",),
-        trainers="allocating_trainers",
-    )
+@pytest.mark.parametrize(
+    ("failures", "actions", "gpus"),
+    [
+        pytest.param(
+            [f"40 {ILLEGAL_ADDRESS}"] * 2,
+            "retry switch_gpu none",
+            [A, A, B],
+            id="an illegal address costs a process, and twice at the same step the GPU",
+        ),
+        pytest.param(
+            [f"40 {ECC}"] * 2,
+            "switch_gpu cpu_fallback none",
+            [A, B, "cpu"],
+            id="a GPU whose memory failed is left at once",
+        ),
+        pytest.param(
+            ["3 worker"] * 2,
+            "fewer_workers fewer_workers none",
+            [A, A, A],
+            id="a killed data-loader worker means fewer workers",
+        ),
+    ],
+)
+def test_the_next_attempt_uses_what_the_remedy_says(
+    script: Script, failures: list[str], actions: str, gpus: list[str]
+):
+    ended = script.run(*failures, overrides=("training.num_workers=2",))
     assert ended.returncode == 0, ended.output
-    assert actions(ended) == ["expandable_segments", "none"]
+    assert " ".join(attempt["action"] for attempt in ended.attempts) == actions
+    assert [given["gpu"] for given in script.given] == gpus
+    assert {given["batch_size"] for given in script.given} == {64}
+    is_excluded = f"{A} is excluded for 30 min for all jobs of this host" in ended.output
+    assert is_excluded is ("ECC" in failures[0])
+    fewer = [(2, 2), (1, 1), (0, 1)] if "worker" in failures[0] else [(2, 2)] * 3
+    assert [(one["num_workers"], one["prefetch_factor"]) for one in script.given] == fewer
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("failure", "keys", "action", "segments"),
+    [
+        (
+            f"3 {FRAGMENTED}",
+            ("memory.expandable_segments=false",),
+            "expandable_segments",
+            ["False", "True"],
+        ),
+        (
+            "- CUDA driver error: unknown error",
+            (),
+            "no_expandable_segments",
+            ["True", "False"],
+        ),
+    ],
+)
+def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_none(
+    script: Script, failure: str, keys: tuple[str, ...], action: str, segments: list[str]
+):
+    ended = script.run(failure, overrides=keys, trainers="allocating_trainers")
+    assert ended.returncode == 0, ended.output
+    assert actions(ended) == [action, "none"]
+    assert script.allocator == [f"expandable_segments:{one}" for one in segments]
     first, second = script.given
-    assert script.allocator == ["expandable_segments:False", "expandable_segments:True"]
     assert first["batch_size"] == second["batch_size"]
-    evidence = next(e["record"] for e in ended.journal if e["event"] == "attempt_ended")["failure"][
-        "evidence"
-    ]
-    assert evidence["requested_bytes"] == 2 * 1024**3
-    assert evidence["reserved_unallocated_bytes"] == 8 * 1024**3
 
 
 def test_memory_that_others_took_is_waited_for_at_the_same_batch(
@@ -135,61 +183,6 @@ def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: Worl
     assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_on_which_no_part_fits_is_left_for_another(world: World):
-    world.environ["BATCH_BUDGETS"] = json.dumps({A: 2, B: 2})
-    ended = world.train("splits_within_a_budget")
-    assert ended.returncode == 0, ended.output
-    assert actions(ended) == ["cpu_fallback", "none"]
-    assert ended.summary["result"] == {"repeats": 0, "part": 64}
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_an_illegal_address_costs_a_process_and_twice_at_the_same_step_the_gpu(script: Script):
-    ended = script.run(f"40 {ILLEGAL_ADDRESS}", f"40 {ILLEGAL_ADDRESS}")
-    assert ended.returncode == 0, ended.output
-    assert actions(ended) == ["retry", "switch_gpu", "none"]
-    assert [given["gpu"] for given in script.given] == [A, A, B]
-    assert [given["batch_size"] for given in script.given] == [64, 64, 64]
-    assert "excluded" not in ended.output
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_whose_memory_failed_is_left_at_once_and_excluded(script: Script):
-    ended = script.run(f"40 {ECC}", f"40 {ECC}")
-    assert ended.returncode == 0, ended.output
-    assert [given["gpu"] for given in script.given] == [A, B, "cpu"]
-    assert f"{A} is excluded for 30 min for all jobs of this host" in ended.output
-    assert "not the device's" not in ended.output
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_gpus")
-def test_the_same_fault_at_the_same_step_on_two_gpus_ends_the_job(script: Script):
-    ended = script.run(*[f"40 {ILLEGAL_ADDRESS}"] * 3)
-    assert ended.returncode == 1, ended.output
-    assert len(ended.attempts) == 3
-    assert "at step 40 on two devices" in ended.summary["reason"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_gpus")
-def test_a_busy_gpu_that_is_free_gets_a_pause_then_the_next_one_and_then_the_cpu(script: Script):
-    ended = script.run(*[f"0 {BUSY}"] * 3, overrides=("max_retries=1",))
-    assert ended.returncode == 0, ended.output
-    assert [given["gpu"] for given in script.given] == [A, A, B, "cpu"]
-    assert actions(ended) == ["retry", "switch_gpu", "cpu_fallback", "none"]
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_driver_that_refuses_the_first_allocation_gets_no_expandable_segments(script: Script):
-    ended = script.run("- CUDA driver error: unknown error", trainers="allocating_trainers")
-    assert ended.returncode == 0, ended.output
-    assert actions(ended) == ["no_expandable_segments", "none"]
-    assert script.allocator == ["expandable_segments:True", "expandable_segments:False"]
-
-
 def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):
     ended = script.run(f"3 {PEER_GONE}", f"5 {PEER_GONE}")
     assert ended.returncode == 0, ended.output
@@ -197,18 +190,6 @@ def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):
     times = [given["time"] for given in script.given]
     assert times[1] - times[0] >= 0.1
     assert times[2] - times[1] >= 0.2
-
-
-def test_a_killed_data_loader_worker_means_fewer_workers(script: Script):
-    ended = script.run("3 worker", "3 worker", overrides=("training.num_workers=2",))
-    assert ended.returncode == 0, ended.output
-    assert [attempt["outcome"] for attempt in ended.attempts] == [
-        "worker_death",
-        "worker_death",
-        "completed",
-    ]
-    assert [given["num_workers"] for given in script.given] == [2, 1, 0]
-    assert [given["prefetch_factor"] for given in script.given] == [2, 1, 1]
 
 
 def test_an_attempt_that_stalls_is_ended_with_its_stacks_in_the_journal(script: Script):
@@ -231,15 +212,12 @@ def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
     assert ended.output.index("ended by SIGSEGV: ") < ended.output.index("Fatal Python error")
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)]
-)
-def test_a_schedulers_warning_saves_a_checkpoint_and_ends_as_preempted(world: World, signum: int):
+def test_a_schedulers_warning_saves_a_checkpoint_and_ends_as_preempted(world: World):
     ready = world.folder / "ready"
     world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
     wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
-    process.send_signal(signum)
+    process.send_signal(signal.SIGUSR1)
     ended = world.end(process)
     assert ended.returncode == 143, ended.output
     assert ended.summary["status"] == "interrupted"
@@ -260,17 +238,6 @@ def test_the_same_command_goes_on_with_an_unfinished_job_in_its_run_folder(world
     assert (world.run_dir / "attempt-2.log").exists()
     # the job is complete now, the next one in this folder is a new one
     assert world.train("uses_run").summary["result"]["resume_checkpoint"] is None
-
-
-@pytest.mark.slow
-def test_an_unfinished_job_is_left_alone_if_the_user_says_so(world: World):
-    world.environ["READY_FILE"] = str(world.folder / "ready")
-    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
-    wait_until((world.folder / "ready").exists, "the trainer runs")
-    process.send_signal(signal.SIGTERM)
-    world.end(process)
-    again = world.train("uses_run", "resume=false")
-    assert again.summary["result"]["resume_checkpoint"] is None
 
 
 def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world: World):

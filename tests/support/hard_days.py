@@ -123,14 +123,5 @@ def prints_a_lot(cfg, run):
     raise KeyboardInterrupt
 
 
-def draws_a_bar(cfg, run):
-    for step in range(200):
-        print(f"\rstep {step}", end="", flush=True)
-    _say_ready()
-    while not Path(os.environ["GO_FILE"]).exists():
-        print("\rstep 200", end="", flush=True)
-        time.sleep(0.05)
-
-
 def returns_its_pid(cfg):
     return os.getpid()

@@ -40,12 +40,6 @@ def uses_run(cfg, run):
     }
 
 
-def returns_an_objective(cfg):
-    import torch
-
-    return {"objective": cfg.training.lr * 1000, "note": torch.tensor(0.5)}
-
-
 class Scaled:
     def __init__(self, factor):
         self.factor = factor
@@ -72,12 +66,6 @@ def has_a_bug(cfg):
 
 def _deep_down(table):
     return table["a key that is not there"]
-
-
-def fails_unless_first_lr(cfg):
-    if cfg.training.lr > 1e-3:
-        raise ValueError("this learning rate is not for me")
-    return cfg.training.lr
 
 
 def within_a_budget(cfg):

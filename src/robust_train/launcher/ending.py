@@ -187,11 +187,6 @@ class RankEnd:
     was_killed: bool = False  # it was killed because another had failed
 
     @property
-    def kind(self) -> FailureKind | None:
-        """The failure's kind by its own report, None without one."""
-        return self.ending.failure.kind if isinstance(self.ending, Failed) else None
-
-    @property
     def is_over(self) -> bool:
         """Whether it has reported its end, or has died."""
         return self.ending is not None or self.returncode is not None
@@ -206,8 +201,10 @@ class RankEnd:
     @property
     def others_know(self) -> bool:
         """Whether the other ranks end by themselves, after a last checkpoint."""
-        failed = isinstance(self.ending, Failed) and self.ending.others_know
-        return failed or self.kind is FailureKind.INTERRUPTED
+        ending = self.ending
+        return isinstance(ending, Failed) and (
+            ending.others_know or ending.failure.kind is FailureKind.INTERRUPTED
+        )
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -225,7 +222,8 @@ def _order(end: RankEnd) -> tuple[int, float]:
         return (0 if end.returncode == -signal.SIGKILL else 1), end.at
     if end.ending.caused_by_rank is not None:
         return 2, end.at
-    return (3 if end.kind in _FOLLOWS_FROM_OTHERS else 1), end.at
+    follows = end.ending.failure.kind in _FOLLOWS_FROM_OTHERS
+    return (3 if follows else 1), end.at
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:

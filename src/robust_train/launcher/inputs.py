@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
-from robust_train.host.memory import read_host_memory
 from robust_train.launcher.hydra_state import hydra_config, owns_terminal
 from robust_train.launcher.stall_watch import nccl_variables
 from robust_train.memory.cuda import (
@@ -33,7 +31,6 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.gpu import Group
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import name_for_trainer
-from robust_train.readable import GIB
 
 
 def policy_settings(
@@ -63,13 +60,9 @@ def search_prefix(cfg: DictConfig, trainer: Trainer) -> str:
 
     A size that was found holds for the same model, data, precision, device and torch.
     """
-    kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     whole = {
         "config": what_fills_memory(cfg),
         "trainer": _identity_of(trainer),
-        # the kernel's own share of it differs a little from boot to boot
-        "host": round(read_host_memory().total / GIB),
-        "limits": [resource.getrlimit(kind)[0] for kind in kinds],
         "versions": {name: _version(name) for name in ("torch", "robust-train")},
     }
     text = json.dumps(whole, sort_keys=True, default=repr)

@@ -398,20 +398,13 @@ def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparat
 
 
 def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a library may read when it is imported. Of the allocator's settings
-    that is only ``backend``."""
+    """Return the variables that a library may read when it is imported."""
     read = {
         name: value
         for name, value in environ.items()
         if not name.startswith(_NOT_READ_AT_IMPORT)
         and name not in _SET_FOR_EACH_ATTEMPT
-        and name not in _ALLOCATORS
     }
-    for name in _ALLOCATORS:
-        settings = environ.get(name, "").replace(" ", "").split(",")
-        backend = next(
-            (entry for entry in settings if entry.startswith("backend:")), None
-        )
-        if backend is not None:
-            read[name] = backend
+    for name in _ALLOCATORS:  # of their settings that is only the backend
+        read[name] = read.get(name, "").partition("backend:")[2].partition(",")[0]
     return read
