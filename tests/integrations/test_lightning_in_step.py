@@ -227,9 +227,9 @@ def _is_run_by(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    segments = [SimpleNamespace(is_private=True)]
-    monkeypatch.setattr(engine, "started_torch", lambda: torch)
-    monkeypatch.setattr(engine, "memory_segments", lambda torch: segments)
+    segments = [{"segment_pool_id": (0, 1)}]
+    monkeypatch.setattr(engine.cuda, "started_torch", lambda: torch)
+    monkeypatch.setattr(engine.cuda, "memory_segments", lambda torch: segments)
 
 
 @pytest.mark.proves("Lightning", "one GPU", "new attempt")

@@ -22,11 +22,10 @@ from robust_train.model.errors import AttemptsExhausted
 from robust_train.policy.batch_search import BatchSearch
 from robust_train.step.probing import (
     HostMeter,
-    Prober,
     device_of,
     meter_of,
-    optimizer_state_bytes,
-    optimizer_step_bytes,
+    optimizer_bytes,
+    search_size,
 )
 from robust_train.step.rewind import StepStart, Watch
 from world import ROOT
@@ -283,7 +282,7 @@ def test_find_batch_size_restores_everything_and_says_when_nothing_fits():
 def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(make, states):
     model = nn.Linear(300, 200)
     optimizer = make(model.parameters())
-    expected = optimizer_state_bytes(model.parameters())
+    expected, _ = optimizer_bytes(model.parameters())
     assert expected == states * 4 * (300 * 200 + 200)
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
@@ -294,7 +293,7 @@ def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(make, states)
         if torch.is_tensor(value) and value.dim()
     )
     assert taken == expected
-    assert optimizer_state_bytes(model.parameters()) == 0
+    assert optimizer_bytes(model.parameters())[0] == 0
 
 
 class LargestAtOnce(TorchDispatchMode):
@@ -331,7 +330,7 @@ class LargestAtOnce(TorchDispatchMode):
 def test_copies_that_a_foreach_optimizer_s_step_makes_are_known_before(make, copies):
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(20)))
     optimizer = make(model.parameters())
-    expected = optimizer_step_bytes(model.parameters())
+    _, expected = optimizer_bytes(model.parameters())
     assert expected == copies * 20 * 4 * 100 * 100
     for _ in range(2):  # the first makes the state
         model(torch.ones(1, 100)).sum().backward()
@@ -354,7 +353,7 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
 
     def tried(*reserved: int) -> list[int]:
         sizes: list[int] = []
-        Prober((1, 2), Full(), *reserved).search(sizes.append, StepStart(Watch(), []))
+        search_size(sizes.append, StepStart(Watch(), []), (1, 2), Full(), *reserved)
         return sizes
 
     assert tried(0, 10)

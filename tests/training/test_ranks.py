@@ -16,8 +16,7 @@ import preloaded
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step.ranks import RankReport, RanOut, agree
 from robust_train.step.replicas import ReplicaFinder, Replicated
-from robust_train.step.size import MicroBatchSize
-from robust_train.step.splitting import share_of
+from robust_train.step.splitting import MicroBatchSize, share_of
 from robust_train.vision.batches import BatchPlan
 
 
@@ -171,8 +170,8 @@ def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.Monk
 def test_one_agreement_holds_for_all(reports: list[RankReport]):
     agreed = agree(reports, 7.0)
     failed = [rank for rank, one in enumerate(reports) if one.ran_out is not None]
-    assert (agreed.rank is None) == (not failed)
-    if agreed.rank is not None:
+    assert (agreed.ran_out is None) == (not failed)
+    if agreed.ran_out is not None:
         assert agreed.ran_out is reports[agreed.rank].ran_out
         assert agreed.ran_out.is_exhausted == any(reports[n].ran_out.is_exhausted for n in failed)
     assert agreed.size == min((one.size for one in reports if one.size), default=None)

@@ -20,7 +20,7 @@ from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.model.errors import ConfigError
 from robust_train.step import replicas
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.rng import GeneratorStates
+from robust_train.step.rewind import GeneratorStates
 
 
 def out_of_memory() -> None:

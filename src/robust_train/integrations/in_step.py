@@ -54,8 +54,7 @@ class OpenStep(Step[Any]):
         body: Body[Any],
         *,
         count: Count | None = None,
-        is_last: bool,
-        only_evaluates: bool = False,
+        is_last: bool = True,
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts; in training the last one ends the step."""
         # views: the structure as it is now, whatever a body does to it
@@ -70,11 +69,8 @@ class OpenStep(Step[Any]):
             )
 
         try:
-            if only_evaluates:
-                with self._shared.without_collectives():
-                    return self.run_each(parts, on_original)
             results = self.run(parts, on_original, is_last=is_last)
-            if is_last:
+            if is_last and self._start is not None:
                 self.end()
         except CannotSplit as reason:
             self._say(str(reason))
@@ -167,7 +163,7 @@ class InStep:
             whole = Part(batch, 1.0)
             return [(body(whole), whole)]
         step = self._batcher.open_evaluation(OpenStep, shared).begin(self.say)
-        return step.run_batch(batch, samples, body, is_last=True, only_evaluates=True)
+        return step.run_batch(batch, samples, body)
 
     def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:
         """Return a batch's result of those of its parts; run out of memory if they don't fit."""

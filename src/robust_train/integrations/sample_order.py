@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from robust_train.integrations.step_shares import StepShares
 from robust_train.model.errors import UserError
-from robust_train.step.rng import GeneratorStates, seed_everything
+from robust_train.step.rewind import GeneratorStates, seed_everything
 
 
 class SampleOrder(Sampler[Any]):

@@ -10,16 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from robust_train.model.errors import ConfigError, UserError
+from robust_train.model.events import BatchSizeFound
 from robust_train.policy.batch_search import BatchSearch
-from robust_train.step import ranks, splitting
-from robust_train.step.engine import Step
-from robust_train.step.probing import prober_for
+from robust_train.step import ranks
+from robust_train.step.engine import (
+    Body,
+    NotMeasured,
+    OnEvent,
+    OnOom,
+    Recorder,
+    Step,
+    StepSpeed,
+)
+from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
-from robust_train.step.record import NotMeasured, OnEvent, OnOom, Recorder, StepSpeed
-from robust_train.step.rewind import Models, StepStart, Watch
-from robust_train.step.size import MicroBatchSize, SizeState
-from robust_train.step.splitting import Count, Length, Part, Parts, Split
-from robust_train.step.trained import modules_of
+from robust_train.step.rewind import Models, StepStart, Watch, models_of, modules_of
+from robust_train.step.splitting import (
+    Count,
+    Length,
+    MicroBatchSize,
+    Part,
+    Parts,
+    SizeState,
+    Split,
+    length_of,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -57,7 +72,7 @@ class MicroBatcher:
         min_batch_size: parts of this many samples are not split further: the error is raised.
         gradient_accumulation_steps: the requested one; divisors of the effective batch are
             preferred.
-        regrow_after_steps: see :class:`robust_train.step.size.MicroBatchSize`; None: never.
+        regrow_after_steps: see :class:`robust_train.step.splitting.MicroBatchSize`; None: never.
         on_event: called with an event at every change of the size.
         step: returns the number of the optimizer step, from 1; by default they are counted here.
         on_oom: called with error and failure when memory ran out, before anything is released.
@@ -102,8 +117,8 @@ class MicroBatcher:
             on_event or (lambda event: None),
             on_oom or (lambda error, failure: None),
             step or (lambda: self._steps_begun),
+            speed or NotMeasured(),
         )
-        self._speed = speed or NotMeasured()
         self._watch = Watch()
         self._search = search
         self._steps_begun = 0
@@ -183,11 +198,11 @@ class MicroBatcher:
             UserError: the model cannot be split here; the message has the reason.
             RankFailure: one of several ranks cannot go on.
         """
-        parts = self._parts(batch, split, length, count)
+        parts = _parts(batch, split, length, count)
         if not parts.samples and ranks.here() is None:
             raise ValueError("The batch is empty, so its mean loss is undefined")
         step, start = self._begin("backward", loss_of, parts, model, training=training)
-        is_named, returns_more = model is not None, False
+        returns_more = False
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
             nonlocal returns_more
@@ -196,14 +211,14 @@ class MicroBatcher:
             # the mean of an empty part is NaN, also when multiplied by 0
             share = loss if part.weight == 1.0 else loss * part.weight
             if training and (part.weight or step.is_sharded):
-                if not is_named and start is not None:
+                if model is None and start is not None:
                     start.notice(loss)
                 torch.autograd.backward(share) if backward is None else backward(share)
             return share.detach() if part.weight else torch.zeros_like(share), more
 
         if training and start is not None:
             self._probe(step, parts, body, start)
-        results = step.run_each(parts, body) if start is None else step.run(parts, body)
+        results = step.run(parts, body)
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
@@ -231,13 +246,9 @@ class MicroBatcher:
         Returns:
             What ``function`` returned for each part, in order: each sample's result once.
         """
-        parts = self._parts(batch, split, length, None)
-        step, start = self._begin("forward", function, parts, model, training=False)
-
-        def body(part: Part) -> T:
-            return function(part.data)
-
-        results = step.run_each(parts, body) if start is None else step.run(parts, body)
+        parts = _parts(batch, split, length, None)
+        step, _ = self._begin("forward", function, parts, model, training=False)
+        results = step.run(parts, lambda part: function(part.data))
         step.leave()
         return [result for result, _ in results]
 
@@ -256,14 +267,12 @@ class MicroBatcher:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
         start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
-        return kind(self._training, start, shared, self._recorder, self._speed)
+        return kind(self._training, start, shared, self._recorder)
 
     def open_evaluation(self, kind: type[S], shared: SharedStep) -> S:
         """Begin a batch of a framework's validation."""
-        self._speed.pause()
-        return kind(
-            self._other, None, shared, self._recorder, self._speed, training=False
-        )
+        self._recorder.speed.pause()
+        return kind(self._other, None, shared, self._recorder, training=False)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split finer from the next batch on, on request; return (from, to), or None."""
@@ -282,17 +291,6 @@ class MicroBatcher:
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
-    def _parts(
-        self,
-        batch: Any,
-        split: Split | None,
-        length: Length | None,
-        count: Count | None,
-    ) -> Parts:
-        if length is None:
-            length = splitting.length_of if split is None else len
-        return Parts(batch, length(batch), split=split, count=count)
-
     def _begin(
         self, name: str, function: Any, parts: Parts, model: Models, *, training: bool
     ) -> tuple[Step[Any], StepStart | None]:
@@ -305,49 +303,46 @@ class MicroBatcher:
             )
         if training:
             self._steps_begun += 1
-            self._speed.batch_begins(parts.samples)
+            self._recorder.speed.batch_begins(parts.samples)
         else:
-            self._speed.pause()
+            self._recorder.speed.pause()
         size = self._training if training else self._other
-        reached: list[nn.Module] = []
-        if model is None or not is_alone:
-            reached = modules_of(function)
-        models = reached
-        if model is not None:
-            models = [model] if isinstance(model, nn.Module) else list(model)
-        shared = SharedStep(models, reached)
+        models = models_of(model, function)
+        shared = SharedStep(models, () if is_alone else modules_of(function))
         start = None
         if training or shared.is_sharded:
             start = StepStart(self._watch, models)
-        step: Step[Any] = Step(
-            size, start, shared, self._recorder, self._speed, training=training
-        )
-        return step, start
+        return Step(size, start, shared, self._recorder, training=training), start
 
     def _probe(
-        self,
-        step: Step[Any],
-        parts: Parts,
-        body: Callable[[Part], Any],
-        start: StepStart,
+        self, step: Step[Any], parts: Parts, body: Body[Any], start: StepStart
     ) -> None:
         """Search for the size before the first step, if one was asked for."""
         search, self._search = self._search, None
-        prober = (
-            None
-            if search is None
-            else prober_for(search, parts.samples, start.parameters())
-        )
-        if search is None or prober is None:
+        if search is None:
             return
-        try:
-            found = prober.search(lambda size: body(parts.part(0, size)), start)
-        except BaseException:
-            step.undo()
-            raise
-        for size in (self._training, self._other):
-            size.begin_at(found.batch_size)
-        self._recorder.found(search, found)
+        with step.undone_after_an_error():
+            found = find_in_step(
+                search, parts.samples, lambda size: body(parts.part(0, size)), start
+            )
+        if found is None:
+            return
+        size, effective = found.batch_size, search.effective_batch_size
+        for sizes in (self._training, self._other):
+            sizes.begin_at(size)
+        log.info("training.batch_size=auto: %s", found)
+        accumulation = None if size is None else -(-effective // size)
+        self._recorder.on_event(
+            BatchSizeFound(size, accumulation, effective, search.key, found.as_json())
+        )
+
+
+def _parts(
+    batch: Any, split: Split | None, length: Length | None, count: Count | None
+) -> Parts:
+    if length is None:
+        length = length_of if split is None else len
+    return Parts(batch, length(batch), split=split, count=count)
 
 
 def _loss_and_more(result: Any) -> tuple[Any, ...]:

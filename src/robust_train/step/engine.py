@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
+from robust_train.memory import cuda
 from robust_train.memory.clearing import clear_frames, return_memory
-from robust_train.memory.cuda import holds_graphs as _holds_graphs
-from robust_train.memory.cuda import memory_segments, started_torch
 from robust_train.model.errors import RankFailure
+from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.readable import first_line
+from robust_train.readable import GIB, first_line
 from robust_train.step.ranks import Agreement, RanOut, SharedStep
-from robust_train.step.record import Recorder, StepSpeed
-from robust_train.step.rewind import StepStart
-from robust_train.step.rng import GeneratorStates
+from robust_train.step.rewind import GeneratorStates, StepStart
 from robust_train.step.sharded import RanOutElsewhere
-from robust_train.step.size import MicroBatchSize
-from robust_train.step.splitting import Part, Parts, bounds
+from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
 
 log = logging.getLogger("robust_train")
 
@@ -36,6 +34,100 @@ T = TypeVar("T")
 
 Body = Callable[[Part], T]
 """The pass over a part: forward, and in training backward with the part's weight."""
+
+Results = list[tuple[T, Part]]
+"""What a body returned for each part of a batch."""
+
+OnEvent = Callable[[Event], None]
+OnOom = Callable[[BaseException, Failure], None]
+
+
+class StepSpeed(Protocol):
+    """What measures the speed of steps."""
+
+    def batch_begins(self, samples: int) -> None:
+        """Count from here on as computing a batch."""
+
+    def pause(self) -> None:
+        """Leave the present step out: it has more to do than to train."""
+
+    def alone_until_now(self) -> None:
+        """Count from here on as the ranks' waiting for each other."""
+
+
+class NotMeasured:
+    """Measures nothing."""
+
+    def batch_begins(self, samples: int) -> None: ...
+    def pause(self) -> None: ...
+    def alone_until_now(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Logs how the size of parts changes, and measures steps."""
+
+    on_event: OnEvent  # called at every change
+    on_oom: OnOom  # called when memory ran out and a smaller size is tried
+    step: Callable[[], int]  # returns the number of the optimizer step, from 1
+    speed: StepSpeed
+
+    def changed(self, before: int, after: int, reason: str) -> None:
+        """Log that the size changes though no memory ran out."""
+        step = self.step()
+        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
+        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
+
+    def repeated(
+        self, training: bool, failure: Failure, before: int, after: int | None
+    ) -> None:
+        """Log that the step (in validation the part) is repeated with a smaller size."""
+        step = self.step()
+        self.on_event(
+            MicroBatchChanged(
+                step,
+                training,
+                before,
+                failure.message,
+                after=after,
+                **_figures(failure),
+            )
+        )
+        requested = failure.evidence.requested_bytes
+        log.warning(
+            "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
+            step,
+            failure.kind.value,
+            "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
+            before,
+            after,
+            "the step is repeated" if training else "the part is repeated",
+        )
+
+    def exhausted(
+        self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]
+    ) -> str:
+        """Log that memory ran out at the smallest size too; return that as a note."""
+        step, sizes = self.step(), ", ".join(map(str, tried))
+        note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
+        log.error("%s", note)
+        self.on_event(
+            MicroBatchExhausted(
+                step,
+                training,
+                used,
+                failure.message,
+                tried=tried,
+                **_figures(failure),
+            )
+        )
+        return note
+
+
+def _figures(failure: Failure) -> dict[str, Any]:
+    names = ("requested_bytes", "allocated_bytes", "free_bytes")
+    figures = {name: getattr(failure.evidence, name) for name in names}
+    return {"kind": failure.kind, **figures}
 
 
 class Step(Generic[T]):
@@ -50,7 +142,6 @@ class Step(Generic[T]):
         start: StepStart | None,  # None if each part stands for itself
         shared: SharedStep,
         recorder: Recorder,
-        speed: StepSpeed,
         *,
         training: bool = True,
     ) -> None:
@@ -59,7 +150,6 @@ class Step(Generic[T]):
         self._size = size
         self._shared = shared
         self._recorder = recorder
-        self._speed = speed
         self._is_training = training
         self._batches: list[tuple[Parts, Body[T]]] = []
         self._items = 1.0  # what this rank's mean counts among those of all
@@ -67,33 +157,46 @@ class Step(Generic[T]):
         self._host_ran_out = False
         self._agrees = True  # the other ranks come to the same agreement
 
-    def run(
-        self, parts: Parts, body: Body[T], *, is_last: bool = True
-    ) -> list[tuple[T, Part]]:
+    def run(self, parts: Parts, body: Body[T], *, is_last: bool = True) -> Results[T]:
         """Run a batch; return what the body returned for each of its parts.
 
         If memory runs out, the step's batches so far go through their bodies again in smaller
-        parts. If that does not help, or with any other error, the step is undone.
+        parts. If that does not help, or with any other error, the step is undone. In validation of
+        a model that can leave a part at any time, only a part that fails is repeated.
 
         Args:
             parts: the batch.
             body: the pass over a part.
             is_last: :meth:`end` follows. Until then ranks do not wait for each other.
         """
+        if self._start is None:
+            return self._run_each(parts, body)
         self._batches.append((parts, body))
         self._agrees = is_last
-        todo = self._batches[-1:]
-        assert self._start is not None
-        try:
-            with self._shared.without_collectives():
-                while (results := self._pass(todo)) is None:
-                    todo = self._batches
-                    self._shared.reset()
-                    self._start.rewind()
-                    self.rewound()
-        except BaseException:
-            self.undo()
-            raise
+        with self.undone_after_an_error(), self._shared.without_collectives():
+            results = self._pass(self._batches[-1:])
+            while results is None:
+                self._shared.reset()
+                self._start.rewind()
+                self.rewound()
+                results = self._pass(self._batches)
+        return results
+
+    def _run_each(self, parts: Parts, body: Body[T]) -> Results[T]:
+        """Run a batch of which each part stands for itself: only one that fails is repeated."""
+        self._agrees = False
+        results: Results[T] = []
+        done = 0
+        with self._shared.without_collectives():
+            while done < parts.samples:
+                generators = GeneratorStates()
+                size = self._size.for_batch(parts.samples)
+                start, stop = bounds(parts.samples, size, done)[0]
+                part = parts.part(start, stop)
+                if self._goes_through(part, body, min(size, len(part)), results):
+                    done = stop
+                else:
+                    generators.restore()
         return results
 
     @property
@@ -113,15 +216,12 @@ class Step(Generic[T]):
         With it whether on any rank the bodies returned more than a loss.
         """
         assert self._start is not None
-        try:
+        with self.undone_after_an_error():
             agreed = None
             if not self.is_sharded:
                 self._items = items
                 agreed = self._agree(returns_more=returns_more)
             loss = self._shared.sum_gradients(agreed, loss)
-        except BaseException:
-            self.undo()
-            raise
         self._start.end(is_complete=True)
         self._shared.share_buffers()
         grown = self._size.step_done()
@@ -130,29 +230,21 @@ class Step(Generic[T]):
             self._recorder.changed(*grown, reason)
         return loss, returns_more if agreed is None else agreed.returns_more
 
-    def run_each(self, parts: Parts, body: Body[T]) -> list[tuple[T, Part]]:
-        """Run a batch of which each part stands for itself: only one that fails is repeated."""
-        self._agrees = False
-        results: list[tuple[T, Part]] = []
-        done = 0
-        while done < parts.samples:
-            generators = GeneratorStates()
-            size = max(self._size.for_batch(parts.samples), 1)
-            start, stop = bounds(parts.samples, size, done)[0]
-            if self._goes_through(
-                parts.part(start, stop), body, min(size, stop - start), results
-            ):
-                done = stop
-            else:
-                generators.restore()
-        return results
-
     def leave(self) -> None:
         """End the step early: gradients of earlier batches are as before it."""
         if self._start is not None:
             self._start.end()
 
-    def undo(self) -> None:
+    @contextlib.contextmanager
+    def undone_after_an_error(self) -> Iterator[None]:
+        """Undo the step if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
         """Go back to the step's start while an error is on its way, which must not be lost.
 
         After a fault of the device every call that reaches it raises once more.
@@ -184,27 +276,23 @@ class Step(Generic[T]):
 
     # --- the passes ---
 
-    def _pass(
-        self, batches: list[tuple[Parts, Body[T]]]
-    ) -> list[tuple[T, Part]] | None:
+    def _pass(self, batches: list[tuple[Parts, Body[T]]]) -> Results[T] | None:
         """Run batches; return the results of the last one, None if memory ran out."""
-        results: list[tuple[T, Part]] = []
+        results: Results[T] = []
         for parts, body in batches:
-            if self._shared.is_sharded:
+            if self.is_sharded:
                 return self._pass_with_others(parts, body)
             results = []
-            used = max(self._size.for_batch(parts.samples), 1)
+            used = self._size.for_batch(parts.samples)
             for start, stop in bounds(parts.samples, used):
                 if not self._goes_through(parts.part(start, stop), body, used, results):
                     return None
         return results
 
-    def _pass_with_others(
-        self, parts: Parts, body: Body[T]
-    ) -> list[tuple[T, Part]] | None:
+    def _pass_with_others(self, parts: Parts, body: Body[T]) -> Results[T] | None:
         """Run as many parts as the other ranks; all agree after each of them."""
-        results: list[tuple[T, Part]] = []
-        used = max(self._size.for_batch(parts.samples), 1)
+        results: Results[T] = []
+        used = self._size.for_batch(parts.samples)
         own = bounds(parts.samples, used)
         self._items = parts.items
         most, factor = self._shared.plan(len(own), parts.items)
@@ -215,44 +303,52 @@ class Step(Generic[T]):
                 part = parts.part(*own[number], factor=factor)
             self._goes_through(part, body, used, results)
             agreed = self._agree()
-            if agreed is not None and agreed.rank is not None:
+            if agreed is not None and agreed.ran_out is not None:
                 self.repeats += self._ran_out is None
                 return None
         return [(result, part) for result, part in results if len(part)]
 
     def _goes_through(
-        self, part: Part, body: Body[T], used: int, results: list[tuple[T, Part]]
+        self, part: Part, body: Body[T], used: int, results: Results[T]
     ) -> bool:
         """Run one part; False if memory ran out, and all that the pass held is free again."""
-        ran_out_here = True
-        if self._start is not None and self.refuses_collectives:
+        is_watched = self._start is not None and self.refuses_collectives
+        failure: Failure | None = None
+        if is_watched:
             self._shared.begin_part(training=self._is_training)
         try:
             with self.guard():
                 results.append((body(part), part))
-            if self._start is not None and self.refuses_collectives:
+            if is_watched:
                 self._shared.end_part(ran_out=False)
             return True
         except RanOutElsewhere as error:
-            ran_out_here = False
             clear_frames(error)
         except Exception as error:
-            if not self._is_repeated_after(error, used):
+            failure = self._failure_to_repeat_after(error, used)
+            if failure is None:
                 raise
             clear_frames(error)
         # no one has the exception any more
         if self._start is not None:
             results.clear()
-        if ran_out_here:
-            self._recover(used)
+        if failure is not None:
+            self.repeats += 1
+            return_memory(thorough=self.repeats > 1, workspaces=True)
+            do_without_onednn(failure)
+            size = self._size.current
+            self._recorder.repeated(self._is_training, failure, used, size)
+            if self.is_sharded:
+                self._shared.end_part(ran_out=True)
         return False
 
-    def _is_repeated_after(self, error: Exception, used: int) -> bool:
-        """Return whether the step is repeated; if no smaller part is left, log what was tried."""
+    def _failure_to_repeat_after(self, error: Exception, used: int) -> Failure | None:
+        """Return the failure if the step is repeated; if no smaller part is left, log what was
+        tried, and have the other ranks end as well."""
         failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
         self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if not failure.kind.is_memory:
-            return False
+            return None
         can_repeat = not self.cannot_repeat()
         smaller = self._size.smaller_than(used) if can_repeat else None
         self._ran_out = RanOut(failure, used, is_exhausted=smaller is None)
@@ -260,46 +356,37 @@ class Step(Generic[T]):
             self._size.failed_at(used)
         if smaller is not None:
             self._recorder.on_oom(error, failure)
-            return True
+            return failure
         if can_repeat:
-            self._recorder.exhausted(
-                self._is_training, failure, used, self._size.tried, error
-            )
+            tried = self._size.tried
+            note = self._recorder.exhausted(self._is_training, failure, used, tried)
+            if hasattr(error, "add_note"):
+                error.add_note(note)
         if self._agrees:
             self._give_up(error, failure)
-        return False
+        return None
 
     def _give_up(self, error: Exception, failure: Failure) -> None:
         """Let the other ranks end as well; they may save before that."""
-        if self._shared.is_sharded:
+        if self.is_sharded:
             clear_frames(error)
             return_memory(thorough=True)
             self._shared.end_part(ran_out=True)
-        self.undo()
+        self._undo()
         agreed = self._agree()
         if agreed is not None:
-            raise RankFailure(agreed.rank or 0, failure, is_elsewhere=False) from error
-
-    def _recover(self, used: int) -> None:
-        assert self._ran_out is not None
-        failure = self._ran_out.failure
-        self.repeats += 1
-        return_memory(thorough=self.repeats > 1, workspaces=True)
-        do_without_onednn(failure)
-        self._recorder.repeated(self._is_training, failure, used, self._size.current)
-        if self._shared.is_sharded:
-            self._shared.end_part(ran_out=True)
+            raise RankFailure(agreed.rank, failure, is_elsewhere=False) from error
 
     def _agree(self, *, returns_more: bool = False) -> Agreement | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""
-        self._speed.alone_until_now()
+        self._recorder.speed.alone_until_now()
         mine = self._ran_out
         agreed = self._shared.agree(self._size.current, self._items, mine, returns_more)
         if agreed is None or (mine is not None and mine.is_exhausted):
             return agreed
         theirs = agreed.ran_out
         if theirs is not None and theirs.is_exhausted:
-            raise RankFailure(agreed.rank or 0, theirs.failure, is_elsewhere=True)
+            raise RankFailure(agreed.rank, theirs.failure, is_elsewhere=True)
         failed = 0 if theirs is None else theirs.size
         self._size.agree(agreed.size, failed=failed, is_known=mine is not None)
         return agreed
@@ -307,6 +394,6 @@ class Step(Generic[T]):
 
 def holds_graphs() -> bool:
     """Return whether a CUDA graph was captured, whose memory comes back to no one."""
-    torch = started_torch()
-    segments = None if torch is None else memory_segments(torch)
-    return _holds_graphs(segments or ())
+    torch = cuda.started_torch()
+    segments = None if torch is None else cuda.memory_segments(torch)
+    return cuda.holds_graphs(segments or ())

@@ -22,7 +22,7 @@ from robust_train.model.failure import Clue
 from robust_train.model.spec import GiveUp
 from robust_train.policy.decide import Offers, decide, first_attempt
 from robust_train.policy.sizes import settings_of_batch
-from robust_train.step.trained import GradientsBefore
+from robust_train.step.rewind import GradientsBefore
 
 log = logging.getLogger("robust_train")
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from robust_train.failures import classify_failure
 from robust_train.host import memory as host
 from robust_train.memory.clearing import clear_frames, return_memory
-from robust_train.memory.tensors import live_objects
+from robust_train.memory.tensors import reached_by_running
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.policy.batch_search import (
     BatchSearch,
@@ -30,8 +30,7 @@ from robust_train.policy.batch_search import (
     next_size,
 )
 from robust_train.readable import memory as shown
-from robust_train.step.rewind import Models, StepStart, Watch
-from robust_train.step.trained import modules_of
+from robust_train.step.rewind import Models, StepStart, Watch, models_of
 
 log = logging.getLogger("robust_train")
 
@@ -82,79 +81,65 @@ def _outcome(probe: Probe, limits: Limits) -> str:
     )
 
 
-class Prober:
-    """One search for the largest size that fits."""
+def search_size(
+    run: Callable[[int], object],
+    start: StepStart,
+    sizes: Sequence[int],  # to choose from, the smallest first
+    meter: Meter,  # of the device
+    reserve_bytes: int = 0,  # that training will need beside what a pass shows
+    # that the optimizer takes for the time of a step, when the pass's activations are gone: a
+    # size fits if both the pass and the step do
+    step_bytes: int = 0,
+) -> FoundBatchSize:
+    """Call ``run(size)``, a pass of that many samples, until the largest that fits is found.
 
-    def __init__(
-        self,
-        sizes: tuple[int, ...] | range,  # to choose from, the smallest first
-        meter: Meter,  # of the device
-        reserve_bytes: int = 0,  # that training will need beside what a pass shows
-        # that the optimizer takes for the time of a step, when the pass's activations are gone: a
-        # size fits if both the pass and the step do
-        step_bytes: int = 0,
-    ):
-        self._sizes = sizes
-        self._meter = meter
-        self._reserve = reserve_bytes
-        self._step_bytes = step_bytes
-        self._probes: list[Probe] = []
-        self._limits = Limits()
-        self._size = 0
-        self._started = time.monotonic()
-
-    def search(self, run: Callable[[int], object], start: StepStart) -> FoundBatchSize:
-        """Call ``run(size)``, a pass of that many samples, until the size is found.
-
-        Gradients, buffers and generators go back to their ``start`` after each pass.
-        """
+    Gradients, buffers and generators go back to their ``start`` after each pass.
+    """
+    started = time.monotonic()
+    probes: list[Probe] = []
+    limits = Limits()
+    while (size := next_size(sizes, probes, limits)) is not None:
         start.make_gradients()
-        while (size := self._begin()) is not None:
-            self._end(ran_out=not _goes_through(run, size))
-            start.rewind()
-            start.make_gradients()
-        start.rewind()
-        return self._found()
-
-    def _begin(self) -> int | None:
-        """Return the size to try now, None when the search is over."""
-        size = next_size(self._sizes, self._probes, self._limits)
-        if size is None:
-            return None
-        rest = self._meter.begin()
-        limit = self._meter.limit() - self._reserve
+        rest = meter.begin()
+        limit = meter.limit() - reserve_bytes
         # threads and workspaces come with the first pass and stay
-        limit = min(limit, self._limits.limit_bytes) if self._probes else limit
-        self._limits = Limits(rest, limit)
-        if rest + self._step_bytes > limit:
+        limit = min(limit, limits.limit_bytes) if probes else limit
+        limits = Limits(rest, limit)
+        if rest + step_bytes > limit:
             log.warning(
                 "no batch fits: the optimizer's step takes %s for a copy of all parameters; "
                 "foreach=False or fused=True spares it",
-                shown(self._step_bytes),
+                shown(step_bytes),
             )
-            return None
-        self._size = size
-        return size
+            break
+        peak = None
+        if _goes_through(run, size):
+            peak = meter.peak()
+            limits = Limits(rest, min(limit, meter.limit() - reserve_bytes))
+        probes.append(Probe(size, peak))
+        start.rewind()
+    start.rewind()
+    meter.begin()  # the peak counts from here on, as if nothing was tried
+    best = largest_that_fits(probes, limits)
+    return FoundBatchSize(
+        batch_size=None if best is None else best.batch_size,
+        probes=tuple(probes),
+        rest_bytes=limits.rest_bytes,
+        limit_bytes=limits.limit_bytes,
+        measured_bytes=None if best is None else best.peak_bytes,
+        seconds=time.monotonic() - started,
+    )
 
-    def _end(self, *, ran_out: bool) -> None:
-        """Record how the pass went."""
-        self._probes.append(Probe(self._size, None if ran_out else self._meter.peak()))
-        if not ran_out:
-            limit = min(self._limits.limit_bytes, self._meter.limit() - self._reserve)
-            self._limits = replace(self._limits, limit_bytes=limit)
 
-    def _found(self) -> FoundBatchSize:
-        """Return the result; count the peak from here on, as if nothing was tried."""
-        self._meter.begin()
-        best = largest_that_fits(self._probes, self._limits)
-        return FoundBatchSize(
-            batch_size=None if best is None else best.batch_size,
-            probes=tuple(self._probes),
-            rest_bytes=self._limits.rest_bytes,
-            limit_bytes=self._limits.limit_bytes,
-            measured_bytes=None if best is None else best.peak_bytes,
-            seconds=time.monotonic() - self._started,
-        )
+def _goes_through(run: Callable[[int], object], size: int) -> bool:
+    try:
+        run(size)
+    except Exception as error:
+        if not classify_failure(error).kind.is_memory:
+            raise
+        clear_frames(error)
+        return False
+    return True
 
 
 def find_batch_size(
@@ -208,21 +193,16 @@ def find_batch_size(
     if effective_batch_size is not None:
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
         sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
-    models: list[nn.Module] = []
-    if model is None:
-        models = modules_of(try_batch)
-    else:
-        models = [model] if isinstance(model, nn.Module) else list(model)
+    models = models_of(model, try_batch)
     start = StepStart(Watch(), models)
     parameters = list(start.parameters())
-    step_bytes = 0
-    if model is not None:
-        reserve_bytes += optimizer_state_bytes(parameters)
-        step_bytes = optimizer_step_bytes(parameters)
-    where = torch.device(device) if device is not None else device_of(parameters)
-    prober = Prober(sizes, meter_of(where, memory_fraction), reserve_bytes, step_bytes)
+    state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
+    where = device_of(parameters) if device is None else torch.device(device)
+    meter = meter_of(where, memory_fraction)
     try:
-        found = prober.search(try_batch, start)
+        found = search_size(
+            try_batch, start, sizes, meter, reserve_bytes + state_bytes, step_bytes
+        )
     except BaseException:
         start.rewind()
         raise
@@ -234,25 +214,14 @@ def find_batch_size(
     return found
 
 
-def _goes_through(run: Callable[[int], object], size: int) -> bool:
-    try:
-        run(size)
-    except Exception as error:
-        if not classify_failure(error).kind.is_memory:
-            raise
-        clear_frames(error)
-        return False
-    return True
-
-
-def prober_for(
-    search: BatchSearch, samples: int, parameters: Iterable[Tensor]
-) -> Prober | None:
-    """Return what finds the size in a step's first batch; None if it cannot be found there.
+def find_in_step(
+    search: BatchSearch, samples: int, run: Callable[[int], object], start: StepStart
+) -> FoundBatchSize | None:
+    """Find the size in a step's first batch; None if it cannot be found there.
 
     That is with several processes or devices, or too small a batch.
     """
-    parameters = list(parameters)
+    parameters = list(start.parameters())
     devices = {tensor.device for tensor in parameters} or {device_of(())}
     sizes = search.sizes(samples)
     why = None if sizes else f"the first batch has {samples} samples only"
@@ -267,69 +236,56 @@ def prober_for(
         )
         return None
     meter = meter_of(devices.pop(), search.memory_share)
-    state, step = optimizer_state_bytes(parameters), optimizer_step_bytes(parameters)
-    return Prober(sizes, meter, state, step)
+    return search_size(run, start, sizes, meter, *optimizer_bytes(parameters))
 
 
-def optimizer_state_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of optimizer state that the first step is going to make."""
-    return sum(
-        (2 if optimizer is None else _states_per_parameter(optimizer))
-        * parameter.nbytes
-        for parameter, optimizer in _with_optimizers(parameters)
-        if optimizer is None or parameter not in optimizer.state
-    )
+def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """Return the bytes of optimizer state that the first step is going to make, and those that a
+    step takes beside the state, for its own time.
+
+    Optimizers are those that variables of running functions lead to; an optimizer that is made
+    later is taken to be Adam.
+    """
+    optimizers = {
+        id(parameter): optimizer
+        for optimizer in reached_by_running(torch.optim.Optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    state = step = 0
+    for parameter in parameters:
+        optimizer = optimizers.get(id(parameter))
+        settings = _ADAM if optimizer is None else optimizer.defaults
+        if parameter.requires_grad:
+            step += parameter.nbytes * _copies_in_a_step(settings, parameter.device)
+            if optimizer is None or parameter not in optimizer.state:
+                state += parameter.nbytes * _states_per_parameter(settings)
+    return state, step
 
 
-def optimizer_step_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes that a step takes beside the state, for its own time."""
-    return sum(
-        _copies_in_a_step(optimizer, parameter.device.type) * parameter.nbytes
-        for parameter, optimizer in _with_optimizers(parameters)
-    )
+_ADAM = {"betas": (0.9, 0.999)}
 
 
-def _with_optimizers(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Any]]:
-    """Pair what is trained with its optimizer; None if that is made later."""
-    missing = {id(p): p for p in parameters if p.requires_grad}
-    found: list[tuple[Tensor, Any]] = []
-    for optimizer in live_objects(torch.optim.Optimizer):
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        found += [(p, optimizer) for p in held if missing.pop(id(p), None) is not None]
-    return found + [(parameter, None) for parameter in missing.values()]
+def _states_per_parameter(settings: Mapping[str, Any]) -> int:
+    """Return how many tensors of a parameter's size an optimizer keeps."""
+    if "betas" not in settings and "momentum" in settings:  # SGD, RMSprop (with alpha)
+        centered = bool(settings.get("centered"))
+        return bool(settings["momentum"]) + ("alpha" in settings) + centered
+    return 2 + bool(settings.get("amsgrad"))  # Adam and its variants
 
 
-def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many tensors of a parameter's size this kind of optimizer keeps."""
-    settings = optimizer.defaults
-    if "betas" in settings:  # Adam and its variants
-        return 2 + bool(settings.get("amsgrad"))
-    if "momentum" in settings:  # SGD, RMSprop (which has alpha)
-        return (
-            bool(settings["momentum"])
-            + ("alpha" in settings)
-            + bool(settings.get("centered"))
-        )
-    return 2
-
-
-def _copies_in_a_step(optimizer: torch.optim.Optimizer | None, device: str) -> int:
-    """Return how many copies of all parameters a step holds at once.
+def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether a step holds a copy of all parameters at once.
 
     The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
     Adam's variants and RMSprop make one of the denominators, SGD one of the gradients if weight
     decay is added to them (``_multi_tensor_*`` in torch/optim).
     """
-    if optimizer is None:
-        return int(device == "cuda")
-    settings = optimizer.defaults
     uses_foreach = settings.get("foreach")
     if uses_foreach is None:
-        uses_foreach = device == "cuda" and not settings.get("fused")
-    copies = (
-        "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
-    )
-    return int(bool(uses_foreach) and copies)
+        uses_foreach = device.type == "cuda" and not settings.get("fused")
+    copies = {"betas", "alpha"} & settings.keys() or settings.get("weight_decay")
+    return bool(uses_foreach and copies)
 
 
 class GpuMeter:

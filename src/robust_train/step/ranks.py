@@ -54,7 +54,7 @@ class Agreement:
     of it. ``items``: of how many the loss of all ranks is a mean.
     """
 
-    rank: int | None
+    rank: int
     ran_out: RanOut | None
     size: int | None
     has_gradient: tuple[bool, ...]
@@ -70,7 +70,7 @@ def agree(reports: Sequence[RankReport], items: float) -> Agreement:
     worst = max(failed, key=lambda pair: pair[1].is_exhausted, default=None)
     sizes = [report.size for report in reports if report.size is not None]
     return Agreement(
-        rank=None if worst is None else worst[0],
+        rank=0 if worst is None else worst[0],
         ran_out=None if worst is None else worst[1],
         size=min(sizes, default=None),
         has_gradient=tuple(
@@ -136,7 +136,7 @@ class Ranks:
         if news or self._agreed is None:
             self._agreed = agree(self.gather(report), of_all)
             return self._agreed
-        return replace(self._agreed, rank=None, ran_out=None, items=of_all)
+        return replace(self._agreed, rank=0, ran_out=None, items=of_all)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. All ranks have to call it."""

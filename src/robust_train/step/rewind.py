@@ -1,21 +1,164 @@
-"""Going back to where an optimizer step began: gradients, buffers, random generators."""
+"""Going back to where a step began: gradients, buffers, random generators.
+
+Here are also the generators' states in a checkpoint, and what a function trains.
+"""
 
 from __future__ import annotations
 
+import functools
+import random
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robust_train.compat import copy_at_once, tensors_of, version_of
-from robust_train.memory.tensors import leaves_of
-from robust_train.step.rng import GeneratorStates
+from robust_train.memory.tensors import leaves_of, parts_of, reach
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
+
+_MOST_ITEMS = 100  # longer lists hold samples
+
+
+# --- random generators ---
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy where something has imported it, and torch on every device."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
+    if rank:
+        seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
+
+
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the states in types that ``torch.load(weights_only=True)`` takes; of a GPU too if
+    ``device`` is one."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Invert :func:`capture_rng`; a generator of a device that is absent here is left."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
+    if device is not None and device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class GeneratorStates:
+    """The states at this moment, to go back to within this process. Of all GPUs, whichever the
+    model is on: a generator's state lies on the host, and reading it makes no CUDA context."""
+
+    def __init__(self) -> None:
+        self._states = capture_rng()
+        self._cuda: list[torch.Tensor] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._cuda = torch.cuda.get_rng_state_all()
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        restore_rng(self._states)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+# --- what learns ---
+
+
+def models_of(model: Models, function: Any) -> list[nn.Module]:
+    """Return the modules that are named; if none are, those that a function reaches."""
+    if model is None:
+        return modules_of(function)
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """Return the modules that a function can reach by the names in its code.
+
+    These are the variables it closes over, its defaults, the globals it names, the object it is a
+    method of, and what these hold in attributes, lists and dictionaries a few steps away.
+    """
+    reached = reach([(function, "", "")], _parts_of)
+    return [value for value, _, _ in reached if isinstance(value, nn.Module)]
+
+
+def _parts_of(value: Any) -> list[tuple[Any, str]]:
+    if isinstance(value, FunctionType):
+        held = _named_in(value)
+    elif isinstance(value, MethodType):
+        held = [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, (dict, list, tuple, set)):
+        # longer ones hold samples
+        return list(parts_of(value)) if len(value) <= _MOST_ITEMS else []
+    elif isinstance(value, (nn.Module, Tensor)) or _is_from_torch(value):
+        return []
+    else:
+        return list(parts_of(value))
+    return [(item, "") for item in held]
+
+
+def _is_from_torch(value: Any) -> bool:
+    """Return whether torch has made an object, as an optimizer: it holds none of a user's."""
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _named_in(function: FunctionType) -> list[Any]:
+    held: list[Any] = [
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # a variable that is not assigned yet
+            continue
+    for name in _names_in(function.__code__):
+        value = function.__globals__.get(name)
+        # the functions of a library train nothing that they were not given
+        if (
+            not isinstance(value, FunctionType)
+            or value.__module__ == function.__module__
+        ):
+            held.append(value)
+    return held
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+# --- a step ---
 
 
 @dataclass(eq=False)
@@ -91,17 +234,7 @@ def _restore(buffers: Iterable[_Buffer]) -> None:
         buffer.version = -1 if buffer.tensor is None else version_of(buffer.tensor)
 
 
-class _Watched:
-    """The parameters of a model, and its buffers with what is known of them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-        self.buffers = [
-            _Buffer(buffers, name)
-            for _, buffers in map(tensors_of, model.modules())
-            for name, buffer in buffers.items()
-            if buffer is not None
-        ]
+_Watched = tuple[list[nn.Parameter], list[_Buffer]]
 
 
 class Watch:
@@ -113,11 +246,16 @@ class Watch:
         )
 
     def of(self, model: nn.Module) -> _Watched:
-        """Return what is known about ``model``."""
-        watched = self._models.get(model)
-        if watched is None:
-            watched = self._models[model] = _Watched(model)
-        return watched
+        """Return the parameters and buffers of ``model``, found once."""
+        if model not in self._models:
+            buffers = [
+                _Buffer(own, name)
+                for _, own in map(tensors_of, model.modules())
+                for name, buffer in own.items()
+                if buffer is not None
+            ]
+            self._models[model] = list(model.parameters()), buffers
+        return self._models[model]
 
 
 class StepStart:
@@ -132,17 +270,17 @@ class StepStart:
         self, watch: Watch, models: Sequence[nn.Module], *, keeps_gradients: bool = True
     ) -> None:
         self.models = models
-        self._watched = [watch.of(model) for model in models]
+        watched = [watch.of(model) for model in models]
         self._known: dict[int, Tensor] = {
-            id(p): p for watched in self._watched for p in watched.parameters
+            id(parameter): parameter
+            for parameters, _ in watched
+            for parameter in parameters
         }
         self.is_open = True
         self._keeps_gradients = keeps_gradients
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates()
-        self._buffers = [
-            buffer for watched in self._watched for buffer in watched.buffers
-        ]
+        self._buffers = [buffer for _, buffers in watched for buffer in buffers]
         _keep(self._buffers)
         # last: from here on end() has to be called
         self._lay_aside(self._known.values())
@@ -214,3 +352,98 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+# --- a call ---
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A gradient before a call. It is not held: most functions drop it and make another."""
+
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    version: int
+    values: Tensor | None  # on the host
+
+    @classmethod
+    def of(cls, parameter: Tensor, gradient: Tensor, *, copies: bool) -> _Gradient:
+        """Return what is kept of a parameter's gradient."""
+        return cls(
+            weakref.ref(parameter),
+            weakref.ref(gradient),
+            version_of(gradient),
+            gradient.detach().to("cpu", copy=True) if copies else None,
+        )
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether the parameter has another gradient now, or none."""
+        parameter = self.parameter()
+        return (
+            parameter is None
+            or parameter.grad is None
+            or parameter.grad is not self.gradient()
+        )
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Give the parameter this gradient back; return whether that is possible."""
+        parameter, gradient = self.parameter(), self.gradient()
+        if parameter is None:
+            return True
+        if self.values is None:
+            if not self.was_dropped:
+                return gradient is not None and version_of(gradient) == self.version
+            parameter.grad = None
+        elif gradient is None:
+            parameter.grad = self.values.to(parameter.device)
+        else:
+            if version_of(gradient) != self.version:
+                gradient.copy_(self.values)
+            parameter.grad = gradient
+        return True
+
+
+class GradientsBefore:
+    """The gradients at the start of a call that is repeated if memory runs out.
+
+    A function that drops the gradients it finds needs none of them back. Of any other, values are
+    copied to the host before each call; which kind it is shows after the first complete call.
+    """
+
+    def __init__(self) -> None:
+        self._drops: bool | None = None
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._before: list[_Gradient] = []
+
+    def begin(self, trained: Any) -> None:
+        """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
+        self._known, self._before = {}, []
+        for module in modules_of(trained):
+            for parameter in module.parameters():
+                self._known[id(parameter)] = weakref.ref(parameter)
+                if parameter.grad is not None:
+                    copies = self._drops is not True
+                    self._before.append(
+                        _Gradient.of(parameter, parameter.grad, copies=copies)
+                    )
+
+    def end(self) -> None:
+        """Learn from a complete call whether the next ones need copies."""
+        if self._before:
+            drops = all(gradient.was_dropped for gradient in self._before)
+            self._drops = drops and self._drops is not False
+
+    def restore(self, made: Iterable[Tensor] = ()) -> bool:
+        """Go back to the start of the call; return whether that is possible.
+
+        ``made`` are leaves that the failed call trained.
+        """
+        had = {id(gradient.parameter()) for gradient in self._before}
+        known = [reference() for reference in self._known.values()]
+        for tensor in (*known, *made):
+            if tensor is not None and id(tensor) not in had:
+                tensor.grad = None
+        restored = [gradient.restore() for gradient in self._before]
+        return all(restored)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from robust_train.model.errors import ConfigError
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.rng import capture_rng, restore_rng
+from robust_train.step.rewind import capture_rng, restore_rng
 from robust_train.vision import sharding
 from robust_train.vision.models import load_trained_state, trained_state
 from robust_train.vision.step import Precision
