@@ -166,13 +166,13 @@ class Spacing:
 
 def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
     """Return content and owner of a file that anybody may have put there. Raises OSError: it cannot
-    be read. ELOOP for a symbolic link, EINVAL for what is no regular file or has more than
+    be read. ELOOP for a symbolic link, EINVAL for what is not a regular file or has more than
     ``most_bytes``."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "no regular file")
+            raise OSError(errno.EINVAL, "not a regular file")
         if status.st_size > most_bytes:
             raise OSError(errno.EINVAL, f"larger than {most_bytes} bytes")
         return os.read(fd, most_bytes), status.st_uid

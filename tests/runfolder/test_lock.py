@@ -110,17 +110,11 @@ def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(
         fcntl.flock(stranger, operation)
         assert is_held(tmp_path) is False
         RunLock(tmp_path, "0-aaaaaa").release()
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600, "0.2 left it readable"
         change_json(tmp_path / "lock", process_started=1.0)  # that launcher has ended
         assert is_held(tmp_path) is False
         assert refusal(tmp_path) is None
         RunLock(tmp_path, "0-bbbbbb").release()
-
-
-def test_the_lock_is_private_also_if_version_0_2_left_it_readable(tmp_path: Path):
-    (tmp_path / "lock").touch(mode=0o644)  # as version 0.2 made it
-    held = RunLock(tmp_path, "0-aaaaaa")
-    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
-    held.release()
 
 
 def test_a_job_of_version_0_2_is_respected_while_its_launcher_lives(tmp_path: Path):

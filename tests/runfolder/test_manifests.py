@@ -181,6 +181,17 @@ def test_a_job_keeps_its_identity_until_it_has_completed(tmp_path: Path):
     assert (tmp_path / "checkpoints" / "earlier-1" / path.name).exists()
 
 
+def test_a_moved_run_folder_is_resumed_and_a_new_job_on_request_sets_all_aside(tmp_path: Path):
+    (tmp_path / "here").mkdir()
+    first = begin_job(tmp_path / "here", resume=True)
+    name = save(tmp_path / "here" / "checkpoints", 5, job=first.job).name
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    assert begin_job(moved, resume=True).checkpoint == moved / "checkpoints" / name
+    fresh = begin_job(moved, resume=False)
+    assert (fresh.checkpoint, fresh.job == first.job) == (None, False)
+    assert (moved / "checkpoints" / "earlier-1" / name).exists()
+
+
 def test_a_launch_that_dies_while_it_sets_aside_leaves_that_to_the_next(tmp_path: Path):
     begin_job(tmp_path, resume=True)
     identity = read_identity(tmp_path)

@@ -1,16 +1,24 @@
-"""``environment.json``: what a job ran with, and no secrets."""
+"""What a job ran with and goes on with: its command, ``environment.json``, and no secrets."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from robust_train import launch
 from robust_train.folder import provenance
-from robust_train.folder.provenance import public_command, public_text, public_variables
+from robust_train.folder.provenance import (
+    public_command,
+    public_text,
+    public_variables,
+    this_command,
+)
 
 
 def test_secrets_are_left_out():
@@ -86,3 +94,17 @@ def test_a_git_that_hangs_costs_its_answer_only(
     _launch(tmp_path / "run")
     found = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (found["git_commit"], found["git_dirty"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "folder", ["/a/2026-01-31_x.y", "/a b/c", "/a[1]/{x},=y%20 $z", "/ü/(1)", "/it's", '/"a"']
+)
+def test_the_command_goes_on_in_that_folder_whatever_it_is_called(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "lr=1", "hydra.run.dir=/other"])
+    *words, last = shlex.split(this_command("hydra.run.dir", Path(folder)))
+    assert words == ["python", "train.py", "lr=1"]
+    override = OverridesParser.create().parse_override(last)
+    value = override.value()
+    assert (override.key_or_group, getattr(value, "text", value)) == ("hydra.run.dir", folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -76,58 +75,6 @@ def test_what_was_saved_while_the_launcher_stood_still_is_resumed_from(world: Wo
     got_to = job.ended()
     assert (world.run_dir / "journal.jsonl").read_bytes() == named
     assert job.to_the_end().summary["result"]["first"] == got_to
-
-
-def test_an_older_jobs_later_checkpoints_are_set_aside(world: World):
-    world.environ["STEPS"] = "3"
-    assert world.run(TRAINER).returncode == 0
-    folder = world.run_dir / "checkpoints"
-    (folder / "step-99999999.txt").write_text("99999999")
-    job = Counting(world)
-    assert (folder / "earlier-1" / "step-00000003.txt").exists()
-    assert (folder / "earlier-1" / "step-99999999.txt").exists()
-    job.kill(job.launcher.pid)
-    got_to = job.ended()
-    ended = job.to_the_end()
-    assert ended.summary["result"]["first"] == got_to
-    assert "earlier-2" not in [path.name for path in folder.iterdir()]
-
-
-def test_a_manifest_that_cannot_be_read_now_is_waited_for(world: World):
-    job = Counting(world)
-    job.launcher.send_signal(signal.SIGTERM)
-    got_to = job.ended()
-    (manifest,) = job.folder.glob("*.manifest.json")
-    away = manifest.rename(world.folder / "away")
-    manifest.mkdir()
-    world.environ["STEPS"] = str(got_to + 2)
-    again = world.start(TRAINER)
-    assert again.stdout is not None
-    shown = ""
-    while "trying again" not in shown:
-        line = again.stdout.readline()
-        assert line, shown
-        shown += line
-    assert f"{manifest}: cannot be read now (Is a directory)" in shown
-    manifest.rmdir()
-    away.rename(manifest)
-    ended = world.end(again)
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["result"]["first"] == got_to
-
-
-def test_a_moved_run_folder_resumes_and_a_new_job_on_request_sets_all_aside(world: World):
-    job = Counting(world)
-    job.launcher.send_signal(signal.SIGTERM)
-    got_to = job.ended()
-    world.run_dir = Path(shutil.move(world.run_dir, world.folder / "moved"))
-    job.folder = world.run_dir / "checkpoints"
-    assert job.to_the_end().summary["result"]["first"] == got_to
-    world.environ["STEPS"] = "2"
-    ended = world.run(TRAINER, "resume=false")
-    assert ended.summary["result"]["first"] == 0
-    assert "earlier-1 holds what an earlier job of this run folder has left" in ended.output
-    assert steps_on_disk(job.folder / "earlier-1") == [got_to + 2]
 
 
 def test_a_function_saves_when_it_is_due(world: World):

@@ -333,23 +333,6 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     assert ended.summary["status"] == "interrupted"
 
 
-def test_status_of_a_killed_launcher_says_died_with_its_last_state(host: Host):
-    world = host.world("first")
-    process = host.train(world, "reports_and_nothing_else")
-    status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
-    process.kill()
-    process.communicate()
-    wait_until(lambda: host.told("list") == {"runs": []}, "its attempt has ended too")
-    assert "no live run of yours" in host.refused("checkpoint", status["id"])
-    for which in (status["id"], str(world.run_dir), str(world.run_dir / "journal.jsonl")):
-        died = host.told("status", which)
-        assert (died["state"], died["last_state"], died["alive"]) == ("died", "running", False)
-        assert died["step"] >= status["step"]
-    shown = host.command("status", status["id"]).stdout
-    assert "died; the last state was running" in shown
-    assert host.told("status", status["id"])["attempt_pid"] == status["attempt_pid"]
-
-
 def contents(folder: Path, but: str) -> dict[Path, bytes]:
     """Every file of a folder that a job at work does not write to."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in but.split()]

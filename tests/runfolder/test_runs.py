@@ -125,7 +125,9 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path: Pa
         assert ask(run, "stop")["after"] == "stopping"
 
 
-def test_a_killed_launcher_whose_attempt_still_saves_is_stopping(tmp_path: Path):
+def test_status_of_a_killed_launcher_says_died_with_its_last_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     with another_launcher(tmp_path) as process:
         run = read_run(tmp_path)
         assert run is not None
@@ -136,6 +138,11 @@ def test_a_killed_launcher_whose_attempt_still_saves_is_stopping(tmp_path: Path)
         assert died is not None
         assert (died.alive, died.status) == (False, "died")
         assert died.about()["last_state"] == "starting"
+    for which in (run.id, str(tmp_path), str(tmp_path / "state.json")):
+        assert main(["run", "status", which]) == 0
+        assert "died; the last state was starting" in capsys.readouterr().out
+    assert main(["run", "checkpoint", run.id]) == 1
+    assert "no live run of yours" in capsys.readouterr().err
 
 
 def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ def unchecked(cfg: DictConfig) -> RobustConfig:
 
 
 def gone(key: str) -> str | None:
-    """Return one line about a key that an earlier version had, None for any other."""
+    """Return one line about a key that an earlier version had, None if it did not."""
     return f"{key}: this key is gone; {GONE[key]}" if key in GONE else None
 
 

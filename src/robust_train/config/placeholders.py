@@ -36,9 +36,8 @@ class ScriptValues:
     run_dir: str  # the job's run folder
     checkpoint_every_minutes: str = AUTO  # longest time without a checkpoint, or `auto`
     checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
-    gradient_checkpointing: str = (
-        "false"  # `true`: recompute activations to save memory
-    )
+    # `true`: recompute activations to save memory
+    gradient_checkpointing: str = "false"
 
     def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.

@@ -406,9 +406,8 @@ class RobustConfig(PlainConfig):
     sweep_fail_fast: bool = key(False, "the first failure ends the sweep")
 
     # not keys: what the checks have settled
-    finds_batch_size: bool = (
-        False  # `training.batch_size=auto`: batch_size is the largest to try
-    )
+    # `training.batch_size=auto`: batch_size is the largest to try
+    finds_batch_size: bool = False
 
     @property
     def is_script(self) -> bool:

@@ -49,9 +49,8 @@ class Declaration:
     # the default as it is written, where the typed one differs; `auto` is None in the code
     written: object = ...
     follows: str | None = None  # the key whose value is the default
-    accepts: str = (
-        ""  # values of several types, in words: `read` makes one type of them
-    )
+    # values of several types, in words: `read` makes one type of them
+    accepts: str = ""
     read: Callable[[str, Any], Any] | None = None
     section: str = ""  # the section of the page that begins with it
     is_secret: bool = False
@@ -104,7 +103,7 @@ def open_group(cls: type) -> Any:
 
 
 def integer_or_auto(name: str, given: Any) -> int | None:
-    """Return an integer of at least 1, None for ``auto``."""
+    """Return an integer of at least 1, None if it is ``auto``."""
     if isinstance(given, str):  # environment variables are text
         text = given.strip().lower()
         if text == AUTO:

@@ -101,7 +101,8 @@ def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginnin
         NoProgress: the last ``max_launches`` have saved no new checkpoint; 0: whatever they did.
     """
     folder = run_dir / "checkpoints"
-    earlier = wait_until_readable(lambda: read_earlier(run_dir / "journal.jsonl"))
+    journal = run_dir / "journal.jsonl"
+    attempts, found = wait_until_readable(lambda: read_earlier(journal))
     job = wait_until_readable(lambda: read_identity(run_dir))
     if job is None or job.completed is not None or not resume:
         job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
@@ -115,11 +116,8 @@ def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginnin
         _write(run_dir, job)
     known = wait_until_readable(lambda: read_manifests(folder))
     _check_progress(run_dir, job, known, max_launches)
-    checkpoint = resume_from(run_dir, job.id)
-    numbers = [manifest.attempt for manifest in known]
-    return Beginning(
-        job.id, max(earlier.attempts, *numbers, 0), earlier.found, checkpoint
-    )
+    most = max([attempts, *(manifest.attempt for manifest in known)])
+    return Beginning(job.id, most, found, resume_from(run_dir, job.id))
 
 
 def _check_progress(

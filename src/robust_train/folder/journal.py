@@ -6,8 +6,6 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from robust_train.files import (
@@ -106,18 +104,9 @@ def _kind_of(event: Event) -> str:
     return f"{event.name} {name} {getattr(event, 'rank', None) or ''}"
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """What earlier launches left in a run folder."""
-
-    attempts: int = 0  # the highest number of one
-    # micro-batches that probes have found, by what memory depends on
-    found: Mapping[str, int] = field(default_factory=dict)
-
-
-def read_earlier(path: Path) -> Earlier:
-    """Read what earlier launches have written to the same journal; torn lines are skipped. Raises
-    OSError: it cannot be read just now."""
+def read_earlier(path: Path) -> tuple[int, dict[str, int]]:
+    """Return the highest number of an attempt in a journal, and the micro-batches that probes have
+    found, by what memory depends on; torn lines are skipped. Raises OSError: it cannot be read."""
     attempts, found = 0, {}
     with contextlib.suppress(FileNotFoundError):
         for content in filter(None, json_lines(path)):
@@ -127,4 +116,4 @@ def read_earlier(path: Path) -> Earlier:
                 event = parse(content)
                 if isinstance(event, BatchSizeFound) and event.batch_size:
                     found[event.key] = event.batch_size
-    return Earlier(attempts, found)
+    return attempts, found

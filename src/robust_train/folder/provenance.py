@@ -212,7 +212,7 @@ def resume_command(run_dir: Path) -> str | None:
 
 
 def how_to_go_on(run_dir: Path) -> str | None:
-    """Return the command that resumes a job; None for one of a sweep."""
+    """Return the command that resumes a job; None if it is a part of a sweep."""
     words = command()
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:

@@ -71,9 +71,8 @@ class RunState:
     requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    resume_command: str | None = (
-        None  # what goes on with the job after it was interrupted
-    )
+    # what goes on with the job after it was interrupted
+    resume_command: str | None = None
 
     def seconds(self, now: float) -> float:
         """Return the duration of all launches of the job until ``now``."""
@@ -215,9 +214,8 @@ class Summary:
     wall_seconds: float | None = None  # from the launcher's start of the job to its end
     wait_seconds: float | None = None  # of those, waiting for a GPU
     checkpoint: Path | None = None  # the last one that a trainer reported
-    environment: Mapping[str, Json] | None = (
-        None  # the short form of `environment.json`
-    )
+    # the short form of `environment.json`
+    environment: Mapping[str, Json] | None = None
     advice: tuple[str, ...] = ()  # what would make the job faster, a sentence each
     attempts: tuple[Attempt, ...] = ()  # of this launch, first to last
     # --- of the job that has just ended, not in the file ---

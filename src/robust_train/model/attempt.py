@@ -42,9 +42,8 @@ COMPLETED = "completed"
 class Exit:
     """How an attempt's process ended, as the launcher saw it."""
 
-    returncode: int | None = (
-        None  # negative for a signal; None if the launcher itself ran it
-    )
+    # negative for a signal; None if the launcher itself ran it
+    returncode: int | None = None
     pid: int | None = None
     max_resident_bytes: int = 0  # its peak of host memory
     output: str = field(default="", repr=False)  # the end of what it printed
@@ -71,9 +70,8 @@ class Attempt:
     resumed_from: str | None = None  # its first checkpoint
     # --- how far it came ---
     pid: int | None = None  # of rank 0
-    began_training: bool = (
-        False  # it reported that training begins, which some trainers never do
-    )
+    # it reported that training begins, which some trainers never do
+    began_training: bool = False
     start_step: int = 0  # optimizer step it started from (0 for a fresh start)
     end_step: int | None = None  # last optimizer step it reported
     total_steps: int | None = None
@@ -81,13 +79,11 @@ class Attempt:
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
     saves: int = 0  # number of checkpoints it reported
-    micro_batch: int | None = (
-        None  # the one in use, if the trainer itself has changed it
-    )
+    # the one in use, if the trainer itself has changed it
+    micro_batch: int | None = None
     keeps_batch: str | None = None  # why no attempt may split the batch in another way
-    batch_size_found: Mapping[str, Json] | None = (
-        None  # what probes before training have found
-    )
+    # what probes before training have found
+    batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
     memory_returned: Mapping[str, Json] | None = None  # by the final clean-up
@@ -97,19 +93,16 @@ class Attempt:
     rank_died: RankDied | None = None  # what ended the group of its ranks
     script: ScriptStarted | ScriptEnded | None = None  # its program, if it runs one
     exit: Exit = Exit()
-    gpu_free_before_bytes: int | None = (
-        None  # of the GPU on which it failed, before the attempt
-    )
-    gpu_free_after_bytes: int | None = (
-        None  # the same when the attempt's process was gone
-    )
+    # of the GPU on which it failed, before the attempt
+    gpu_free_before_bytes: int | None = None
+    # the same when the attempt's process was gone
+    gpu_free_after_bytes: int | None = None
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
     traceback: str | None = None  # the trainer's own, or what a script printed last
-    peak_memory_bytes: int | None = (
-        None  # of the device, or of the process if it ran on the CPU
-    )
+    # of the device, or of the process if it ran on the CPU
+    peak_memory_bytes: int | None = None
     memory_stability: Mapping[str, Json] | None = None  # how its memory developed
     # --- what was decided after it ---
     rule: int | None = None  # number of the user's rule that applies, in `retry.rules`

@@ -309,25 +309,19 @@ class Failed(Event):
     failure: Failure  # why, classified
     step: int | None = None  # last optimizer step that was reported
     memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
-    traceback: str | None = (
-        None  # the trainer's own, as text; None for a mistake of the user's
-    )
-    config_error: str | None = (
-        None  # the message where the configuration cannot be used
-    )
-    error: str | None = (
-        None  # the exception, pickled, in base64, where it can be carried over
-    )
-    stopped_for: str | None = (
-        None  # what it was asked to stop for, so that another attempt goes on
-    )
+    # the trainer's own, as text; None if the user made the mistake
+    traceback: str | None = None
+    # the message where the configuration cannot be used
+    config_error: str | None = None
+    # the exception, pickled, in base64, where it can be carried over
+    error: str | None = None
+    # what it was asked to stop for, so that another attempt goes on
+    stopped_for: str | None = None
     others_know: bool = False  # the other ranks end by themselves
-    caused_by_rank: int | None = (
-        None  # the failure is that of another rank, which is known
-    )
-    exceptions: tuple[
-        str, ...
-    ] = ()  # dotted names of the exception's class and its bases
+    # the failure is that of another rank, which is known
+    caused_by_rank: int | None = None
+    # dotted names of the exception's class and its bases
+    exceptions: tuple[str, ...] = ()
     at: float = 0.0  # when a rank sent it, by the monotonic clock of this machine
 
     @property
@@ -355,9 +349,8 @@ class Prepared(Event):
     name = "prepared"
     is_journaled = False
     refusal: str | None = None  # why the trainer does not accept the config
-    is_unfit: bool = (
-        False  # an import has started CUDA, so the GPU can no longer be chosen
-    )
+    # an import has started CUDA, so the GPU can no longer be chosen
+    is_unfit: bool = False
 
 
 @dataclass(frozen=True)

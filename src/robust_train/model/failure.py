@@ -38,23 +38,19 @@ class Evidence:
 
     requested_bytes: int | None = None  # the allocation that failed
     allocated_bytes: int | None = None  # held by live tensors
-    reserved_unallocated_bytes: int | None = (
-        None  # held by the caching allocator but unused
-    )
+    # held by the caching allocator but unused
+    reserved_unallocated_bytes: int | None = None
     free_bytes: int | None = None  # free on the device at that moment
     total_bytes: int | None = None  # size of the device
-    allowed_bytes: int | None = (
-        None  # what `memory.fraction` lets this process have of it
-    )
-    fragmented: bool = (
-        False  # the allocator held at least as much unused memory as was asked for
-    )
+    # what `memory.fraction` lets this process have of it
+    allowed_bytes: int | None = None
+    # the allocator held at least as much unused memory as was asked for
+    fragmented: bool = False
     # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
     clue: str | None = None  # what message or stack show beyond the kind, one of Clue
-    library: str | None = (
-        None  # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
-    )
+    # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
+    library: str | None = None
     no_workers: bool = False  # the trainer has read no number of data-loader workers
 
     @property

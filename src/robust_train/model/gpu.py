@@ -11,36 +11,31 @@ class GpuProcess:
 
     pid: int  # process id as the driver sees it, which a container may number differently
     used_bytes: int | None = None  # memory it holds, None if unavailable
-    computes: bool = (
-        True  # NVML lists it as a CUDA process; False for one that only draws
-    )
+    # NVML lists it as a CUDA process; False for one that only draws
+    computes: bool = True
 
 
 @dataclass(frozen=True)
 class GpuInfo:
     """One GPU (or one MIG slice) at one moment."""
 
-    uuid: (
-        str  # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
-    )
+    # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
+    uuid: str
     name: str  # product name
     index: int  # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
     pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
     total_bytes: int  # memory of the device
-    free_bytes: (
-        int  # free_bytes, used_bytes: as NVML has them; never computed as a difference
-    )
+    # free_bytes, used_bytes: as NVML has them; never computed as a difference
+    free_bytes: int
     used_bytes: int
-    utilization_percent: int | None = (
-        None  # how busy the GPU was lately, None if not supported
-    )
+    # how busy the GPU was lately, None if not supported
+    utilization_percent: int | None = None
     # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
     compute_mode: str = "default"
     # who is on it; None if unavailable or not asked for
     processes: tuple[GpuProcess, ...] | None = None
-    parent_uuid: str | None = (
-        None  # for a MIG slice the UUID of the GPU it is a part of
-    )
+    # for a MIG slice the UUID of the GPU it is a part of
+    parent_uuid: str | None = None
     # the GPU shares the host's memory (integrated); the figures are the host's
     unified_memory: bool = False
     unusable: str | None = None  # why no job may start on it now, or None
@@ -75,9 +70,8 @@ class Inventory:
     # GPUs), else None
     problem: str | None = None
     driver_version: str | None = None  # of the NVIDIA driver, None if unknown
-    answered: bool = (
-        True  # False where the driver hangs, so that nothing is known of the GPUs
-    )
+    # False where the driver hangs, so that nothing is known of the GPUs
+    answered: bool = True
     may_have_gpus: bool = True  # False without any driver, and where it lists no GPU
 
 

@@ -22,15 +22,12 @@ class AttemptSpec:
     ranks: int = 1  # processes that share an optimizer step; one for each GPU
     num_workers: int = 0  # data-loader workers of each rank
     prefetch_factor: int = 2  # batches that each worker prepares ahead
-    expandable_segments: bool = (
-        True  # the CUDA allocator's setting against fragmentation
-    )
-    has_batch: bool = (
-        True  # False for a script that is given no batch size; it is 1 then
-    )
-    gradient_checkpointing: bool = (
-        False  # activations are recomputed in the backward pass
-    )
+    # the CUDA allocator's setting against fragmentation
+    expandable_segments: bool = True
+    # False for a script that is given no batch size; it is 1 then
+    has_batch: bool = True
+    # activations are recomputed in the backward pass
+    gradient_checkpointing: bool = False
     searches: bool = False  # the attempt finds its micro-batch before it trains
 
     @property
@@ -40,7 +37,7 @@ class AttemptSpec:
 
     @property
     def gpu(self) -> GpuInfo | None:
-        """The GPU of rank 0, None for the CPU."""
+        """The GPU of rank 0, None on the CPU."""
         return self.gpus[0] if self.gpus else None
 
     @property
@@ -106,9 +103,8 @@ class Speed:
     seconds_per_step_p95: float  # 95th percentile
     samples_per_second: float | None = None  # of this rank
     data_share: float | None = None  # of the time, waiting for data, from 0 to 1
-    seconds_alone_per_step: float | None = (
-        None  # mean, until the ranks wait for each other
-    )
+    # mean, until the ranks wait for each other
+    seconds_alone_per_step: float | None = None
     rank: int = 0
 
     def without_samples(self) -> Speed:
@@ -124,9 +120,8 @@ class RetryRule:
     exit_code: int | None = None  # of a script
     message: str | None = None  # pattern that is found in message, traceback or output
     exception: str | None = None  # class, or dotted name of one, as `except` has it
-    times: int | None = (
-        None  # at most, without progress in between; None: `max_retries`
-    )
+    # at most, without progress in between; None: `max_retries`
+    times: int | None = None
 
 
 @dataclass(frozen=True)

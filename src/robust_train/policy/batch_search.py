@@ -42,9 +42,8 @@ class BatchSearch:
 
     effective_batch_size: int  # samples of an optimizer step; no micro-batch is larger
     min_batch_size: int = 1  # nor smaller
-    memory_share: float = (
-        1.0  # of the device's memory, the most to count on; above 0 to 1
-    )
+    # of the device's memory, the most to count on; above 0 to 1
+    memory_share: float = 1.0
     key: str = ""  # names model, data and device, so that the result can be remembered
 
     @classmethod

@@ -30,9 +30,8 @@ class FailureContext:
     gpus: tuple[
         GpuInfo, ...
     ]  # those that could be taken now, best first, the job's own included
-    held: tuple[
-        GpuInfo, ...
-    ] = ()  # those that the job may use, but others have them now
+    # those that the job may use, but others have them now
+    held: tuple[GpuInfo, ...] = ()
 
     @property
     def config(self) -> RobustConfig:
