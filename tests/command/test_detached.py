@@ -88,14 +88,6 @@ def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
 
 
 @pytest.mark.slow
-def test_a_job_that_is_refused_late_is_refused_in_the_foreground_too(world: World):
-    world.alone = True
-    ended = world.run("detach=true", "trainer._target_=nowhere.train", "device=cpu")
-    assert ended.returncode == 2, ended.output
-    assert "trainer._target_=nowhere.train" in ended.stderr
-
-
-@pytest.mark.slow
 def test_a_sweep_goes_on_in_the_background(world: World, capfd: pytest.CaptureFixture[str]):
     world.alone = True  # what detaches starts its own command line once more
     folder = world.folder / "sweep"

@@ -172,18 +172,3 @@ def test_a_failed_job_of_a_project_has_the_exit_codes_too(world: World, own_proj
         assert ended.returncode == code, ended.stdout + ended.stderr
         assert ended.stderr.splitlines()[-1] == last
         assert "robust_train/launcher/job.py" not in ended.stderr
-
-
-@pytest.mark.slow
-def test_its_own_groups_are_chosen_on_the_command_line(world: World, own_project: Path):
-    words = ("-m", "model=linear,small", "training.epochs=20", "hydra.sweep.dir=sweep")
-    ended = _run(world, own_project, sys.executable, "main.py", *words)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    table = json.loads((own_project / "sweep" / "sweep.json").read_text())
-    assert [job["status"] for job in table["jobs"]] == ["completed", "completed"]
-    assert all(job["result"] > 0.5 for job in table["jobs"])
-    models = {
-        json.loads(path.read_text())["result"]["model"]
-        for path in own_project.glob("sweep/*/summary.json")
-    }
-    assert models == {"linear", "small"}

@@ -10,20 +10,13 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from command_world import SCRIPTS, CommandWorld, argv, script
-from robust_train.attempt.run import Run
-from robust_train.attempt.runner import stop_trainer
-from robust_train.attempt.script import command
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
-from robust_train.model.errors import Interrupted
 from simulated_nvml import Gpu, Machine
 from terminal_screen import lines_shown
 from two_gpu_machine import A, B
@@ -72,25 +65,6 @@ def test_its_memory_over_time_is_that_of_all_that_it_starts(scripts: CommandWorl
     program.write_text(WAITS_TO_BE_SEEN)
     ended = scripts.train([sys.executable, str(program), "{run_dir}"])
     assert ended.returncode == 0, ended.output
-
-
-def test_a_signal_that_comes_while_it_starts_is_for_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run = Run(run_dir=tmp_path)
-
-    class Signalled(command.Program):
-        def __init__(self, *about: Any) -> None:
-            stop_trainer(run)()
-            super().__init__(*about)
-
-    monkeypatch.setattr(command, "Program", Signalled)
-    with initialize_config_module("robust_train.configs", version_base="1.3"):
-        cfg = compose(
-            "config", overrides=["device=cpu", "trainer=command", "trainer.argv=[sleep,60]"]
-        )
-    with pytest.raises(Interrupted, match="the script was asked to stop and ended by SIGTERM"):
-        command.train(cfg, run)
 
 
 def test_a_bug_is_not_tried_again_and_its_traceback_ends_the_output(scripts: CommandWorld):

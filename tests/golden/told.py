@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from robust_train.report.charts import Chart, curve_charts, memory_charts, timeline_of
+from robust_train.report.charts import Chart, curve_charts, memory_charts
 from robust_train.report.story import Story
 
 
 def told(story: Story) -> dict[str, Any]:
     """Return the words, the marks and the figures of a story."""
-    timeline = timeline_of(story)
     return {
         "status": story.status,
         "sentence": story.sentence,
@@ -42,7 +41,6 @@ def told(story: Story) -> dict[str, Any]:
         "memory": [f"{m.device} {m.sampled}" for m in story.memory],
         "advice": [[one.finding, *one.steps, one.overrides] for one in story.advice],
         "gaps": list(story.gaps),
-        "timeline": timeline and [f"{row.label} {row.detail}" for row in timeline.rows],
         "charts": [_chart(chart) for chart in (*memory_charts(story), *curve_charts(story))],
     }
 
@@ -53,5 +51,5 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "legend": [key.text for key in chart.legend],
         "lines": [line.name for line in chart.plot.lines],
         "bands": [band.label for band in chart.plot.bands],
-        "lanes": {lane.label: [mark.text for mark in lane.boxes] for lane in chart.lanes},
+        "lanes": {lane.label: [mark.text for mark in lane.marks] for lane in chart.lanes},
     }

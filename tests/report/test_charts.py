@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train import readable
-from robust_train.report.charts import Box, Chart, Key, Line, Plot, Row, thinned, ticks
+from robust_train.report.charts import Chart, DrawnMark, Key, Lane, Line, Plot, thinned, ticks
 from robust_train.report.html import render
 from robust_train.sweep.page import SweepStory
 
@@ -69,8 +69,8 @@ HOSTILE = '"></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202
 
 
 def test_texts_in_a_chart_cannot_leave_it():
-    plot = Plot("step", "number", 0, 1, [Line(HOSTILE, "c1", [0, 1], [0.5, float("nan")])])
-    marks = [Row(HOSTILE, [Box("oom", 50, HOSTILE)])]
+    plot = Plot("step", "number", 1, [Line(HOSTILE, "c1", [0, 1], [0.5, float("nan")])])
+    marks = [Lane("oom", HOSTILE, [DrawnMark(50, HOSTILE)])]
     page = render(
         "sweep.html.j2",
         title=HOSTILE,

@@ -52,8 +52,8 @@ class Command:
         name: one or two words, as ``memory clear``.
         help: what it does, in one short line.
         function: ``module:function`` in ``robust_train.cli``, imported when the command runs. It
-            takes the parsed arguments and returns an :class:`Answer`, or the exit code if it has
-            printed everything itself.
+            takes the parsed arguments, its own name as ``command`` among them, and returns an
+            :class:`Answer`, or the exit code if it has printed everything itself.
         options: its arguments, beside ``--help``.
         about: what it does in full; ``help`` if empty.
         epilog: ``module:NAME`` of a text to print below the options.

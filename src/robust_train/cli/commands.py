@@ -128,13 +128,13 @@ _WATCHING = (
     Command(
         "run checkpoint",
         "save a checkpoint at the next step",
-        "runs:checkpoint",
+        "runs:request",
         (_WHICH, _RUN, _WAIT, _JSON),
     ),
     Command(
         "run halve-batch",
         "halve the micro-batch, not the effective batch",
-        "runs:halve_batch",
+        "runs:request",
         (_WHICH, _RUN, _WAIT, _JSON),
     ),
     Command(
@@ -233,16 +233,16 @@ _MACHINE = (
     Command(
         "memory clear",
         "release what a live run does not use",
-        "memory:clear",
+        "memory:request",
         (_FORCE, _RUN, _JSON),
     ),
     Command(
-        "memory reset", "reset the peaks of a live run", "memory:reset", (_RUN, _JSON)
+        "memory reset", "reset the peaks of a live run", "memory:request", (_RUN, _JSON)
     ),
     Command(
         "memory fraction",
         "limit a live run to a share of its device",
-        "memory:fraction",
+        "memory:request",
         (
             option(
                 "fraction",
@@ -264,7 +264,7 @@ _MACHINE = (
     Command(
         "memory snapshot",
         "write what a live run has allocated",
-        "memory:snapshot",
+        "memory:request",
         (_RUN, _JSON),
         about="Write what a live run has allocated to its run folder.",
     ),

@@ -146,6 +146,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         parser.usage = f"robust-train {command.name} {options} -- PROGRAM [ARGUMENT …]"
     for each in command.options:
         parser.add_argument(*each.names, **each.settings)
+    parser.set_defaults(command=command.name)
     return parser
 
 

@@ -61,24 +61,12 @@ _SENTENCES = {
 """What becomes of a process that is to end: after SIGTERM, SIGKILL, before any signal …"""
 
 
-def clear(arguments: Namespace) -> Answer:
-    """Have a live run release what it does not use."""
-    return _requested("clear", arguments.run, force=arguments.force)
-
-
-def reset(arguments: Namespace) -> Answer:
-    """Have a live run reset its peaks."""
-    return _requested("reset", arguments.run)
-
-
-def fraction(arguments: Namespace) -> Answer:
-    """Limit a live run to a share of its device's memory."""
-    return _requested("fraction", arguments.run, fraction=arguments.fraction)
-
-
-def snapshot(arguments: Namespace) -> Answer:
-    """Have a live run write what it has allocated."""
-    return _requested("snapshot", arguments.run)
+def request(arguments: Namespace) -> Answer:
+    """Have a live run do what the command is called after."""
+    action = arguments.command.removeprefix("memory ")
+    options = ("force", "fraction")
+    given = {name: vars(arguments)[name] for name in options if name in arguments}
+    return _requested(action, arguments.run, **given)
 
 
 def info(arguments: Namespace) -> Answer:
@@ -108,7 +96,8 @@ def cleanup(arguments: Namespace) -> Answer:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
     if arguments.stats_only:
         return info(arguments)
-    answer, machine = clear(arguments), machine_memory()
+    answer = _requested("clear", arguments.run, force=arguments.force)
+    machine = machine_memory()
     data, shown = answer.data | machine.data, [*answer.shown, *machine.shown]
     return Answer(data, shown, error=answer.error)
 

@@ -42,6 +42,12 @@ _LOG_LINE = re.compile(
     re.MULTILINE,
 )
 
+_SENTENCES = {
+    "checkpoint": "{run.id}: checkpoint of step {step}: {path}",
+    "halve_batch": "{run.id}: micro-batch {before[micro_batch]} → {after[micro_batch]}, {how}",
+}
+"""What a live run has done, by request."""
+
 About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
@@ -120,20 +126,12 @@ def status(arguments: Namespace) -> Answer:
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
 
 
-def checkpoint(arguments: Namespace) -> Answer:
-    """Have a live run save a checkpoint."""
+def request(arguments: Namespace) -> Answer:
+    """Have a live run do at its next step what the command is called after."""
     run = choose_run(arguments.run or arguments.which)
-    answer = requests.ask(run, "checkpoint", wait_seconds=arguments.wait)
-    sentence = f"{run.id}: checkpoint of step {answer['step']}: {answer['path']}"
-    return Answer({"run": run.id, **answer}, [sentence])
-
-
-def halve_batch(arguments: Namespace) -> Answer:
-    """Have a live run continue with half the micro-batch."""
-    run = choose_run(arguments.run or arguments.which)
-    answer = requests.ask(run, "halve_batch", wait_seconds=arguments.wait)
-    before, after = answer["before"]["micro_batch"], answer["after"]["micro_batch"]
-    sentence = f"{run.id}: micro-batch {before} → {after}, {answer['how']}"
+    verb = arguments.command.partition(" ")[2].replace("-", "_")
+    answer = requests.ask(run, verb, wait_seconds=arguments.wait)
+    sentence = _SENTENCES[verb].format(run=run, **answer)
     return Answer({"run": run.id, **answer}, [sentence])
 
 

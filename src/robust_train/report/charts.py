@@ -1,4 +1,4 @@
-"""The charts and the timeline of a report, as data that the page's template and script draw. Pure.
+"""The charts of a report, as data that the page's template and script draw. Pure.
 
 ``templates/report.js`` hands a chart's lines to uPlot; legends, marks and the timeline are HTML.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 
 from robust_train.memory.samples import Sample
 from robust_train.readable import duration, memory, number, shortened
-from robust_train.report.facts import USES, Curve, DeviceMemory, Mark, Span, Use
+from robust_train.report.facts import Curve, DeviceMemory, Mark, Use
 from robust_train.report.sources import TimedAttempt
 from robust_train.report.story import Story
 
@@ -80,11 +80,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """What the script draws: lines over an x axis from ``low`` to ``high``."""
+    """What the script draws: lines over an x axis from 0 to ``high``."""
 
     x: Literal["time", "step"]
     y: Literal["bytes", "number"]
-    low: float
     high: float
     lines: Sequence[Line]
     bands: Sequence[Band] = ()
@@ -93,22 +92,20 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A bar of the timeline or a mark in a lane; ``left`` and ``width`` in percent."""
+class DrawnMark:
+    """A mark in a lane, in percent of the x axis."""
 
-    style: str
     left: float
     text: str
-    width: float = 0.0
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of boxes: of the timeline, or a lane of marks."""
+class Lane:
+    """The marks of one kind."""
 
+    kind: str
     label: str
-    boxes: Sequence[Box]
-    detail: str = ""
+    marks: Sequence[DrawnMark]
 
 
 @dataclass(frozen=True)
@@ -118,17 +115,8 @@ class Chart:
     caption: str
     plot: Plot
     legend: Sequence[Key]
-    lanes: Sequence[Row] = ()
+    lanes: Sequence[Lane] = ()
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Rows of bars over one axis of time, whose ticks are (percent, text)."""
-
-    rows: Sequence[Row]
-    ticks: Sequence[tuple[float, str]]
-    legend: Sequence[Key]
 
 
 class Clock:
@@ -149,27 +137,13 @@ class Clock:
         """Return a length of time in percent of the whole."""
         return 100 * min(max(seconds / self.seconds, 0.0), 1.0)
 
-
-def timeline_of(story: Story) -> Timeline | None:
-    """Draw when each attempt ran and how its time was spent; None if no time passed."""
-    if not story.spans:
-        return None
-    clock = Clock(story)
-    whole = []
-    for use, group in itertools.groupby(story.spans, key=lambda span: span.use):
-        own = list(group)
-        whole.append(Span(use, own[0].start, own[-1].end))
-    rows = [Row("job", _bars(whole, clock))]
-    for attempt in story.attempts:
-        own = [span for span in story.spans if span.attempt == attempt.number]
-        detail = f"{attempt.device}, {size_text(attempt)}"
-        rows.append(Row(str(attempt.number), _bars(own, clock), detail))
-    used = {span.use for span in story.spans} - {Use.STOPPED}
-    return Timeline(
-        rows,
-        ticks=[(clock.percent(at), _tick(at)) for at in ticks(clock.seconds)],
-        legend=[Key(use.value, text) for use, text in USES.items() if use in used],
-    )
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return (percent, text) of round moments."""
+        texts = (duration(at).replace(".0 s", " s") for at in ticks(self.seconds))
+        return [
+            (self.percent(at), text if at else "0")
+            for at, text in zip(ticks(self.seconds), texts, strict=True)
+        ]
 
 
 def ticks(seconds: float) -> list[float]:
@@ -178,21 +152,6 @@ def ticks(seconds: float) -> list[float]:
     days = 86400 * math.ceil(seconds / _MOST_TICKS / 86400)
     step = next((step for step in steps if seconds / step <= _MOST_TICKS), days)
     return [step * index for index in range(math.floor(seconds / step) + 1)]
-
-
-def _tick(seconds: float) -> str:
-    return duration(seconds).replace(".0 s", " s") if seconds else "0"
-
-
-def _bars(spans: Iterable[Span], clock: Clock) -> list[Box]:
-    bars = []
-    for span in spans:
-        if span.use is not Use.STOPPED:
-            left, end = (clock.percent(clock(at)) for at in (span.start, span.end))
-            whose = "" if span.attempt is None else f"attempt {span.attempt}: "
-            text = f"{whose}{USES[span.use]}, {duration(span.seconds)}"
-            bars.append(Box(span.use.value, left, text, end - left))
-    return bars
 
 
 def size_text(attempt: TimedAttempt) -> str:
@@ -209,7 +168,8 @@ def memory_charts(story: Story) -> list[Chart]:
     return [
         _memory_chart(story, device, clock)
         for device in story.memory
-        if len(device.samples) > 1 or device.marks
+        if len(device.samples) > 1
+        or any(m.device == device.device for m in story.marks)
     ]
 
 
@@ -244,7 +204,6 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
         Plot(
             "time",
             "bytes",
-            0.0,
             clock.seconds,
             lines,
             [
@@ -254,7 +213,7 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
             total,
         ),
         legend,
-        _lanes(device.marks, clock),
+        _lanes([m for m in story.marks if m.device == device.device], clock),
         ""
         if device.sampled
         else "Only what the trainer reported: these attempts have no samples.",
@@ -293,7 +252,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]
     return [*kept, points[-1]]
 
 
-def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Row]:
+def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Lane]:
     """Return the marks by lane; marks that would overlap become one."""
     lanes: dict[str, dict[int, list[str]]] = {kind: {} for kind in LANES}
     for mark in marks:
@@ -302,17 +261,17 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Row]:
         column = round(_MARKS_PER_LANE * clock.percent(at) / 100)
         texts = lanes[mark.kind].setdefault(column, [])
         texts.append(shortened(text, _LONGEST_TEXT))
-    rows = []
+    found = []
     for kind, lane in lanes.items():
-        boxes = []
+        drawn = []
         for column, texts in lane.items():
             if len(texts) > _MOST_TEXTS:
                 texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]
             left = 100 * column / _MARKS_PER_LANE
-            boxes.append(Box(kind, left, "\n".join(texts)))
-        if boxes:
-            rows.append(Row(LANES[kind], boxes))
-    return rows
+            drawn.append(DrawnMark(left, "\n".join(texts)))
+        if drawn:
+            found.append(Lane(kind, LANES[kind], drawn))
+    return found
 
 
 def curve_charts(story: Story) -> list[Chart]:
@@ -401,7 +360,7 @@ def _plot_over_steps(
     steps = [step for line in lines for step in line.x]
     end = max(1, *steps)
     bands = _beginnings(attempts, end)
-    return Plot("step", "number", min(0, *steps), end, lines, bands, is_log=is_log)
+    return Plot("step", "number", end, lines, bands, is_log=is_log)
 
 
 def _beginnings(attempts: Sequence[TimedAttempt], high: float) -> list[Band]:

@@ -160,12 +160,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Samples of memory and marks on one device, oldest first. ``sampled`` is False if there are
-    only the figures that the trainer reported now and then."""
+    """Samples of memory on one device, oldest first. ``sampled`` is False if there are only the
+    figures that the trainer reported now and then."""
 
     device: str
     samples: tuple[Sample, ...] = field(repr=False)
-    marks: tuple[Mark, ...] = field(default=(), repr=False)
     sampled: bool = True
 
     def most(self, name: str) -> int | None:
@@ -189,7 +188,6 @@ def memory_of(
     samples: Sequence[Sample],
     entries: Sequence[Entry],
     attempts: Sequence[TimedAttempt],
-    marks: Sequence[Mark],
 ) -> tuple[DeviceMemory, ...]:
     """Return memory over time, device by device in the order in which they were used."""
     sampled = {sample.attempt for sample in samples}
@@ -203,7 +201,6 @@ def memory_of(
         DeviceMemory(
             device,
             tuple(own),
-            tuple(mark for mark in marks if mark.device == device),
             any(sample.attempt in sampled for sample in own),
         )
         for device, own in grouped.items()

@@ -116,7 +116,7 @@ def story_of(sources: Sources) -> Story:
     spans = spans_of(launches, attempts, kept)
     seconds = totals(spans)
     marks = marks_of(entries, attempts)
-    memory = memory_of(samples, entries, attempts, marks)
+    memory = memory_of(samples, entries, attempts)
     stable = _stability(samples, attempts)
     result = summary.result if completed and summary is not None else None
     return replace(

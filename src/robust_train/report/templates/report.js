@@ -118,10 +118,10 @@
       points: plot.x === "step" || line.x.length < 2 ? {size: 4, fill: () => colour(line.style)} : {show: false},
     }));
     // the first table has no lines: it spans the axis
-    const tables = [[[plot.low, plot.high]], ...plot.lines.map((line) => [line.x, line.y])];
+    const tables = [[[0, plot.high]], ...plot.lines.map((line) => [line.x, line.y])];
     if (plot.level != null) {
       lines.push({stroke: () => colour("lost"), dash: [6, 4], points: {show: false}});
-      tables.push([[plot.low, plot.high], [plot.level, plot.level]]);
+      tables.push([[0, plot.high], [plot.level, plot.level]]);
     }
     const isBytes = plot.y === "bytes";
     const u = new uPlot({
@@ -143,7 +143,7 @@
           if (key !== "x") return;
           const {min, max} = u.scales.x;
           for (const [mark, share] of marks) {
-            const at = (plot.low + share * (plot.high - plot.low) - min) / (max - min);
+            const at = (share * plot.high - min) / (max - min);
             mark.hidden = at < 0 || at > 1;
             mark.style.left = 100 * at + "%";
           }
