@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from robust_train.cli.train import hydra_main
     from robust_train.failures import classify_exit, classify_failure
     from robust_train.folder.state import Summary
-    from robust_train.gpu.best import find_best_device
+    from robust_train.gpu.select import find_best_device
     from robust_train.launcher.job import launch
     from robust_train.memory import (
         GPUMemoryContext,
@@ -72,7 +72,7 @@ _NAMES = {
         "TrainerFailed UserError"
     ),
     "failures": "classify_exit classify_failure",
-    "gpu.best": "find_best_device",
+    "gpu.select": "find_best_device",
     "launcher.job": "launch",
     "memory": (
         "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "

@@ -362,7 +362,7 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
     assert machine.python(
         """
         import json, sys
-        import robust_train.cli.machine, robust_train.gpu.best, robust_train.queue.waiting
+        import robust_train.cli.machine, robust_train.gpu.select, robust_train.queue.waiting
         from robust_train.gpu.inventory import read_inventory
         read_inventory()
         print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))
@@ -407,7 +407,7 @@ def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another
         """
         import json
         from robust_train.gpu.inventory import read_inventory
-        from robust_train.gpu.nvml_session import close_session, known_session
+        from robust_train.gpu.inventory import close_session, known_session
         first = read_inventory()
         close_session()
         closed = known_session() is None

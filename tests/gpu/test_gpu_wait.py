@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu import nvml_session
+from robust_train.gpu import inventory
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo, GpuProcess
 from robust_train.queue import waiting
@@ -110,16 +110,17 @@ def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
     story = always(FULL)
     names = ("nvmlInit", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlMemory_v2")
     nvml = SimpleNamespace(NVMLError=OSError, **dict.fromkeys(names, lambda: None))
+    nvml.nvmlDeviceGetCount = lambda: 0
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    nvml_session.forget_session()
+    inventory.forget_session()
     seen: list[bool] = []
 
     def read(processes: bool) -> Visible:
-        assert not isinstance(nvml_session.open_session(), str)
+        inventory.read_inventory()
         return story.read(processes)
 
     def sleep(seconds: float) -> None:
-        seen.append(nvml_session.known_session() is not None)
+        seen.append(inventory.known_session() is not None)
         story.sleep(seconds)
 
     request = replace(REQUEST, timeout_seconds=60, interval_seconds=interval)
@@ -127,7 +128,7 @@ def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
         with mock.patch.object(waiting, "time", SimpleNamespace(monotonic=lambda: story.now)):
             Waiting(request, read, None, print, sleep).run()
     finally:
-        nvml_session.forget_session()
+        inventory.forget_session()
     assert set(seen) == {is_open}
 
 

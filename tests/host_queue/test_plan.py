@@ -313,7 +313,7 @@ def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_li
     me: QueuedJob, running: list[QueuedJob], gpus: list[GpuInfo], why: str
 ) -> None:
     decided = Plan([*running, me], gpus, NOW)
-    text = why_waiting(me, running, gpus, decided, {812: GpuUser(812, "python", "ada")})
+    text = why_waiting(me, running, gpus, decided, {812: GpuUser("python", "ada")})
     assert text.startswith(why)
     assert len(text) <= LONGEST
     assert "\n" not in text

@@ -14,7 +14,7 @@ from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.run import Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.failures import classify_failure
-from robust_train.gpu import footprint
+from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
 from robust_train.memory import stats as in_use
 from robust_train.memory.clearing import return_memory
 from robust_train.memory.cuda import busiest_gpu, cached_on
@@ -227,15 +227,15 @@ def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkey
     ):
         monkeypatch.setattr(in_use, "read_inventory", lambda p=processes, **_: inventory(*p))
         assert in_use.memory_in_use().get("context_bytes") == expected
-    assert footprint.learned_context_bytes("A GPU") is None
-    before = footprint.footprint(GIB, "A GPU")
+    assert learned_context_bytes("A GPU") is None
+    before = footprint(GIB, "A GPU")
     for measured in (600 * MIB, 550 * MIB, 99 * GIB):
-        footprint.learn_context_bytes("A GPU", {"context_bytes": measured})
-    assert footprint.learned_context_bytes("A GPU") == 600 * MIB
-    assert footprint.footprint(GIB, "A GPU") == before + 88 * MIB
+        learn_context_bytes("A GPU", {"context_bytes": measured})
+    assert learned_context_bytes("A GPU") == 600 * MIB
+    assert footprint(GIB, "A GPU") == before + 88 * MIB
     for damaged in ("[", '{"A GPU": Infinity}'):
         Path(tmp_path / "robust-train/contexts.json").write_text(damaged)
-        assert footprint.footprint(GIB, "A GPU") == before
+        assert footprint(GIB, "A GPU") == before
 
 
 def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_holds(
@@ -243,7 +243,7 @@ def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_hol
 ):
     cuda = use(FakeCuda())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = footprint.footprint(GIB, "A GPU")
+    before = footprint(GIB, "A GPU")
     for others, learned in (
         (9 * GIB, None),  # somebody else is there
         (800 * MIB, 1400 * MIB),
@@ -256,12 +256,12 @@ def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_hol
         monkeypatch.setattr(in_use, "read_inventory", lambda g=gpus, **_: Inventory(g))
         figures = in_use.memory_in_use()
         assert figures["context_at_most_bytes"] == 600 * MIB + others
-        footprint.learn_context_bytes("A GPU", figures)
-        assert footprint.learned_context_bytes("A GPU") == learned
+        learn_context_bytes("A GPU", figures)
+        assert learned_context_bytes("A GPU") == learned
     assert cuda.contexts == {1}
-    assert footprint.footprint(GIB, "A GPU") == before + 88 * MIB
-    footprint.learn_context_bytes("A GPU", {"context_bytes": 700 * MIB})
-    assert footprint.learned_context_bytes("A GPU") == 700 * MIB, "the process's own is exact"
+    assert footprint(GIB, "A GPU") == before + 88 * MIB
+    learn_context_bytes("A GPU", {"context_bytes": 700 * MIB})
+    assert learned_context_bytes("A GPU") == 700 * MIB, "the process's own is exact"
 
 
 class Caching(FakeCuda):

@@ -1,38 +1,33 @@
 """Read from NVML what GPUs there are and how full.
 
 A call that fails concerns its own metric, or at most its own GPU. A call that hangs is given up.
+The session stays open while GPUs are read often: opening one may cost seconds. Who waits for long
+closes it (:func:`close_session`), because an open session blocks a reset of the GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import psutil
 
 from robust_train.gpu.bounded import NoAnswer, ask
-from robust_train.gpu.nvml_session import (
-    NO_DRIVER,
-    Session,
-    Static,
-    forget_session,
-    init_problem,
-    known_session,
-    memory_info,
-    open_session,
-    optional,
-    slice_handles,
-)
 from robust_train.gpu.processes import is_mps_server
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
-_HEALTH_SECONDS = 10.0
+_T = TypeVar("_T")
+
 # where nothing keeps the driver awake, the first call wakes all GPUs, which takes seconds for each
 OPENING_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
+_CLOSING_SECONDS = 1.0
+_HEALTH_SECONDS = 10.0
 
 _COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
 # products that share the host's memory. A discrete card may lack its figures as well (no
@@ -41,9 +36,24 @@ _INTEGRATED = re.compile(
     r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE
 )
 
-
-class _Unreadable(Exception):
-    """A GPU cannot be used for a reason that NVML did not raise."""
+NO_DRIVER = (
+    "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
+    "inside a container, start it with GPU access, e.g. --gpus all"
+)
+_LEGACY_BINDING = (
+    "the module pynvml is a legacy package that shadows nvidia-ml-py: "
+    "pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py"
+)
+_NO_BINDING = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+_MISMATCH = (
+    "the NVIDIA kernel module and its libraries are of different versions (a driver was upgraded "
+    "under a running system): reboot, or reload the nvidia kernel module; inside a container, "
+    "restart the container"
+)
+_NOT_LOADED = (
+    "the NVIDIA kernel module is not loaded: modprobe nvidia, or reinstall the driver; "
+    "inside a container, start it with GPU access, e.g. --gpus all"
+)
 
 
 def read_inventory(*, processes: bool = True) -> Inventory:
@@ -64,114 +74,12 @@ def read_inventory(*, processes: bool = True) -> Inventory:
         return Inventory(problem=str(silence), answered=False)
 
 
-def _read_inventory(processes: bool) -> Inventory:
-    found = _count()
-    if isinstance(found, str):
-        return Inventory(problem=found, may_have_gpus=found != NO_DRIVER)
-    session, count = found
-    if count != session.count:
-        session.known.clear()
-        session.health.clear()
-        session.count = count
-    gpus: list[GpuInfo] = []
-    skipped: list[SkippedGpu] = []
-    for index in range(count):
-        read = _read_gpu(session, index, processes)
-        if isinstance(read, SkippedGpu):
-            skipped.append(read)
-        else:
-            gpus.extend(read)
-    # the sort is stable: the slices of a GPU stay in NVML's order
-    gpus.sort(key=lambda gpu: gpu.pci_bus_id)
-    is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
-    for number, gpu in enumerate(
-        gpus
-    ):  # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
-        if gpu.cuda_index != (cuda_index := number if is_complete else None):
-            gpus[number] = replace(gpu, cuda_index=cuda_index)
-    return Inventory(
-        tuple(gpus),
-        tuple(skipped),
-        _problem(session, gpus, skipped),
-        session.driver_version,
-        may_have_gpus=count > 0,
-    )
-
-
-def _count() -> tuple[Session, int] | str:
-    """Return the session and the number of GPUs, or why there is none."""
-    for is_last in (False, True):
-        session = open_session()
-        if isinstance(session, str):
-            return session
-        try:
-            return session, session.nvml.nvmlDeviceGetCount()
-        except session.nvml.NVMLError as error:
-            forget_session()  # the driver may have been reloaded under it
-            if is_last:
-                return init_problem(session.nvml, error)
-    raise AssertionError
-
-
-def _problem(
-    session: Session, gpus: list[GpuInfo], skipped: list[SkippedGpu]
-) -> str | None:
-    if gpus:
-        return None
-    if not skipped:
-        return f"no NVIDIA GPU on this machine (driver {session.driver_version or 'unknown'})"
-    reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
-    return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
-
-
-def _read_gpu(
-    session: Session, index: int, processes: bool
-) -> list[GpuInfo] | SkippedGpu:
-    """Return one GPU, or its slices if it is cut into some."""
-    nvml = session.nvml
-    try:
-        return _read_gpu_once(session, index, processes)
-    except (nvml.NVMLError, _Unreadable) as error:
-        static = session.known.pop(index, None)
-        passing = (
-            nvml.NVML_ERROR_TIMEOUT,
-            nvml.NVML_ERROR_IN_USE,
-            nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
-            nvml.NVML_ERROR_NOT_READY,
-        )
-        if getattr(error, "value", None) in passing:
-            with contextlib.suppress(nvml.NVMLError, _Unreadable):
-                return _read_gpu_once(session, index, processes)
-        # a handle of a GPU that was lost can crash the driver's library
-        session.known.pop(index, None)
-        return SkippedGpu(index, str(error), None if static is None else static.uuid)
-
-
-def _read_gpu_once(session: Session, index: int, processes: bool) -> list[GpuInfo]:
-    nvml = session.nvml
-    static = session.known.get(index)
-    if static is None:
-        static = session.known[index] = _read_static(nvml, index)
-    if _is_sliced(nvml, static):
-        devices = _read_slices(nvml, static, index, processes)
-    else:
-        devices = [_read_device(nvml, static, static.handle, index, processes)]
-    why = _health(session, static, index)
-    return (
-        devices
-        if why is None
-        else [replace(device, unusable=why) for device in devices]
-    )
-
-
-def _health(session: Session, static: Static, index: int) -> str | None:
-    """Return why no job should start on a GPU; changes seldom, so it is not read each time."""
-    now = time.monotonic()
-    read_at, why = session.health.get(index, (-_HEALTH_SECONDS, None))
-    if now - read_at >= _HEALTH_SECONDS:
-        why = why_unhealthy(session.nvml, static.handle)
-        session.health[index] = (now, why)
-    return why
+def find_gpu(name: str) -> GpuInfo | None:
+    """Return the GPU (or MIG slice) with this number, or whose UUID begins so, as it is now."""
+    for gpu in read_inventory(processes=False).gpus:
+        if gpu.uuid.startswith(name) or str(gpu.index) == name:
+            return gpu
+    return None
 
 
 def ask_health_again() -> None:
@@ -180,143 +88,330 @@ def ask_health_again() -> None:
         session.health.clear()
 
 
-def _read_static(nvml: Any, index: int) -> Static:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    uuid = str(nvml.nvmlDeviceGetUUID(handle))
-    name = optional(nvml, nvml.nvmlDeviceGetName, handle)
-    pci = optional(nvml, nvml.nvmlDeviceGetPciInfo, handle)
-    return Static(
-        handle=handle,
-        uuid=uuid,
-        name="unknown GPU" if name is None else str(name),
-        pci_bus_id=""
-        if pci is None
-        else f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0",
-        can_be_sliced=optional(nvml, nvml.nvmlDeviceGetMigMode, handle) is not None,
-    )
+def known_session() -> Session | None:
+    """Return this process's session, None if it has none."""
+    session = _session  # another thread may forget it
+    return session if session is not None and session.pid == os.getpid() else None
 
 
-def _is_sliced(nvml: Any, gpu: Static) -> bool:
-    mode = (
-        optional(nvml, nvml.nvmlDeviceGetMigMode, gpu.handle)
-        if gpu.can_be_sliced
-        else None
-    )
-    return mode is not None and mode[0] == nvml.NVML_DEVICE_MIG_ENABLE
+def close_session() -> None:
+    """End this process's session, if it has one; a driver that hangs has a second."""
+    session = known_session()
+    forget_session()
+    if session is not None:
+        with contextlib.suppress(NoAnswer, session.nvml.NVMLError):
+            ask(session.nvml.nvmlShutdown, _CLOSING_SECONDS)
 
 
-def _read_slices(
-    nvml: Any, parent: Static, index: int, processes: bool
-) -> list[GpuInfo]:
-    """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
-    slices: list[GpuInfo] = []
-    reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
-    for handle in slice_handles(nvml, parent.handle):
+def forget_session() -> None:
+    """Have the next call open another one."""
+    global _session
+    _session = None
+
+
+def _read_inventory(processes: bool) -> Inventory:
+    for _ in range(2):
         try:
-            static = replace(
-                parent,
-                uuid=str(nvml.nvmlDeviceGetUUID(handle)),
-                name=str(
-                    optional(nvml, nvml.nvmlDeviceGetName, handle)
-                    or f"{parent.name} MIG"
-                ),
-            )
-            info = _read_device(
-                nvml, static, handle, index, processes, mode_of=parent.handle
-            )
-        except (nvml.NVMLError, _Unreadable) as error:
-            reason = f"its MIG slices cannot be read: {error}"
-            continue
-        slices.append(replace(info, parent_uuid=parent.uuid))
-    if not slices:
-        raise _Unreadable(reason)
-    return slices
+            return (known_session() or _open_session()).read(processes)
+        except _NoGpus as error:
+            problem = str(error)
+            forget_session()  # the driver may have been reloaded under it
+    return Inventory(problem=problem, may_have_gpus=problem != NO_DRIVER)
 
 
-def _read_device(
-    nvml: Any,
-    static: Static,
-    handle: Any,
-    index: int,
-    processes: bool,
-    mode_of: Any = None,
-) -> GpuInfo:
-    total, free, used, is_unified = _read_memory(nvml, static, handle)
-    utilization = optional(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
-    mode = optional(nvml, nvml.nvmlDeviceGetComputeMode, mode_of or handle)
-    compute_mode = _COMPUTE_MODES[mode or 0]
-    unusable, mps = _read_mode(nvml, handle, compute_mode)
-    return GpuInfo(
-        uuid=static.uuid,
-        name=static.name,
-        index=index,
-        pci_bus_id=static.pci_bus_id,
-        total_bytes=total,
-        free_bytes=free,
-        used_bytes=used,
-        utilization_percent=None if utilization is None else utilization.gpu,
-        compute_mode=compute_mode,
-        processes=_read_processes(nvml, handle) if processes else None,
-        unified_memory=is_unified,
-        unusable=unusable,
-        mps=mps,
-        cuda_index=index,
+def _open_session() -> Session:
+    global _session
+    try:
+        import pynvml
+    except ImportError:
+        raise _NoGpus(_NO_BINDING) from None
+    if not hasattr(pynvml, "nvmlMemory_v2"):
+        raise _NoGpus(_LEGACY_BINDING)
+    try:
+        # after a fork only this: a shutdown would act on the parent's session
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise _no_gpus(pynvml, error) from None
+    _session = Session(pynvml)
+    return _session
+
+
+class _NoGpus(Exception):
+    """There is no session, or it ended; the message is why, and what helps."""
+
+
+def _no_gpus(nvml: Any, error: Exception) -> _NoGpus:
+    sentences = {
+        nvml.NVML_ERROR_LIBRARY_NOT_FOUND: NO_DRIVER,
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
+    }
+    unknown = (
+        f"the NVIDIA driver does not answer ({error}); see what nvidia-smi reports"
     )
+    return _NoGpus(sentences.get(getattr(error, "value", None), unknown))
 
 
-def _read_mode(nvml: Any, handle: Any, compute_mode: str) -> tuple[str | None, bool]:
-    """Return why the compute mode lets no job start now, and whether MPS owns the GPU."""
-    if compute_mode == "prohibited":
-        return "compute mode is prohibited", False
-    if compute_mode.startswith("exclusive"):
+class _Unreadable(Exception):
+    """A GPU cannot be used for a reason that NVML did not raise."""
+
+
+@dataclass(frozen=True)
+class _Device:
+    """Properties of a GPU or a MIG slice that do not change, with its handle."""
+
+    index: int
+    handle: Any
+    uuid: str
+    name: str
+    pci_bus_id: str
+    can_be_sliced: bool
+    parent: _Device | None = None  # the GPU of which it is a slice
+
+
+class Session:
+    """An open NVML session of this process."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+        self.pid = os.getpid()
+        self.health: dict[int, tuple[float, str | None]] = {}
+        self._count = 0
+        self._known: dict[int, _Device] = {}
+        self._driver = self._optional(nvml.nvmlSystemGetDriverVersion)
+
+    def read(self, processes: bool) -> Inventory:
+        try:
+            count = self.nvml.nvmlDeviceGetCount()
+        except self.nvml.NVMLError as error:
+            raise _no_gpus(self.nvml, error) from None
+        if count != self._count:
+            self._known.clear()
+            self.health.clear()
+            self._count = count
+        gpus: list[GpuInfo] = []
+        skipped: list[SkippedGpu] = []
+        for index in range(count):
+            try:
+                gpus += self._read_gpu(index, processes)
+            except (self.nvml.NVMLError, _Unreadable) as error:
+                # a handle of a GPU that was lost can crash the driver's library
+                lost = self._known.pop(index, None)
+                uuid = None if lost is None else lost.uuid
+                skipped.append(SkippedGpu(index, str(error), uuid))
+        # the sort is stable: the slices of a GPU stay in NVML's order
+        gpus.sort(key=lambda gpu: gpu.pci_bus_id)
+        is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
+        # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
+        for number, gpu in enumerate(gpus):
+            cuda_index = number if is_complete else None
+            if gpu.cuda_index != cuda_index:
+                gpus[number] = replace(gpu, cuda_index=cuda_index)
+        return Inventory(
+            tuple(gpus),
+            tuple(skipped),
+            None if gpus else self._problem(skipped),
+            None if self._driver is None else str(self._driver),
+            may_have_gpus=count > 0,
+        )
+
+    def _problem(self, skipped: list[SkippedGpu]) -> str:
+        if not skipped:
+            return f"no NVIDIA GPU on this machine (driver {self._driver or 'unknown'})"
+        reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
+        return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
+
+    def _read_gpu(self, index: int, processes: bool) -> list[GpuInfo]:
+        """Return one GPU, or its slices if it is cut into some; a passing error is no error."""
+        try:
+            return self._read_gpu_once(index, processes)
+        except self.nvml.NVMLError as error:
+            passing = (
+                self.nvml.NVML_ERROR_TIMEOUT,
+                self.nvml.NVML_ERROR_IN_USE,
+                self.nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
+                self.nvml.NVML_ERROR_NOT_READY,
+            )
+            if error.value not in passing:
+                raise
+            return self._read_gpu_once(index, processes)
+
+    def _read_gpu_once(self, index: int, processes: bool) -> list[GpuInfo]:
+        device = self._known.get(index)
+        if device is None:
+            handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
+            device = self._known[index] = self._device(index, handle)
+        if self._is_sliced(device):
+            found = self._read_slices(device, processes)
+        else:
+            found = [self._read_device(device, processes)]
+        why = self._health_of(device)
+        if why is None:
+            return found
+        return [replace(gpu, unusable=why) for gpu in found]
+
+    def _device(
+        self, index: int, handle: Any, parent: _Device | None = None
+    ) -> _Device:
+        name = self._optional(self.nvml.nvmlDeviceGetName, handle)
+        unknown = "unknown GPU" if parent is None else f"{parent.name} MIG"
+        pci_bus_id, can_be_sliced = "", False
+        if parent is not None:
+            pci_bus_id = parent.pci_bus_id
+        elif (
+            pci := self._optional(self.nvml.nvmlDeviceGetPciInfo, handle)
+        ) is not None:
+            pci_bus_id = f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
+        if parent is None:
+            mode = self._optional(self.nvml.nvmlDeviceGetMigMode, handle)
+            can_be_sliced = mode is not None
+        uuid = str(self.nvml.nvmlDeviceGetUUID(handle))
+        return _Device(
+            index, handle, uuid, str(name or unknown), pci_bus_id, can_be_sliced, parent
+        )
+
+    def _is_sliced(self, gpu: _Device) -> bool:
+        if not gpu.can_be_sliced:
+            return False
+        mode = self._optional(self.nvml.nvmlDeviceGetMigMode, gpu.handle)
+        return mode is not None and mode[0] == self.nvml.NVML_DEVICE_MIG_ENABLE
+
+    def _read_slices(self, parent: _Device, processes: bool) -> list[GpuInfo]:
+        """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
+        nvml = self.nvml
+        slices: list[GpuInfo] = []
+        reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
+        most = self._optional(nvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle)
+        get = nvml.nvmlDeviceGetMigDeviceHandleByIndex
+        for slot in range(most or 0):
+            handle = self._optional(get, parent.handle, slot)
+            if handle is None:  # an empty slot
+                continue
+            try:
+                device = self._device(parent.index, handle, parent)
+                slices.append(self._read_device(device, processes))
+            except (nvml.NVMLError, _Unreadable) as error:
+                reason = f"its MIG slices cannot be read: {error}"
+        if not slices:
+            raise _Unreadable(reason)
+        return slices
+
+    def _read_device(self, device: _Device, processes: bool) -> GpuInfo:
+        nvml, handle, parent = self.nvml, device.handle, device.parent
+        total, free, used, is_unified = self._read_memory(device)
+        utilization = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
+        whole = handle if parent is None else parent.handle
+        mode = self._optional(nvml.nvmlDeviceGetComputeMode, whole)
+        compute_mode = _COMPUTE_MODES[mode or 0]
+        unusable, mps = self._read_mode(handle, compute_mode)
+        return GpuInfo(
+            uuid=device.uuid,
+            name=device.name,
+            index=device.index,
+            pci_bus_id=device.pci_bus_id,
+            total_bytes=total,
+            free_bytes=free,
+            used_bytes=used,
+            utilization_percent=None if utilization is None else utilization.gpu,
+            compute_mode=compute_mode,
+            processes=self._read_processes(handle) if processes else None,
+            parent_uuid=None if parent is None else parent.uuid,
+            unified_memory=is_unified,
+            unusable=unusable,
+            mps=mps,
+            cuda_index=device.index,
+        )
+
+    def _read_mode(self, handle: Any, compute_mode: str) -> tuple[str | None, bool]:
+        """Return why the compute mode lets no job start now, and whether MPS owns the GPU."""
+        if compute_mode == "prohibited":
+            return "compute mode is prohibited", False
+        if not compute_mode.startswith("exclusive"):
+            return None, False
         # a graphics process does not count: the mode is about CUDA contexts
-        owners = _list_processes(nvml, handle, "Compute") or []
+        owners = self._list_processes(handle, "Compute") or []
         if any(is_mps_server(owner.pid) for owner in owners):
             return None, True
-        if owners:
-            return (
-                f"compute mode is {compute_mode} and pid {owners[0].pid} owns it",
-                False,
-            )
-    return None, False
+        why = f"compute mode is {compute_mode} and pid {{}} owns it"
+        return why.format(owners[0].pid) if owners else None, False
 
+    def _read_memory(self, device: _Device) -> tuple[int, int, int, bool]:
+        """Return total, free and used bytes, and whether they are the host's."""
+        nvml, handle = self.nvml, device.handle
+        # version 2 of the call does not count the driver's own memory as used; some drivers have
+        # its symbol and refuse it (seen on WSL)
+        memory = self._optional(
+            nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2
+        )
+        problem = "NVML reports no memory for it (a total of 0)"
+        try:
+            memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
+            if memory.total > 0:
+                return memory.total, memory.free, memory.used, False
+        except nvml.NVMLError_NotSupported:
+            problem = "NVML does not report its memory (Not Supported)"
+        if _INTEGRATED.search(device.name) is None:
+            raise _Unreadable(problem)
+        host = psutil.virtual_memory()
+        return host.total, host.available, host.total - host.available, True
 
-def _read_memory(nvml: Any, static: Static, handle: Any) -> tuple[int, int, int, bool]:
-    """Return total, free and used bytes, and whether they are the host's."""
-    problem = "NVML reports no memory for it (a total of 0)"
-    try:
-        memory = memory_info(nvml, handle)
-        if memory.total > 0:
-            return memory.total, memory.free, memory.used, False
-    except nvml.NVMLError_NotSupported:
-        problem = "NVML does not report its memory (Not Supported)"
-    if _INTEGRATED.search(static.name) is None:
-        raise _Unreadable(problem)
-    host = psutil.virtual_memory()
-    return host.total, host.available, host.total - host.available, True
+    def _read_processes(self, handle: Any) -> tuple[GpuProcess, ...] | None:
+        """Return who is on a device; NVML lists a process that computes and draws twice."""
+        compute = self._list_processes(handle, "Compute")
+        graphics = self._list_processes(handle, "Graphics")
+        if compute is None and graphics is None:
+            return None
+        computing = {process.pid for process in compute or ()}
+        used: dict[int, int | None] = {}
+        for process in (*(compute or ()), *(graphics or ())):
+            known, size = used.get(process.pid), process.usedGpuMemory
+            used[process.pid] = size if known is None else max(known, size or 0)
+        return tuple(
+            GpuProcess(pid, size, pid in computing) for pid, size in used.items()
+        )
 
+    def _list_processes(self, handle: Any, kind: str) -> list[Any] | None:
+        """Return NVML's list; None on any error."""
+        call = getattr(self.nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")
+        listed: list[Any] | None = self._optional(call, handle)
+        return listed
 
-def _read_processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
-    """Return who is on a device; NVML lists a process that computes and draws twice."""
-    compute = _list_processes(nvml, handle, "Compute")
-    graphics = _list_processes(nvml, handle, "Graphics")
-    if compute is None and graphics is None:
-        return None
-    computing = {process.pid for process in compute or []}
-    used: dict[int, int | None] = {}
-    for process in [*(compute or []), *(graphics or [])]:
-        known = used.get(process.pid)
-        size = process.usedGpuMemory
-        used[process.pid] = size if known is None else max(known, size or 0)
-    return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
+    def _health_of(self, device: _Device) -> str | None:
+        """Return why no job should start on a GPU; changes seldom, so it is not read each time."""
+        now = time.monotonic()
+        read_at, why = self.health.get(device.index, (-_HEALTH_SECONDS, None))
+        if now - read_at >= _HEALTH_SECONDS:
+            why = next(self._faults(device.handle), None)
+            self.health[device.index] = (now, why)
+        return why
 
+    def _faults(self, handle: Any) -> Iterator[str]:
+        """Yield what is wrong with a whole GPU, as far as it reports that."""
+        nvml = self.nvml
+        field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
+        answers = self._optional(nvml.nvmlDeviceGetFieldValues, handle, [field])
+        # each field has a return code of its own; on some drivers the value is of another width
+        if (
+            answers
+            and answers[0].nvmlReturn == 0
+            and (action := answers[0].value.uiVal)
+        ):
+            what = _RECOVERY.get(action, f"it needs recovery action {action}")
+            yield f"the driver reports that {what}"
+        # since Ampere: memory rows that failed are replaced by spare ones, while there are some
+        rows = self._optional(nvml.nvmlDeviceGetRemappedRows, handle)
+        if rows is not None and rows[3]:
+            yield "a memory row failed and could not be remapped"
+        # before Ampere: pages that failed are retired at the next reset
+        if self._optional(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+            yield "memory pages wait to be retired: reset it or reboot"
 
-def _list_processes(nvml: Any, handle: Any, kind: str) -> list[Any] | None:
-    """Return NVML's list; None on any error."""
-    listed: list[Any] | None = optional(
-        nvml, getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3"), handle
-    )
-    return listed
+    def _optional(self, call: Callable[..., _T], *arguments: Any) -> _T | None:
+        """Return a metric that a GPU may lack: None on any error."""
+        try:
+            return call(*arguments)
+        except self.nvml.NVMLError:
+            return None
 
 
 # nvmlDeviceGpuRecoveryAction_t
@@ -330,21 +425,4 @@ _RECOVERY = {
     7: "the whole system has to be rebooted, all nodes that share its NVLink switches",
 }
 
-
-def why_unhealthy(nvml: Any, handle: Any) -> str | None:
-    """Return why no job should start on a whole GPU; None if it is healthy or does not report."""
-    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
-    answers = optional(nvml, nvml.nvmlDeviceGetFieldValues, handle, [field])
-    # each field has a return code of its own; on some drivers the value is of another width
-    action = answers[0].value.uiVal if answers and answers[0].nvmlReturn == 0 else 0
-    if action:
-        what = _RECOVERY.get(action, f"it needs recovery action {action}")
-        return f"the driver reports that {what}"
-    # since Ampere: memory rows that failed are replaced by spare ones, while there are some
-    rows = optional(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
-    if rows is not None and rows[3]:
-        return "a memory row failed and could not be remapped"
-    # before Ampere: pages that failed are retired at the next reset
-    if optional(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
-        return "memory pages wait to be retired: reset it or reboot"
-    return None
+_session: Session | None = None

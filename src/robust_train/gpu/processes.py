@@ -1,16 +1,20 @@
-"""The processes behind the ids that NVML lists: whose they are, and which are CUDA processes."""
+"""The processes on GPUs: whose they are, which compute, and what one takes beside its tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from robust_train.files import read_object, write_json
 from robust_train.model.gpu import GpuInfo, Inventory
+from robust_train.readable import GIB, MIB
 
 # the kernel's PROC_PID_INIT_INO
 INITIAL_PID_NAMESPACE = "pid:[4026531836]"
@@ -18,9 +22,8 @@ INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 
 @dataclass(frozen=True)
 class GpuUser:
-    """A process that holds GPU memory: its command's short name and its user."""
+    """Who holds GPU memory: a process's command, and its user."""
 
-    pid: int
     command: str
     user: str
 
@@ -60,7 +63,7 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
             command, user = _command(process), user_name(process.uids().effective)
         except psutil.Error:
             continue
-        found[pid] = GpuUser(pid, command, user)
+        found[pid] = GpuUser(command, user)
     return found
 
 
@@ -182,3 +185,67 @@ def has_cuda_library(pid: int) -> bool:
     except psutil.Error:
         return False
     return any("libcuda.so" in os.path.basename(entry.path) for entry in maps)
+
+
+# --- what one takes ----------------------------------------------------------------------
+
+CONTEXT_BYTES = 512 * MIB
+"""A CUDA context with its kernels, which NVML shows beside torch's cache, until it was measured."""
+
+CACHE_FACTOR = 1.1
+"""Bytes that the caching allocator holds for each that tensors take at their peak: it asks the
+driver for 2 MiB or 20 MiB at least (``kSmallBuffer``, ``kLargeBuffer`` in CUDACachingAllocator.h)
+and keeps what lies between tensors. With expandable segments it is mostly less."""
+
+_PLAUSIBLE = range(64 * MIB, 8 * GIB)
+_PLAUSIBLE_AT_MOST = range(128 * MIB, 2 * GIB)
+_AT_MOST = " at most"
+
+
+def footprint(allocated_bytes: int, gpu_name: str = "") -> int:
+    """Return what NVML shows for a process whose tensors take ``allocated_bytes`` at their peak.
+    ``gpu_name`` is the GPU's model, where earlier jobs have measured their contexts."""
+    context_bytes = learned_context_bytes(gpu_name) or CONTEXT_BYTES
+    return int(allocated_bytes * CACHE_FACTOR) + context_bytes
+
+
+def learned_context_bytes(gpu_name: str) -> int | None:
+    """Return the largest context of this user's jobs on GPUs of this model, if known; where NVML
+    lists no processes, the smallest that it is at most."""
+    known = _learned()
+    return known.get(gpu_name) or known.get(gpu_name + _AT_MOST)
+
+
+def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
+    """Remember what an attempt measured. Never raises: a guess is all that is lost."""
+    known, measured = _learned(), figures.get("context_bytes", 0)
+    at_most, name = figures.get("context_at_most_bytes", 0), gpu_name + _AT_MOST
+    learned = dict(known)
+    if measured in _PLAUSIBLE:
+        learned[gpu_name] = max(measured, known.get(gpu_name, 0))
+    if at_most in _PLAUSIBLE_AT_MOST:  # others' memory only adds
+        learned[name] = min(at_most, known.get(name, at_most))
+    path = _contexts_file()
+    if learned != known and path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(path, learned, indent=2)
+
+
+def _contexts_file() -> Path | None:
+    """Return where contexts are remembered; None without a home."""
+    chosen, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
+    # the XDG Base Directory Specification ignores relative paths
+    cache = chosen if os.path.isabs(chosen) else os.path.join(home, ".cache")
+    path = Path(cache) / "robust-train/contexts.json"
+    return path if path.is_absolute() else None
+
+
+def _learned() -> dict[str, int]:
+    path = _contexts_file()
+    known = {} if path is None else read_object(path)
+    return {
+        name: size
+        for name, size in known.items()
+        if type(size) is int and size in _PLAUSIBLE
+    }

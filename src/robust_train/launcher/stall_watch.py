@@ -25,8 +25,7 @@ import psutil
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.gpu.bounded import printed_by
-from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.nvml_session import close_session
+from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
     WARNING_SHARE,

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from robust_train.files import LineFile, MalformedEvent, Spacing, from_json, json_lines
-from robust_train.gpu.nvml_session import OneGpu
+from robust_train.gpu.inventory import find_gpu
 from robust_train.host.memory import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.readable import MIB, first_line
@@ -152,8 +152,7 @@ class Sampler:
         self._attempt = attempt
         self._device = device
         self._index = device_index(device)
-        self._gpu: OneGpu | None = None
-        self._searched: str | None = None
+        self._gpu_name = ""
         self._process = psutil.Process()
         self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
         self._interval_seconds = interval_seconds
@@ -204,12 +203,14 @@ class Sampler:
 
     def _sample(self) -> Sample:
         resident, anonymous = self._resident(self._process)
-        device, cached, whole = self._device, None, None
+        device, cached, gpu = self._device, None, None
         if self._index is not None:
-            self._find_gpu(self._index)
+            # by the UUID that CUDA knows it by, once that is known
+            self._gpu_name = self._gpu_name or _uuid_of(self._index) or ""
             cached = cached_on(self._index)
-            if self._gpu is not None:
-                device, whole = f"cuda:{self._gpu.index}", self._gpu.memory()
+            gpu = find_gpu(self._gpu_name) if self._gpu_name else None
+            if gpu is not None:
+                device = f"cuda:{gpu.index}"
         return Sample(
             time=round(time.time(), 4),
             attempt=self._attempt,
@@ -217,19 +218,11 @@ class Sampler:
             step=self._step(),
             allocated=None if cached is None else cached.allocated,
             reserved=None if cached is None else cached.reserved,
-            gpu_used=None if whole is None else whole[0],
-            gpu_total=None if whole is None else whole[1],
+            gpu_used=None if gpu is None else gpu.used_bytes,
+            gpu_total=None if gpu is None else gpu.total_bytes,
             resident=resident,
             anonymous=anonymous,
         )
-
-    def _find_gpu(self, index: int) -> None:
-        """Find the GPU by the UUID that CUDA knows it by, once that is known."""
-        if self._gpu is None:
-            uuid = _uuid_of(index)
-            if uuid is not None and uuid != self._searched:
-                self._searched = uuid
-                self._gpu = OneGpu.find(uuid)
 
 
 def _uuid_of(index: int) -> str | None:

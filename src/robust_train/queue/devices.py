@@ -9,9 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from robust_train.config.schema import RobustConfig
-from robust_train.gpu.footprint import footprint, learn_context_bytes
-from robust_train.gpu.inventory import ask_health_again, read_inventory
-from robust_train.gpu.nvml_session import NO_DRIVER, close_session
+from robust_train.gpu.inventory import (
+    NO_DRIVER,
+    ask_health_again,
+    close_session,
+    read_inventory,
+)
+from robust_train.gpu.processes import footprint, learn_context_bytes
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
 from robust_train.model.attempt import Attempt

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.gpu.nvml_session import close_session
+from robust_train.gpu.inventory import close_session
 from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.model.errors import ConfigError

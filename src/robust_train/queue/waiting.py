@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from robust_train.gpu.nvml_session import close_session
+from robust_train.gpu.inventory import close_session
 from robust_train.gpu.processes import find_holders
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, label
 from robust_train.gpu.visible import Visible
