@@ -25,17 +25,19 @@ PAGES = {
     "SECURITY.md": "security.md",
 }
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
+_CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the decisions by number."""
     listed = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("0*.md"))
-    for section in config.nav or []:
-        for pages in section.values():
-            if "decisions/*.md" in pages:
-                pages.remove("decisions/*.md")
-                pages += [{_title(name): f"decisions/{name}"} for name in listed]
+    assert config.nav is not None
+    *_, made = config.nav
+    *_, decisions = made["How it is made"]
+    decisions["Decisions"][1:] = [
+        {_title(name): f"decisions/{name}"} for name in listed
+    ]
     return config
 
 
@@ -63,6 +65,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"\0{len(kept) - 1}\0"
 
     text = _LINK.sub(lambda link: _of_the_site(link, path), _FENCE.sub(keep, markdown))
+    # in a table GitHub wants a backslash before it, and other pages show that
+    text = _CODE.sub(lambda code: code[0].replace("\\|", "|"), text)
     return re.sub("\0(\\d+)\0", lambda number: kept[int(number[1])], text)
 
 
