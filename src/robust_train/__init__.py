@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from robust_train.attempt.run import Run
-    from robust_train.attempt.script.current_run import current_run
+    from robust_train.attempt.script.messages import current_run
     from robust_train.cli.train import hydra_main
     from robust_train.failures import classify_exit, classify_failure
     from robust_train.folder.state import Summary
@@ -86,7 +86,7 @@ _NAMES = {
     "attempt.run": "Run",
     "sweep.load_runs": "load_runs",
     "folder.state": "Summary",
-    "attempt.script.current_run": "current_run",
+    "attempt.script.messages": "current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
 _PLAN_IS_GONE = (

@@ -17,9 +17,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from robust_train.attempt.run import Run
-from robust_train.attempt.script.checkpoint_watch import CheckpointWatch, stamps
-from robust_train.attempt.script.current_run import ScriptRun, appending_to
-from robust_train.attempt.script.messages import LineReader, NotUnderstood, Result, parse
+from robust_train.attempt.script.command import CheckpointWatch, stamps
+from robust_train.attempt.script.messages import (
+    LineReader,
+    NotUnderstood,
+    Result,
+    ScriptRun,
+    appending_to,
+    parse,
+)
 from robust_train.config.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
 from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks

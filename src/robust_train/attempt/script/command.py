@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import logging
 import os
 import shutil
@@ -20,13 +21,6 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.loading import CHECKPOINTING, WORKERS
 from robust_train.attempt.run import Run
-from robust_train.attempt.script.checkpoint_watch import (
-    CheckpointWatch,
-    Stamp,
-    read_stamps,
-    stamp_of,
-    stamps,
-)
 from robust_train.attempt.script.messages import LineReader, OwnFailure, Result, parse
 from robust_train.attempt.script.program import Program
 from robust_train.config.checks import read
@@ -39,7 +33,7 @@ from robust_train.config.placeholders import (
 )
 from robust_train.config.schema import RobustConfig
 from robust_train.files import write_json
-from robust_train.folder.checkpoints import is_whole
+from robust_train.folder.checkpoints import SUFFIX, UNFINISHED, files_in, is_whole
 from robust_train.host.linux import shared_machine_environment
 from robust_train.host.waiting import TICK_SECONDS
 from robust_train.model.errors import ConfigError, Interrupted, UserError
@@ -57,6 +51,10 @@ from robust_train.readable import signal_name
 log = logging.getLogger("robust_train")
 
 _BEFORE = "checkpoints_before.json"
+
+
+Stamp = tuple[int, int]
+"""By which a file or folder is known again: last change in nanoseconds, and size in bytes."""
 
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
@@ -81,21 +79,21 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.memory_keeper = None
     run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
     values = _values(config, run)
-    pattern = trainer.checkpoint_glob
-    if pattern is not None:  # the folders themselves may have brackets in their names
-        pattern = str(Path(glob.escape(str(cwd)), values.fill(pattern, glob.escape)))
-    before = _before(pattern, config, run)
-    checkpoint = _checkpoint(pattern, before, run)
+    watch = None
+    if trainer.checkpoint_glob is not None:
+        # the folders themselves may have brackets in their names
+        inside = values.fill(trainer.checkpoint_glob, glob.escape)
+        pattern = str(Path(glob.escape(str(cwd)), inside))
+        watch = CheckpointWatch(pattern, _before(pattern, config, run))
+    checkpoint = _checkpoint(watch, run)
     template = trainer.argv or ()
     if checkpoint is not None:
         values = replace(values, checkpoint=str(checkpoint))
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
-    watch = CheckpointWatch(pattern, before) if pattern else None
     attempt = _Attempt(run, cwd, watch, checkpoint)
-    if (
-        run.stop_requested
-    ):  # from here on a signal is for the script, and interrupts nothing here
+    # from here on a signal is for the script, and interrupts nothing here
+    if run.stop_requested:
         raise Interrupted("asked to stop before the script was started")
     run.report(ScriptStarted(argv, str(cwd)))
     program = Program(argv, _environment(values, attempt.events), cwd)
@@ -110,9 +108,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
         raise UserError(f"the script {_how(returncode)}")
-    (run.run_dir / _BEFORE).unlink(
-        missing_ok=True
-    )  # what comes next in this folder starts afresh
+    # what comes next in this folder starts afresh
+    (run.run_dir / _BEFORE).unlink(missing_ok=True)
     return attempt.result
 
 
@@ -134,14 +131,12 @@ class _Attempt:
         watch: CheckpointWatch | None,
         checkpoint: Path | None,
     ) -> None:
-        self.events = (
-            run.run_dir / f"attempt-{run.attempt}.events"
-        )  # the file for its messages
+        # the file for its messages
+        self.events = run.run_dir / f"attempt-{run.attempt}.events"
         self.events.write_bytes(b"")
         self.result: Json = None  # the one that it reported, None so far
-        self.failure: OwnFailure | None = (
-            None  # why it is about to fail, if it reported that
-        )
+        # why it is about to fail, if it reported that
+        self.failure: OwnFailure | None = None
         self._run = run
         self._cwd = cwd
         self._watch = watch
@@ -156,9 +151,8 @@ class _Attempt:
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line)
-            except (
-                Exception
-            ) as problem:  # as of a path that is none: no line ends the script
+            # as of a path that is none: no line ends the script
+            except Exception as problem:
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
@@ -173,8 +167,9 @@ class _Attempt:
                 self.events.unlink()
 
     def _found(self, checkpoint: Path | None) -> None:
-        _, known = self._known
-        _, stamp = found = _with_stamp(checkpoint)
+        known = self._known[1]
+        found = _with_stamp(checkpoint)
+        stamp = found[1]
         if checkpoint is None or stamp is None or found == self._known:
             return
         # while the newest is written over, the newest at rest is an older one
@@ -203,13 +198,6 @@ class _Attempt:
                 self.failure = failure
             case event:
                 self._run.report(event)
-
-
-def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            return path, stamp_of(path)
-    return path, None
 
 
 def _values(config: RobustConfig, run: Run) -> ScriptValues:
@@ -242,32 +230,27 @@ def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
     }
 
 
-def _before(pattern: str | None, config: RobustConfig, run: Run) -> Mapping[str, Stamp]:
-    """Return what matched before the job began: noted at its first attempt."""
-    if pattern is None:
-        return {}
+def _before(pattern: str, config: RobustConfig, run: Run) -> Mapping[str, Stamp]:
+    """Return what matched before the job began: noted at its first attempt. Files are compared with
+    it by size and time of change, so that no two clocks have to agree."""
     path = run.run_dir / _BEFORE
     starts_afresh = not config.resume and run.resume_checkpoint is None
-    noted = None if run.attempt == 1 or starts_afresh else read_stamps(path)
-    if noted is None:
-        noted = stamps(pattern)
-        write_json(path, noted)
-    return noted
+    if run.attempt > 1 and not starts_afresh:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            noted = json.loads(path.read_text()).items()
+            return {name: (changed, size) for name, (changed, size) in noted}
+    found = stamps(pattern)
+    write_json(path, found)
+    return found
 
 
-def _checkpoint(
-    pattern: str | None, before: Mapping[str, Stamp], run: Run
-) -> Path | None:
+def _checkpoint(watch: CheckpointWatch | None, run: Run) -> Path | None:
     """Return the newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
     if reported is not None and not is_whole(reported):
         log.warning("checkpoint %s is gone or torn; it is passed over", reported)
         reported = None
-    found = (
-        None
-        if pattern is None
-        else CheckpointWatch(pattern, before).newest(at_rest=True)
-    )
+    found = None if watch is None else watch.newest(at_rest=True)
     candidates = [path for path in (reported, found) if path is not None]
     return max(candidates, key=lambda path: stamp_of(path)[0], default=None)
 
@@ -334,3 +317,57 @@ def _refuse_near_misses(key: str, text: str) -> None:
             f"{key}: {{{name}}} is not a placeholder; did you mean {{{meant}}}? "
             f"There are {', '.join(PLACEHOLDERS)}"
         )
+
+
+class CheckpointWatch:
+    """Looks for new checkpoints by a pattern for :func:`glob.glob` (absolute, ``**`` included);
+    ``before``: what lay there before the job."""
+
+    def __init__(self, pattern: str, before: Mapping[str, Stamp]) -> None:
+        self._pattern = pattern
+        self._before = dict(before)
+        self._last_seen: dict[str, Stamp] = {}
+
+    def newest(self, *, at_rest: bool) -> Path | None:
+        """Return the newest whole match that is the job's own, None if there is none. Only what
+        has not changed since the last call counts, unless all is ``at_rest``."""
+        seen = stamps(self._pattern)
+        last_seen, self._last_seen = self._last_seen, seen
+        own = {
+            path: stamp
+            for path, stamp in seen.items()
+            if self._before.get(path) != stamp
+            and (at_rest or last_seen.get(path) == stamp)
+        }
+        for path in sorted(own, key=lambda path: (own[path][0], path), reverse=True):
+            if is_whole(Path(path)):
+                return Path(path)
+        return None
+
+
+def stamps(pattern: str) -> dict[str, Stamp]:
+    """Return every match with its stamp, but unfinished ones by their name and manifests."""
+    found: dict[str, Stamp] = {}
+    for match in glob.glob(pattern, recursive=True):
+        path = match.rstrip("/")
+        if not path.endswith((*UNFINISHED, SUFFIX)):
+            with contextlib.suppress(OSError):
+                found[path] = stamp_of(Path(path))
+    return found
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return the stamp of a file, or of a folder with all in it. Raises OSError if it is gone."""
+    status = path.stat()
+    if not path.is_dir():
+        return status.st_mtime_ns, status.st_size
+    inside = [file.stat() for file in files_in(path)]
+    changed = max(one.st_mtime_ns for one in (status, *inside))
+    return changed, sum(one.st_size for one in inside)
+
+
+def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            return path, stamp_of(path)
+    return path, None
