@@ -47,7 +47,7 @@ def measure(
 
     from robust_train import find_batch_size
     from robust_train.memory.clearing import return_memory
-    from robust_train.vision.images import Shape
+    from robust_train.vision.datasets import Shape
     from robust_train.vision.models import build_model, set_train_mode
 
     torch.manual_seed(0)

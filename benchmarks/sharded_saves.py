@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from robust_train.attempt.checkpoints import named_map
-from robust_train.attempt.shards import write_shards
 from robust_train.folder.checkpoints import write_atomically
-from robust_train.vision.sharding import shard
+from robust_train.vision.sharding import shard, write_shards
 
 LAYERS = 16
 

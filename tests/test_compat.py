@@ -24,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from robust_train import compat
-from robust_train.attempt.shards import write_shards
 from robust_train.cli.train import may_set_mode
 from robust_train.config.schema import MemoryConfig
 from robust_train.model.errors import UserError
 from robust_train.step import ranks
+from robust_train.vision.sharding import write_shards
 from world import ROOT
 
 DOCUMENTED = {"_exit", "_current_frames", "_fields"}  # of os, sys and named tuples

@@ -13,7 +13,6 @@ from torch import nn
 from robust_train import launch
 from robust_train.memory.tensors import frames_of, running_frames, variables_of
 from robust_train.model.errors import TrainerFailed
-from robust_train.vision.step import Precision, apply_gradients
 
 pytestmark = pytest.mark.usefixtures("whole_heap")
 
@@ -135,26 +134,6 @@ def test_an_inline_attempt_that_left_memory_behind_says_what_holds_it(tmp_path, 
     held = [event for event in events if event["event"] == "memory_held"]
     assert len(held) == 1
     assert "4.0 MiB more on cpu than before the first try" in held[0]["description"]
-
-
-class NoRoomForState(torch.optim.AdamW):
-    def _init_group(self, group, *args, **kwargs):
-        first = group["params"][0]
-        self.state[first]["step"] = torch.tensor(0.0)
-        raise MemoryError
-
-
-def test_the_built_in_step_removes_half_made_optimizer_state_and_raises():
-    model = nn.Linear(2, 2)
-    optimizer = NoRoomForState(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    weights = model.weight.detach().clone()
-    precision = Precision(torch.device("cpu"), mixed=False)
-    with pytest.raises(MemoryError):
-        apply_gradients(model, optimizer, precision=precision, max_grad_norm=0)
-    assert not optimizer.state
-    assert model.weight.grad is None
-    assert torch.equal(model.weight, weights)
 
 
 def test_a_fault_is_reported_where_the_device_answers_nothing_after_it(tmp_path, monkeypatch):

@@ -313,7 +313,7 @@ def die(rank: int, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # once, before the forks
-    for name in ("torch._dynamo", "robust_train.attempt.shards"):
+    for name in ("torch._dynamo", "robust_train.vision.sharding"):
         importlib.import_module(name)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

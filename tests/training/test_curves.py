@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.model.errors import ConfigError
-from robust_train.vision.curves import chosen
+from robust_train.vision.keys import check_config
 from world import World, wait_until
 
 JOB = (
@@ -32,7 +32,7 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_brings_
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)
     monkeypatch.setitem(sys.modules, logger, None)
     with pytest.raises(ConfigError) as refused:
-        chosen(OmegaConf.create({"logger": logger}))
+        check_config(OmegaConf.create({"logger": logger}))
     assert str(refused.value) == (
         f"logger={logger}: needs {logger}, which is not installed; "
         f'pip install "robust-train[{logger}]"'

@@ -21,10 +21,9 @@ from training_world import (
 )
 
 from robust_train.model.errors import ConfigError
-from robust_train.vision.batches import Loading, in_order
-from robust_train.vision.datasets import open_data
-from robust_train.vision.images import ImageDataset, ImageFiles, ImageSpec, stratified_split
-from robust_train.vision.prepare import check_config
+from robust_train.vision.datasets import Images, open_data, stratified_split
+from robust_train.vision.images import ImageDataset, ImageSpec, Loading, in_order
+from robust_train.vision.keys import check_config
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
 
@@ -46,7 +45,7 @@ def test_digits_are_split_alike_for_every_class_and_every_seed():
     assert [len(part.labels) for part in parts] == [1438, 179, 180]
     counts = torch.bincount(torch.tensor(splits.test.labels), minlength=10)
     assert int(counts.min()) >= 17
-    assert len({part.describe(n) for part in parts for n in range(len(part.labels))}) == 1797
+    assert len({name for part in parts for name in part.names}) == 1797
     assert open_data(config("dataset=digits", "seed=7").dataset) == splits
 
 
@@ -60,7 +59,7 @@ def test_digits_become_the_images_that_a_backbone_takes():
     assert label == same == splits.test.labels[0]
     from sklearn.datasets import load_digits
 
-    number = int(splits.test.describe(0).split()[1])
+    number = int(splits.test.names[0].split()[1])
     original = torch.tensor(load_digits().images[number] / 16)
     torch.testing.assert_close(small[0].double(), original, rtol=0, atol=0.5 / 255)
 
@@ -70,7 +69,7 @@ def test_flowers102_in_its_original_files_has_the_official_parts(tmp_path):
     assert splits.shape.num_classes == 102
     assert splits.train.labels == [0, 0, 1, 1, 101, 101]
     assert splits.validation.labels == splits.test.labels == [0, 1, 101]
-    assert splits.train.paths[0] == tmp_path / "flowers-102" / "jpg" / "image_00001.jpg"
+    assert splits.train.names[0] == str(tmp_path / "flowers-102" / "jpg" / "image_00001.jpg")
 
 
 def test_flowers102_may_lie_in_the_root_itself(tmp_path):
@@ -83,7 +82,7 @@ def test_cub200_in_its_original_archive_format_has_the_official_parts(tmp_path):
     assert splits.shape.num_classes == 200
     assert splits.test.labels == [0, 0, 199, 199]
     assert splits.train.labels == splits.validation.labels == [0, 199]
-    assert "001.Black_footed_Albatross" in splits.train.describe(0)
+    assert "001.Black_footed_Albatross" in splits.train.names[0]
 
 
 def test_image_folder_uses_its_test_folder(tmp_path):
@@ -101,17 +100,16 @@ def test_image_folder_without_a_test_folder_is_split_the_same_way_each_time(tmp_
     assert sorted(splits.test.labels) == [0, 0, 1, 1]
     assert (len(splits.train.labels), len(splits.validation.labels)) == (10, 2)
     parts = (splits.train, splits.validation, splits.test)
-    assert len({part.describe(n) for part in parts for n in range(len(part.labels))}) == 16
+    assert len({name for part in parts for name in part.names}) == 16
     assert open_data(cfg) == splits
 
 
 def test_a_split_leaves_every_class_something_to_train_on():
-    source = ImageFiles([Path(str(n)) for n in range(6)], [0, 1, 1, 2, 2, 2])
+    source = Images([str(n) for n in range(6)], [0, 1, 1, 2, 2, 2])
     train_part, test_part = stratified_split(source, 0.9)
-    assert sorted([*train_part.indices, *test_part.indices]) == list(range(6))
-    assert 0 in train_part.indices
+    assert sorted([*train_part.names, *test_part.names]) == list(source.names)
+    assert 0 in train_part.labels
     assert len(test_part.labels) == 3
-    assert test_part.labels is test_part.labels, "not made anew for each sample"
 
 
 @pytest.mark.parametrize(
@@ -197,9 +195,9 @@ def test_absent_data_that_may_not_be_fetched_is_refused(tmp_path, name):
 
 
 def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypatch):
-    from robust_train.vision import published
+    from robust_train.vision import datasets
 
-    monkeypatch.setattr(published, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(datasets, "SILENCE_SECONDS", 0.2)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -207,15 +205,6 @@ def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypat
         text = refusal_of(dataset_config("cub200", tmp_path))
     assert "timed out" in text
     assert socket.getdefaulttimeout() is None
-
-
-def broken_cub200(root, name, old, new):
-    folder = write_cub200(root) / "CUB_200_2011"
-    path = folder / name
-    content = path.read_text()
-    assert old in content
-    path.write_text(content.replace(old, new))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -330,9 +319,6 @@ class ShowsItsSignals:
         is_free = found == (signal.SIG_DFL, signal.SIG_IGN)
         return Image.new("L", (4, 4), 255 * is_free)
 
-    def describe(self, index):
-        return "signals"
-
 
 def test_workers_do_not_answer_signals_in_the_run_s_place():
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -349,7 +335,7 @@ def test_a_photograph_is_cropped_in_the_middle_for_the_test(tmp_path):
     image = Image.new("RGB", (60, 40), "black")
     image.paste("white", (10, 0, 50, 40))
     image.save(tmp_path / "image.png")
-    source = ImageFiles([tmp_path / "image.png"], [0])
+    source = Images([str(tmp_path / "image.png")], [0])
     kept, _ = ImageDataset(source, RGB_16)[0, 0]
     # the filter reaches a little beyond the box
     assert float(kept.min()) > 0.5

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from robust_train.step.batcher import MicroBatcher
-from robust_train.vision.batches import BatchPlan
+from robust_train.vision.images import BatchPlan
 from robust_train.vision.models import SmallCnn
 from robust_train.vision.step import (
     CosineSchedule,

@@ -14,7 +14,8 @@ from training_world import (
 )
 
 from robust_train.model.errors import ConfigError
-from robust_train.vision.images import Shape
+from robust_train.vision.datasets import Shape
+from robust_train.vision.keys import check_config, preload_modules
 from robust_train.vision.models import (
     SmallCnn,
     build_model,
@@ -22,7 +23,6 @@ from robust_train.vision.models import (
     set_train_mode,
     trained_state,
 )
-from robust_train.vision.prepare import check_config, preload_modules
 
 
 def built(*overrides, num_classes=5):

@@ -17,7 +17,7 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.step.ranks import RankReport, RanOut, agree
 from robust_train.step.replicas import ReplicaFinder, Replicated
 from robust_train.step.splitting import MicroBatchSize, share_of
-from robust_train.vision.batches import BatchPlan
+from robust_train.vision.images import BatchPlan
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.splitting import Parts, bounds, length_of, part_of
-from robust_train.vision.batches import StepSamples
+from robust_train.vision.images import StepSamples
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -1,26 +1,36 @@
-"""Turn an image file into a tensor: decode, augment, resize, normalise."""
+"""Images as batches of tensors: decoded and augmented, in the order of an epoch, read ahead.
+
+The position in an epoch is a number of samples, and their order depends on seed and epoch alone: a
+run resumes at the very sample where it stopped, also with smaller micro-batches.
+"""
 
 from __future__ import annotations
 
-import math
+import bisect
+import itertools
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
+from robust_train.step.splitting import share_of
+from robust_train.vision.datasets import Images
 
-# torchvision's RandomResizedCrop takes 8 % and more of the area, for ImageNet; small data sets of
-# similar classes lose the decisive detail that way
-_LEAST_CROP_AREA = 0.35
-_CROP_RATIOS = (3 / 4, 4 / 3)
-_CROP_TRIES = 10
+Batch = tuple[Tensor, Tensor]  # Images B×C×H×W and labels B
+
+# torchvision's own default is 8 % and more of the area, for ImageNet; small data sets of similar
+# classes lose the decisive detail that way
+_CROP_AREAS = (0.35, 1.0)
+_LARGEST_SHIFT = 1 / 8
+_READ_AT_MOST = 64
 
 
 @dataclass(frozen=True)
@@ -34,25 +44,42 @@ class ImageSpec:
     crop: float = 1.0  # fraction of a test photograph's shorter side to keep
 
 
-class ImageDataset(torch.utils.data.Dataset[Any]):
+class ImageDataset(Dataset[Any]):
     """A split as the tensors a model takes. Keys are (epoch, index): a sample's augmentation
     depends on these and the seed alone, not on workers or micro-batches. ``augment`` is one of
     ``dataset.augment``."""
 
     def __init__(
-        self,
-        source: ImageSource,
-        spec: ImageSpec,
-        *,
-        augment: str = "none",
-        seed: int = 0,
+        self, source: Images, spec: ImageSpec, *, augment: str = "none", seed: int = 0
     ) -> None:
         self.source = source
         self.spec = spec
-        self.augment = augment
         self.seed = seed
-        self._mean_C11 = torch.tensor(spec.mean).view(-1, 1, 1)
-        self._std_C11 = torch.tensor(spec.std).view(-1, 1, 1)
+        v2 = require("torchvision.transforms.v2", f"dataset.augment={augment}")
+        self._v2 = v2.functional
+        bicubic = v2.InterpolationMode.BICUBIC
+        self._resize = v2.Resize((spec.size, spec.size), bicubic)
+        changes = {
+            "crop_flip": [
+                v2.RandomResizedCrop(
+                    spec.size, scale=_CROP_AREAS, interpolation=bicubic
+                ),
+                v2.RandomHorizontalFlip(),
+            ],
+            "shift": [
+                v2.RandomAffine(0, translate=(_LARGEST_SHIFT, _LARGEST_SHIFT)),
+                self._centre,
+            ],
+            "none": [self._centre],
+        }
+        self._transform = v2.Compose(
+            [
+                *changes[augment],
+                v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(spec.mean, spec.std),
+            ]
+        )
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -61,15 +88,11 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
         """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
-        # 32 bits each for epoch and index: no two samples share a generator
+        # 32 bits each for epoch and index: no two samples share a seed
         rng = random.Random((self.seed << 64) | (epoch << 32) | index)
-        if self.augment == "crop_flip":
-            image = _crop_and_flip(image, self.spec.size, rng)
-        else:
-            image = self._centre(
-                _shift(image, rng) if self.augment == "shift" else image
-            )
-        return self._tensor(image), int(self.source.labels[index])
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(rng.getrandbits(63))
+            return self._transform(image), int(self.source.labels[index])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Return the samples, or a single ConfigError, which torch would wrap in a traceback."""
@@ -94,164 +117,148 @@ class ImageDataset(torch.utils.data.Dataset[Any]):
             is_of_the_disk = getattr(error, "errno", None) is not None
             if is_of_the_disk and not isinstance(error, FileNotFoundError):
                 raise
-            name = self.source.describe(index)
-            reason = first_line(error)
+            name, reason = self.source.names[index], first_line(error)
             raise ConfigError(
                 f"dataset: cannot read the image {name}: {reason}"
             ) from error
 
     def _centre(self, image: Any) -> Any:
         """Cut out the middle square, ``spec.crop`` of the shorter side."""
-        width, height = image.size
-        if image.size == (self.spec.size, self.spec.size):
-            return image
-        # a tiny image has no margin to lose
-        is_photograph = min(width, height) > self.spec.size
-        side = min(width, height) * (self.spec.crop if is_photograph else 1.0)
-        left, top = (width - side) / 2, (height - side) / 2
-        return _resize(image, self.spec.size, (left, top, left + side, top + side))
-
-    def _tensor(self, image: Any) -> Tensor:
-        size, channels = self.spec.size, self.spec.channels
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        image_CHW = pixels.view(size, size, channels).permute(2, 0, 1).float() / 255
-        normal_CHW: Tensor = (image_CHW - self._mean_C11) / self._std_C11
-        return normal_CHW.contiguous()
+        side = min(image.size)
+        if side > self.spec.size:  # a tiny image has no margin to lose
+            side = round(side * self.spec.crop)
+        return self._resize(self._v2.center_crop(image, [side, side]))
 
 
-def collate(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | ConfigError:
-    """Stack samples to images B×C×H×W and labels B; pass an error of the data set through."""
+def collate(samples: Sequence[Any]) -> Batch | ConfigError:
+    """Stack samples to a batch; pass an error of the data set through."""
     if isinstance(samples[0], ConfigError):
         return samples[0]
     images, labels = zip(*samples, strict=True)
     return torch.stack(images), torch.tensor(labels)
 
 
-def _resize(image: Any, size: int, box: tuple[float, float, float, float]) -> Any:
-    from PIL import Image
+@dataclass(frozen=True)
+class BatchPlan:
+    """How samples are grouped: ``micro_batch`` samples of one rank in one forward pass, times
+    ``accumulation_steps`` times ``ranks`` in an optimizer step; ``seed`` fixes each epoch's order.
+    """
 
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
-
-
-def _shift(image: Any, rng: random.Random) -> Any:
-    """Move by up to an eighth of the size; zeros move in."""
-    width, height = image.size
-    dx = rng.randint(-width // 8, width // 8)
-    dy = rng.randint(-height // 8, height // 8)
-    return image.crop((dx, dy, dx + width, dy + height))
-
-
-def _crop_and_flip(image: Any, size: int, rng: random.Random) -> Any:
-    """Crop a random area and aspect ratio (Szegedy et al. 2014, arXiv:1409.4842), flip half."""
-    from PIL import Image
-
-    width, height = image.size
-    box = (0.0, 0.0, float(width), float(height))
-    for _ in range(_CROP_TRIES):
-        area = width * height * rng.uniform(_LEAST_CROP_AREA, 1.0)
-        ratio = math.exp(
-            rng.uniform(math.log(_CROP_RATIOS[0]), math.log(_CROP_RATIOS[1]))
-        )
-        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if w <= width and h <= height:
-            left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
-            box = (left, top, left + w, top + h)
-            break
-    image = _resize(image, size, box)
-    return (
-        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        if rng.random() < 0.5
-        else image
-    )
-
-
-# not the job's seed: runs with different seeds are compared on the same test images
-_SPLIT_SEED = 0
-VALIDATION_FRACTION = 0.1
-
-
-class ImageSource(Protocol):
-    """One split of a data set: PIL images, their classes from 0, and their origin for messages."""
+    num_samples: int
+    micro_batch: int
+    accumulation_steps: int
+    seed: int
+    ranks: int = 1
+    rank: int = 0
 
     @property
-    def labels(self) -> Sequence[int]: ...
+    def effective_batch(self) -> int:
+        """Return the samples in one optimizer step; an epoch's last step may have fewer."""
+        return self.micro_batch * self.accumulation_steps * self.ranks
 
-    def image(self, index: int) -> Any: ...
+    def order(self, epoch: int) -> list[int]:
+        """Return the shuffled sample indices of an epoch."""
+        seed = (self.seed * 1_000_003 + epoch) % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
 
-    def describe(self, index: int) -> str: ...
+    def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
+        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on. A step's
+        samples and their order depend on the effective batch alone. In an epoch's last step a rank
+        may have none."""
+        for step in in_order(self.order(epoch)[start:], self.effective_batch):
+            yield in_order(share_of(step, self.rank, self.ranks), self.micro_batch)
 
+    def samples_in_step(self, start: int) -> int:
+        """Return how many samples of all ranks the step that begins at ``start`` has."""
+        return min(self.effective_batch, self.num_samples - start)
 
-@dataclass(frozen=True)
-class ImageFiles:
-    """A split whose images are files."""
-
-    paths: Sequence[Path]
-    labels: Sequence[int]
-
-    def image(self, index: int) -> Any:
-        from PIL import Image
-
-        return Image.open(self.paths[index])
-
-    def describe(self, index: int) -> str:
-        return str(self.paths[index])
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some images of a split."""
-
-    source: ImageSource
-    indices: Sequence[int]
-
-    @cached_property  # asked for with every sample
-    def labels(self) -> Sequence[int]:
-        return [self.source.labels[index] for index in self.indices]
-
-    def image(self, index: int) -> Any:
-        return self.source.image(self.indices[index])
-
-    def describe(self, index: int) -> str:
-        return self.source.describe(self.indices[index])
+    def steps_left(self, start: int) -> int:
+        """Return the optimizer steps from sample ``start`` to the end of its epoch."""
+        return -(-(self.num_samples - start) // self.effective_batch)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a model needs to know of a data set; ``size`` is None if image sizes differ."""
+def in_order(samples: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Split samples into batches without shuffling."""
+    return [samples[first : first + size] for first in range(0, len(samples), size)]
 
-    num_classes: int
-    size: int | None = None
-    channels: int = 3
+
+def read_in_parts(effective_batch: int) -> tuple[int, int]:
+    """Return (samples, reads) to read a step with while its micro-batch size is unknown. Workers
+    read ahead in such parts, so a large effective batch must not be a single one."""
+    samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
+    if 4 * samples < min(_READ_AT_MOST, effective_batch):
+        samples = effective_batch
+    return samples, effective_batch // samples
 
 
 @dataclass(frozen=True)
-class Splits:
-    """A data set's parts, without an image in common."""
+class Loading:
+    """Reads batches, with worker processes if ``num_workers`` is not 0; for a GPU into pinned
+    memory."""
 
-    train: ImageSource
-    validation: ImageSource
-    test: ImageSource
-    shape: Shape
+    num_workers: int
+    prefetch_factor: int
+    device: torch.device
+
+    def batches(
+        self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
+    ) -> Iterator[Batch]:
+        """Yield a batch on the host for each of ``micro_batches``, in order. Workers end with the
+        iterator, so those of training and of validation never hold memory at the same time."""
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=[
+                [(epoch, index) for index in chunk] for chunk in micro_batches
+            ],
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
+            pin_memory=self.device.type == "cuda",
+            collate_fn=collate,
+            # the loader draws a seed; from dropout's generator it would change a resumed epoch
+            generator=torch.Generator(),
+            worker_init_fn=_prepare_worker,
+        )
+        for batch in loader:
+            if isinstance(batch, ConfigError):
+                raise batch
+            yield batch
 
 
-def with_validation(train: ImageSource, test: ImageSource, shape: Shape) -> Splits:
-    """Return the parts of a data set with one held-out split: it is for the test alone, and a tenth
-    of the training images is for validation."""
-    return Splits(*stratified_split(train, VALIDATION_FRACTION), test, shape)
+def _prepare_worker(worker: int) -> None:
+    # the run handles a terminal's Ctrl-C; the loader sends SIGTERM to end a worker that is stuck
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
 
 
-def stratified_split(source: ImageSource, fraction: float) -> tuple[Part, Part]:
-    """Split images into two parts, the second with the same share of every class. A class keeps at
-    least one image in the first part; a class of two or more gives at least one to the second. The
-    split depends on the labels alone."""
-    labels = source.labels
-    generator = torch.Generator().manual_seed(_SPLIT_SEED)
-    first: list[int] = []
-    second: list[int] = []
-    for label in sorted(set(labels)):
-        members = [index for index, own in enumerate(labels) if own == label]
-        order = torch.randperm(len(members), generator=generator).tolist()
-        count = min(max(round(len(members) * fraction), 1), len(members) - 1)
-        second += [members[position] for position in order[:count]]
-        first += [members[position] for position in order[count:]]
-    return Part(source, sorted(first)), Part(source, sorted(second))
+class StepSamples:
+    """The samples of one optimizer step, read when needed and kept on the host until it is done. So
+    a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
+    next ``batches``."""
+
+    def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:
+        self._batches = batches
+        self._edges = [0, *itertools.accumulate(sizes)]
+        self._read: list[Batch] = []
+
+    def __len__(self) -> int:
+        """Return the samples in the step."""
+        return self._edges[-1]
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Return samples ``start`` to ``stop``, without a copy if they lie in one batch."""
+        first = bisect.bisect_right(self._edges, start) - 1
+        after_last = bisect.bisect_left(self._edges, stop)
+        while len(self._read) < after_last:
+            self._read.append(next(self._batches))
+        parts = [
+            [tensor[max(start - before, 0) : stop - before] for tensor in batch]
+            for before, batch in zip(
+                self._edges[first:], self._read[first:after_last], strict=False
+            )
+        ]
+        images, labels = zip(*parts, strict=True)
+        if len(parts) == 1:
+            return images[0], labels[0]
+        return torch.cat(images), torch.cat(labels)

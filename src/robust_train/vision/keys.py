@@ -6,6 +6,8 @@ As in :mod:`robust_train.config.schema`, each is declared here once: ``just keys
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from omegaconf import MISSING, DictConfig
 
 from robust_train.config.checks import read
 from robust_train.config.composition import store_group
+from robust_train.config.trainers import require
 from robust_train.config.values import FROM_1, Range, key, words_of_list
 from robust_train.model.errors import ConfigError
 
@@ -22,6 +25,7 @@ _BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
 _BETWEEN = Range("more than 0 and less than 1", lambda value: 0 < value < 1)
 
 AUGMENTATIONS = ("crop_flip", "shift", "none")
+LOGGERS = ("tensorboard", "wandb", "mlflow", "none")
 
 
 def _layers(name: str, given: Any) -> tuple[str, ...]:
@@ -155,8 +159,13 @@ DATASETS: Mapping[str, type] = {
 }
 
 
-def check_groups(cfg: DictConfig) -> None:
-    """Check ``model`` and ``dataset``. Raises ConfigError: a value is not accepted."""
+def check_config(cfg: DictConfig) -> None:
+    """Check ``model``, ``dataset`` and ``logger``; touch neither data nor device. Raises
+    ConfigError: a value is not accepted, or the logger is not installed."""
+    logger = logger_of(cfg)
+    # found, not imported: that takes seconds, and the attempt does it
+    if logger in ("wandb", "mlflow") and importlib.util.find_spec(logger) is None:
+        require(logger, f"logger={logger}", extra=logger)
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
         name = cfg[group].get("name")
         if name not in options:
@@ -164,6 +173,34 @@ def check_groups(cfg: DictConfig) -> None:
                 f"{group}.name={name}: must be one of {', '.join(options)}"
             )
         read(options[name], cfg[group], f"{group}.")
+
+
+def logger_of(cfg: DictConfig) -> str:
+    """Return ``logger`` of the config. Raises ConfigError: there is no such logger."""
+    name = str(cfg.get("logger") or "none")
+    if name not in LOGGERS:
+        close = difflib.get_close_matches(name, LOGGERS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"logger={name}: accepted are {', '.join(LOGGERS)}{hint}")
+    return name
+
+
+def preload_modules(cfg: DictConfig) -> list[str]:
+    """Return the modules that this config imports, early, while a job waits. None touches CUDA."""
+    check_config(cfg)
+    # every torch optimizer imports torch._dynamo when it is built: more than a second
+    modules = ["numpy", "PIL.Image", "torch._dynamo", "torchvision.transforms.v2"]
+    modules += {
+        "digits": ["sklearn.datasets"],
+        "flowers102": ["scipy.io", "torchvision.datasets"],
+    }.get(cfg.dataset.name, [])
+    if logger_of(cfg) == "tensorboard":
+        modules.append("torch.utils.tensorboard")
+    if cfg.model.name != "cnn":
+        modules += ["timm", "timm.data"]
+    if cfg.model.name == "lora":
+        modules.append("peft")
+    return modules
 
 
 def register() -> None:

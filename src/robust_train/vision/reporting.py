@@ -1,41 +1,27 @@
-"""Report a run's progress: screen, curves, launcher."""
+"""Report a run's progress: screen, launcher, and curves by ``logger=tensorboard|wandb|mlflow``."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from robust_train.attempt.run import Run
+from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
-from robust_train.vision.curves import Curves, open_curves
-from robust_train.vision.step import Score
-from robust_train.vision.training_state import LossAverage, ResumePosition
+from robust_train.vision.keys import logger_of
+from robust_train.vision.step import LossAverage, Position, Score
 
 log = logging.getLogger("robust_train.vision")
 
 _READING_INTERVAL_SECONDS = 1.0
-
-
-class TrainingDivergedError(RuntimeError):
-    """The loss is no longer finite; training on would only spoil the checkpoints."""
-
-
-def checked_loss(average: LossAverage, step: int) -> float:
-    """Return the average's value."""
-    value = average.value()
-    if not math.isfinite(value):
-        raise TrainingDivergedError(
-            f"training diverged: the loss is {value} by step {step}; "
-            "try a smaller training.lr or training.mixed_precision=false"
-        )
-    return value
 
 
 class Reporter:
@@ -50,14 +36,11 @@ class Reporter:
         self._run = run
         self._cfg = cfg
         self._every: int = cfg.training.log_every_steps
-        self._epochs: int = cfg.training.epochs
         self._recent = LossAverage()
         self._next_reading = 0.0
         self._unsent: dict[str, float] = {}
         self._total_steps = 0
-        self._curves: Curves | None = None
-        # there its launcher shows the steps
-        self._is_watched = run.has_live_status
+        self._curves: _Curves | None = None
         self._epoch_started = time.monotonic()
 
     def __enter__(self) -> Reporter:
@@ -68,66 +51,68 @@ class Reporter:
             if self._curves is not None:
                 self._curves.close(kind is not None)
 
-    def begin(self, position: ResumePosition, total_steps: int) -> None:
+    def begin(self, position: Position, total_steps: int) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
         if self._run.is_main:
             with self._drawing():
-                self._curves = open_curves(self._cfg, self._run, position.step)
+                self._curves = _open_curves(self._cfg, self._run, position.step)
 
-    def step(
-        self, position: ResumePosition, loss: Tensor, samples: int, lr: float
-    ) -> None:
+    def step(self, position: Position, loss: Tensor, samples: int, lr: float) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
+        step = position.step
         self._recent.add(loss, samples)
-        is_first, is_marked = (
-            self._next_reading == 0.0,
-            position.step % self._every == 0,
-        )
+        is_first = self._next_reading == 0.0
+        is_marked = step % self._every == 0
         if is_marked or time.monotonic() >= self._next_reading:
-            value = checked_loss(self._recent, position.step)
+            value = self._recent.checked(step)
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
             if is_first or is_marked:
                 self._recent = LossAverage()
-                self._scalars(position.step, {"train/loss": value, "train/lr": lr})
-            if is_marked and not self._is_watched:
-                done = f"step {position.step}/{self._total_steps}"
-                log.info("%s: loss %.4f, learning rate %.2e", done, value, lr)
+                self._draw(step, {"train/loss": value, "train/lr": lr})
+            if is_marked and not self._run.has_live_status:
+                log.info(
+                    "step %d/%d: loss %.4f, learning rate %.2e",
+                    step,
+                    self._total_steps,
+                    value,
+                    lr,
+                )
+        total = self._total_steps
         # at most ten a second are sent
-        if self._run.progress(
-            position.step, total_steps=self._total_steps, lr=lr, **self._unsent
-        ):
+        if self._run.progress(step, total_steps=total, lr=lr, **self._unsent):
             self._unsent = {}
 
     def epoch_begins(self) -> None:
         """Start the clock of the epoch's line."""
         self._epoch_started = time.monotonic()
 
-    def epoch(self, position: ResumePosition, train_loss: float, score: Score) -> None:
+    def epoch(self, position: Position, train_loss: float, score: Score) -> None:
         """Report that an epoch is trained and validated."""
+        epoch = position.epoch + 1
         log.info(
             "epoch %d/%d in %.1f s: loss %.4f, validation %.4f, accuracy %.2f %%",
-            position.epoch + 1,
-            self._epochs,
+            epoch,
+            self._cfg.training.epochs,
             time.monotonic() - self._epoch_started,
             train_loss,
             score.loss,
             100 * score.accuracy,
         )
-        self._scalars(
+        self._draw(
             position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss}
         )
-        self._run.record_memory(f"epoch {position.epoch + 1}")
+        self._run.record_memory(f"epoch {epoch}")
         self._run.epoch_ended(
-            position.epoch + 1,
+            epoch,
             train_loss=train_loss,
             val_loss=score.loss,
             val_accuracy=score.accuracy,
         )
 
-    def _scalars(self, step: int, values: dict[str, float]) -> None:
+    def _draw(self, step: int, values: dict[str, float]) -> None:
         with self._drawing():
             if self._curves is not None:
                 self._curves.add(values, step)
@@ -140,7 +125,50 @@ class Reporter:
             raise
         except Exception as error:  # a disk that is full, a server that is away
             self._curves = None
-            why = first_line(error)
             log.warning(
-                "logger=%s: %s; training goes on without", self._cfg.get("logger"), why
+                "logger=%s: %s; training goes on without",
+                self._cfg.get("logger"),
+                first_line(error),
             )
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """Takes scalars over optimizer steps. Whatever it raises ends the drawing, not the job."""
+
+    add: Callable[[dict[str, float], int], object]  # draws values at a step
+    close: Callable[[bool], object]  # is given whether the run has failed
+
+
+def _open_curves(cfg: DictConfig, run: Run, step: int) -> _Curves | None:
+    """Return what draws the curves of a run that resumes from ``step``; None for nothing."""
+    name = logger_of(cfg)
+    if name == "wandb":
+        wandb: Any = require("wandb", "logger=wandb", extra="wandb")
+        config: Any = OmegaConf.to_container(cfg, resolve=True)
+        made = wandb.init(name=run.run_dir.name, dir=str(run.run_dir), config=config)
+        return _Curves(made.log, lambda has_failed: made.finish(int(has_failed)))
+    if name == "mlflow":
+        mlflow: Any = require("mlflow", "logger=mlflow", extra="mlflow")
+        mlflow.start_run(run_name=run.run_dir.name)
+        run.trackers.poll()
+        return _Curves(
+            mlflow.log_metrics,
+            lambda has_failed: mlflow.end_run("FAILED" if has_failed else "FINISHED"),
+        )
+    if name == "none":
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
+        return None
+    folder = str(run.run_dir / "tensorboard")
+    # a resumed run draws over the steps that were lost
+    board = SummaryWriter(folder, purge_step=step + 1 if step else None)
+
+    def add(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            board.add_scalar(name, value, step)
+
+    return _Curves(add, lambda has_failed: board.close())

@@ -1,7 +1,12 @@
-"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``."""
+"""The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
+
+Its checkpoint is a folder with each rank's shards, which ``torch.distributed.checkpoint`` writes,
+and all else; ``checkpoints.read_newest`` reads it.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,18 +15,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
-from robust_train.attempt.checkpoints import Share, named_map
-from robust_train.folder.checkpoints import Content
-from robust_train.model.errors import ConfigError
+from robust_train.attempt.checkpoints import INDEX, VALUES, Share, named_map
+from robust_train.failures import classify_failure
+from robust_train.files import sync
+from robust_train.folder.checkpoints import (
+    CheckpointError,
+    Content,
+    system_errors,
+    write_atomically,
+)
+from robust_train.model.errors import ConfigError, RankFailure
 from robust_train.step.replicas import broadcast
 
 
 def shard(model: nn.Module) -> None:
     """Shard the weights of a model over all ranks, block by block."""
-    from torch.distributed import fsdp
-    from torch.distributed.device_mesh import init_device_mesh
-
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         raise ConfigError(
             "training.sharding=fsdp: needs a torch that has FSDPModule.reset_iter_state; update "
@@ -50,8 +65,6 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def folder_writer() -> Callable[[Content, Path], Path]:
     """Return what writes a checkpoint of all ranks' shards, also while training goes on. Every rank
     has to call it."""
-    from robust_train.attempt.shards import write_shards
-
     group: Any = dist.new_group(backend="gloo")  # of its own
     return partial(write_shards, group)
 
@@ -70,8 +83,6 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 
 def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
-    from torch.distributed.tensor import distribute_tensor
-
     parameters = [
         parameter for group in optimizer.param_groups for parameter in group["params"]
     ]
@@ -93,3 +104,63 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
         )
 
     return share
+
+
+def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
+    """Write a folder that is there once all ranks of ``group`` have written; they all call it.
+    Return its path, which the first rank knows: ``path-again`` if ``path`` is there already. Raises
+    CheckpointError on all ranks if one cannot write; nothing of the attempt is left."""
+    shards: dict[str, Tensor] = {}
+
+    def set_apart(name: str, tensor: Tensor) -> Tensor:
+        if hasattr(tensor, "to_local"):
+            shards[name] = tensor
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return tensor
+
+    writer = _FolderWriter(path, named_map(set_apart, content))
+    try:
+        save(shards, storage_writer=writer, process_group=group)
+    except CheckpointException as failure:
+        shutil.rmtree(writer.path, ignore_errors=True)
+        rank, (error, _) = next(iter(failure.failures.items()))
+        if isinstance(error, OSError):
+            # of one about a part
+            why = error.strerror or str(error).rpartition(": ")[2]
+            raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
+        if rank != dist.get_rank(group):
+            raise RankFailure(
+                rank, classify_failure(error), is_elsewhere=True
+            ) from failure
+        raise error from failure  # which has the stack
+    return writer.final
+
+
+class _FolderWriter(FileSystemWriter):
+    def __init__(self, path: Path, values: Content) -> None:
+        # copies ahead begin in the current stream, so in a thread on the first GPU
+        temporary = path.with_name(f".{path.name}.tmp")
+        super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
+        self.final = path
+        self._values = values
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's shards."""
+        with system_errors():
+            written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            sync(Path(self.path, name))  # not every disk can; torch would fail there
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Complete the folder, on the first rank, once all have written."""
+        super().finish(metadata, results)
+        # some versions complete a copy
+        metadata = FileSystemReader(self.path).read_metadata()
+        metadata.storage_meta = None
+        write_atomically(metadata, Path(self.path, INDEX))
+        write_atomically(self._values, Path(self.path, VALUES))
+        # of the same step; it stays until this one has a manifest
+        while self.final.exists():
+            self.final = self.final.with_name(f"{self.final.name}-again")
+        Path(self.path).rename(self.final)

@@ -1,36 +1,38 @@
-"""One optimizer step from any number of micro-batches, its number format; the score of a split."""
+"""What a step is made of: number format, loss, optimizer, schedule; and what is counted."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from robust_train.failures import classify_failure
-from robust_train.step import ranks
-from robust_train.step.batcher import MicroBatcher
-from robust_train.vision.batches import Batch
+from robust_train.vision.images import Batch
 
 log = logging.getLogger("robust_train.vision")
 
 
 class Precision:
-    """The number format of a run; ``dtype`` overrides the choice. bfloat16 if the GPU computes in
-    it, else float16 with loss scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU
-    float32: most CPUs emulate bfloat16, slower."""
+    """The number format of a run: bfloat16 if the GPU computes in it, else float16 with loss
+    scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU float32: most CPUs emulate
+    bfloat16, slower."""
 
-    def __init__(
-        self, device: torch.device, *, mixed: bool, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, mixed: bool) -> None:
         self._device_type = device.type
-        self.dtype = _best_of(device, mixed) if dtype is None else dtype
+        self.dtype = torch.float32
+        if mixed and device.type == "cuda":
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            self.dtype = torch.bfloat16 if has_bf16 else torch.float16
+        elif mixed:
+            log.debug(
+                "training.mixed_precision has no effect on the CPU: float32 is used"
+            )
         self.scaler = torch.amp.GradScaler(
             device.type, enabled=self.dtype is torch.float16
         )
@@ -40,15 +42,6 @@ class Precision:
         if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype)
-
-
-def _best_of(device: torch.device, mixed: bool) -> torch.dtype:
-    if mixed and device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_bf16 else torch.float16
-    if mixed:
-        log.debug("training.mixed_precision has no effect on the CPU: float32 is used")
-    return torch.float32
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -73,9 +66,7 @@ def loss_of(
         logits_BK = model(images_BCHW)
     if logits_BK.dtype in (torch.float16, torch.bfloat16):
         logits_BK = logits_BK.float()
-    return nn.functional.cross_entropy(
-        logits_BK, labels_B, label_smoothing=label_smoothing
-    )
+    return cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
 
 
 def apply_gradients(
@@ -93,84 +84,11 @@ def apply_gradients(
         trained = [p for p in model.parameters() if p.requires_grad]
         nn.utils.clip_grad_norm_(trained, max_grad_norm)
     scale_before = scaler.get_scale()
-    _step_or_undo(optimizer, scaler)
+    scaler.step(optimizer)
     scaler.update()
     # kept gradients would count against the memory of validation
     optimizer.zero_grad(set_to_none=True)
     return not scaler.is_enabled() or scaler.get_scale() >= scale_before
-
-
-def _step_or_undo(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
-) -> None:
-    """Take a step. If memory runs out, remove the optimizer's state that this step has created. An
-    optimizer creates its state in the first step, and would later take half of it for all."""
-    known = set(optimizer.state)
-    try:
-        scaler.step(optimizer)
-    except Exception as error:
-        if classify_failure(error).kind.is_memory:
-            for parameter in set(optimizer.state) - known:
-                del optimizer.state[parameter]
-            optimizer.zero_grad(set_to_none=True)
-        raise
-
-
-@dataclass(frozen=True)
-class Score:
-    """Accuracy (0 to 1) and mean cross-entropy in nats over a split."""
-
-    accuracy: float
-    loss: float
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    batcher: MicroBatcher,
-    *,
-    precision: Precision,
-    device: torch.device,
-    # called after each batch, and at least `rounds` times
-    should_stop: Callable[[], bool] = lambda: False,
-    rounds: int = 0,  # batches of the rank that has most
-    own: int
-    | None = None,  # batches that count; further ones are for the other ranks; None: all
-) -> Score | None:
-    """Score ``model`` and leave it in evaluation mode; None if ``should_stop`` returned true.
-
-    Each of several ranks scores its share, and all get the score of the whole; ``model`` is without
-    a wrapper, or the ranks would wait for each other in it; one that is sharded has equally many
-    batches on each. If memory runs out, the part that failed is scored again in smaller parts.
-    """
-    model.eval()
-
-    def score(part: Batch) -> Tensor:
-        images_BCHW, labels_B = to_device(part, device)
-        with precision.autocast():
-            logits_BK = model(images_BCHW).float()
-        loss = nn.functional.cross_entropy(logits_BK, labels_B, reduction="sum")
-        hits = (logits_BK.argmax(dim=1) == labels_B).sum()
-        return torch.stack(
-            [loss.double(), hits.double(), loss.new_tensor(len(labels_B)).double()]
-        )
-
-    # loss, hits, samples
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for number, batch in enumerate(batches):
-        scores = batcher.forward(score, batch, model)
-        if own is None or number < own:
-            sums += torch.stack(scores).sum(dim=0)
-        rounds -= 1
-        if should_stop():
-            return None
-    if any(should_stop() for _ in range(rounds)):
-        return None
-    if ranks.here() is not None:
-        dist.all_reduce(sums)
-    loss_sum, correct, samples = sums.tolist()
-    return Score(correct / samples, loss_sum / samples)
 
 
 def make_optimizer(
@@ -205,3 +123,53 @@ class CosineSchedule:
         rest = max(self.total_samples - warmup, 1)
         progress = min(max(samples_seen - warmup, 0) / rest, 1.0)
         return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass
+class Position:
+    """The position of a run, in terms that no split into micro-batches changes: optimizer steps
+    done, the current epoch from 0, and its samples that are done; all of them during validation.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracy (0 to 1) and mean cross-entropy in nats over a split."""
+
+    accuracy: float
+    loss: float
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss is no longer finite; training on would only spoil the checkpoints."""
+
+
+class LossAverage:
+    """A mean over samples, summed on the device: only reading it waits for the device."""
+
+    def __init__(self, total: float = 0.0, samples: int = 0) -> None:
+        self._total: Tensor | float = total
+        self._samples = samples
+
+    def add(self, mean_loss: Tensor, samples: int) -> None:
+        """Add the mean loss of ``samples`` samples."""
+        self._total = self._total + mean_loss * samples
+        self._samples += samples
+
+    def checked(self, step: int) -> float:
+        """Return the mean, 0 before the first sample. Raises TrainingDivergedError."""
+        value = float(self._total) / max(self._samples, 1)
+        if not math.isfinite(value):
+            raise TrainingDivergedError(
+                f"training diverged: the loss is {value} by step {step}; "
+                "try a smaller training.lr or training.mixed_precision=false"
+            )
+        return value
+
+    def state(self) -> tuple[float, int]:
+        """Return sum and number, for a checkpoint."""
+        return float(self._total), self._samples

@@ -9,57 +9,72 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from robust_train.attempt import checkpoints
+from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.replicas import Replicated
-from robust_train.step.rewind import seed_everything, seed_rank
+from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
-from robust_train.vision import models
-from robust_train.vision.batches import (
+from robust_train.vision import models, sharding
+from robust_train.vision.datasets import Images, open_data
+from robust_train.vision.images import (
     Batch,
     BatchPlan,
+    ImageDataset,
     Loading,
     StepSamples,
     in_order,
     read_in_parts,
 )
-from robust_train.vision.datasets import open_data
-from robust_train.vision.images import ImageDataset, ImageSource
-from robust_train.vision.prepare import check_config, preload_modules
-from robust_train.vision.reporting import Reporter, checked_loss
-from robust_train.vision.sharding import folder_writer, shard, share_buffers, shares
+from robust_train.vision.keys import check_config, preload_modules
+from robust_train.vision.reporting import Reporter
 from robust_train.vision.step import (
     CosineSchedule,
+    LossAverage,
+    Position,
     Precision,
     Score,
     apply_gradients,
-    evaluate,
     loss_of,
     make_optimizer,
-)
-from robust_train.vision.training_state import (
-    REQUIRED,
-    LossAverage,
-    TrainingState,
-    identity_of,
+    to_device,
 )
 
 log = logging.getLogger("robust_train.vision")
 
 FINAL_NAME = "final.pt"
+FORMAT = 2
+REQUIRED = frozenset(
+    {"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"}
+)
+"""Keys without which a file is no checkpoint of ours."""
+
+# these change how fast or how far a run goes, not the meaning of weights and sample order
+_NOT_IDENTITY = frozenset(
+    {
+        "dataset.root",
+        "dataset.download",
+        "dataset.num_workers",
+        "dataset.epochs",
+        "model.lr",
+        "model.dropout",
+        "model.lora_dropout",
+    }
+)
 
 # an interpreter that starts early looks for preload_modules beside the trainer
 __all__ = ["preload_modules", "train"]
@@ -119,99 +134,94 @@ class Training:
             augment=cfg.dataset.augment,
             seed=training.seed,
         )
-        micro_batch, accumulation = (
-            training.batch_size,
-            training.gradient_accumulation_steps,
+        self.plan = self._plan()
+        self.loading = Loading(training.num_workers, training.prefetch_factor, device)
+        self.schedule = CosineSchedule(
+            training.lr,
+            self.plan.num_samples * training.epochs,
+            training.warmup_fraction,
         )
+        self.precision = Precision(device, mixed=training.mixed_precision)
+        self.is_sharded = run.world_size > 1 and training.sharding == "fsdp"
+        self.net = self._on_device(built.module)
+        self.model = self.net  # in its wrapper, if there is one
+        self.optimizer = make_optimizer(
+            self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
+        )
+        run.record_memory("optimizer created")
+        self.position = Position()
+        self.epoch_loss = LossAverage()
+        self.folder = CheckpointFolder(
+            run,
+            keep=training.keep_checkpoints,
+            write_folder=sharding.folder_writer() if self.is_sharded else None,
+            copies=run.world_size if self.is_sharded else 1,
+        )
+        self.has_checkpoint = run.resume_checkpoint is not None
+        self.score: Score | None = None  # of the last validation
+
+    def _plan(self) -> BatchPlan:
+        run, training = self.run, self.cfg.training
+        size, accumulation = training.batch_size, training.gradient_accumulation_steps
         if run.batch_search is not None:
-            micro_batch, accumulation = read_in_parts(micro_batch * accumulation)
-        self.plan = BatchPlan(
+            size, accumulation = read_in_parts(size * accumulation)
+        plan = BatchPlan(
             num_samples=len(self.train_set),
-            micro_batch=micro_batch,
+            micro_batch=size,
             accumulation_steps=accumulation,
             seed=training.seed,
             ranks=run.world_size,
             rank=run.rank,
         )
-        self.loading = Loading(training.num_workers, training.prefetch_factor, device)
-        total_samples = self.plan.num_samples * training.epochs
-        self.schedule = CosineSchedule(
-            training.lr, total_samples, training.warmup_fraction
-        )
-        self.state = self._prepare(built.module)
-        self.model: nn.Module = self.state.model
-        is_sharded, keep = self.state.is_sharded, training.keep_checkpoints
-        self.folder = checkpoints.CheckpointFolder(
-            run,
-            keep=keep,
-            write_folder=folder_writer() if is_sharded else None,
-            copies=run.world_size if is_sharded else 1,
-        )
-        self.has_checkpoint = run.resume_checkpoint is not None
-        self.score: Score | None = None  # of the last validation
-
-    def _prepare(self, module: nn.Module) -> TrainingState:
-        """Move the model to the device and create optimizer and number format."""
-        cfg, run = self.cfg, self.run
-        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        total = sum(p.numel() for p in module.parameters())
-        log.info(
-            "model: %s, %d of %d parameters are trained", cfg.model.name, trained, total
-        )
-        effective, images = self.plan.effective_batch, self.plan.num_samples
-        log.info("Effective batch size: %d", effective)
-        if effective > images and run.is_main:
+        log.info("Effective batch size: %d", plan.effective_batch)
+        if plan.effective_batch > plan.num_samples and run.is_main:
             log.warning(
                 "the effective batch size %d is more than the %d training images: an epoch is one "
                 "step with all of them",
-                effective,
-                images,
+                plan.effective_batch,
+                plan.num_samples,
             )
-        if (
-            cfg.training.gradient_checkpointing
-            and not models.enable_gradient_checkpointing(module)
+        return plan
+
+    def _on_device(self, module: nn.Module) -> nn.Module:
+        training = self.cfg.training
+        counts = [(p.numel(), p.requires_grad) for p in module.parameters()]
+        log.info(
+            "model: %s, %d of %d parameters are trained",
+            self.cfg.model.name,
+            sum(number for number, is_trained in counts if is_trained),
+            sum(number for number, _ in counts),
+        )
+        if training.gradient_checkpointing and not models.enable_gradient_checkpointing(
+            module
         ):
             log.warning(
                 "training.gradient_checkpointing: this model has none, it has no effect"
             )
-        model = module.to(self.device)
-        precision = Precision(self.device, mixed=cfg.training.mixed_precision)
-        is_sharded = run.world_size > 1 and cfg.training.sharding == "fsdp"
-        if is_sharded:
-            if precision.scaler.is_enabled():
+        module = module.to(self.device)
+        if self.is_sharded:
+            if self.precision.scaler.is_enabled():
                 raise ConfigError(
                     "training.sharding=fsdp: this GPU has no bfloat16, and float16 with a scaler "
                     "does not go with shards; write training.mixed_precision=false"
                 )
-            shard(model)
-        run.record_memory(f"model moved to {self.device}")
-        optimizer = make_optimizer(
-            model.parameters(),
-            lr=cfg.training.lr,
-            weight_decay=cfg.training.weight_decay,
-        )
-        run.record_memory("optimizer created")
-        return TrainingState(
-            model=model,
-            optimizer=optimizer,
-            precision=precision,
-            device=self.device,
-            identity=identity_of(
-                cfg, self.plan.num_samples, self.splits.shape.num_classes
-            ),
-            batcher=run.micro_batcher,
-            is_sharded=is_sharded,
-        )
+            sharding.shard(module)
+        self.run.record_memory(f"model moved to {self.device}")
+        return module
 
     def resume(self) -> None:
         """Resume from the last intact checkpoint, if there is one."""
-        run, state = self.run, self.state
+        run = self.run
         if run.is_main:
             self.folder.remove_leftovers()
         if run.resume_checkpoint is not None:
-            share = shares(state.model, state.optimizer) if state.is_sharded else None
-            found = checkpoints.read_newest(
-                Path(run.resume_checkpoint), REQUIRED, share=share, gather=of_all_ranks
+            found = read_newest(
+                run.resume_checkpoint,
+                REQUIRED,
+                share=sharding.shares(self.net, self.optimizer)
+                if self.is_sharded
+                else None,
+                gather=of_all_ranks,
             )
             if found is None:
                 log.warning(
@@ -219,17 +229,17 @@ class Training:
                 )
             else:
                 path, content = found
-                state.restore(content, path)
-                log.info("resumed from %s, step %d", path, state.position.step)
-        if run.world_size > 1 and not state.is_sharded:
-            # all ranks have read the checkpoint when this returns, and hold the same weights
-            self.model = Replicated(state.model)
+                self._restore(content, path)
+                log.info("resumed from %s, step %d", path, self.position.step)
         if run.world_size > 1:
-            seed_rank(self.cfg.training.seed, state.position.step, run.rank)
-        self.reporter.begin(state.position, self._total_steps())
+            if not self.is_sharded:
+                # all ranks have read the checkpoint when this returns, and hold the same weights
+                self.model = Replicated(self.net)
+            seed_rank(self.cfg.training.seed, self.position.step, run.rank)
+        self.reporter.begin(self.position, self._total_steps())
 
     def _total_steps(self) -> int:
-        position, plan = self.state.position, self.plan
+        position, plan = self.position, self.plan
         epochs_left: int = self.cfg.training.epochs - position.epoch
         if epochs_left <= 0:
             return position.step
@@ -238,7 +248,7 @@ class Training:
 
     def fit(self) -> None:
         """Train the epochs that are left."""
-        position, epochs = self.state.position, self.cfg.training.epochs
+        position, epochs = self.position, self.cfg.training.epochs
         while position.epoch < epochs:
             self.reporter.epoch_begins()
             self._train_epoch()
@@ -246,43 +256,45 @@ class Training:
             if position.epoch + 1 == epochs or not self.has_checkpoint:
                 self._save()
             self.score = self._evaluate(self.splits.validation)
-            train_loss = checked_loss(self.state.epoch_loss, position.step)
+            train_loss = self.epoch_loss.checked(position.step)
             self.reporter.epoch(position, train_loss, self.score)
-            position.epoch, position.samples = position.epoch + 1, 0
-            self.state.epoch_loss = LossAverage()
+            position.epoch += 1
+            position.samples = 0
+            self.epoch_loss = LossAverage()
 
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
-        state, position = self.state, self.state.position
-        models.set_train_mode(state.model)
+        run, position = self.run, self.position
+        models.set_train_mode(self.net)
         steps = list(self.plan.steps(position.epoch, position.samples))
         # of a sharded model every rank has to run a part in each step, without weight if need be
-        reads = [own or [[0]] for own in steps] if state.is_sharded else steps
+        reads = [own or [[0]] for own in steps] if self.is_sharded else steps
         chunks = list(itertools.chain.from_iterable(reads))
-        batches = self.run.batches(
+        batches = run.batches(
             self.loading.batches(self.train_set, chunks, position.epoch)
         )
         for micro_batches in steps:
-            self._stop_if_requested()
-            step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
+            if run.stop_requested:
+                self._save_and_stop()
             samples = self.plan.samples_in_step(position.samples)
             seen = position.epoch * self.plan.num_samples + position.samples
             lr = self.schedule.rate(seen, samples)
-            for group in state.optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
             loss = self._gradients_of(step)
             is_step = apply_gradients(
-                state.model,
-                state.optimizer,
-                precision=state.precision,
+                self.net,
+                self.optimizer,
+                precision=self.precision,
                 max_grad_norm=self.cfg.training.max_grad_norm,
             )
             position.samples += samples
             if is_step:
                 position.step += 1
-                state.epoch_loss.add(loss, samples)
+                self.epoch_loss.add(loss, samples)
                 self.reporter.step(position, loss, samples, lr)
-            if self.run.checkpoint_due:
+            if run.checkpoint_due:
                 self._save(in_background=True)
             self._write(self.folder.report_written)
         # validation may last
@@ -290,30 +302,28 @@ class Training:
 
     def _gradients_of(self, step: StepSamples) -> Tensor:
         """Accumulate the gradients of one optimizer step and return its mean loss."""
-        precision = self.state.precision
+        scaler = self.precision.scaler
 
         def loss_of_part(batch: Batch) -> Tensor:
             return loss_of(
                 self.model,
                 batch,
                 device=self.device,
-                precision=precision,
+                precision=self.precision,
                 label_smoothing=self.cfg.training.label_smoothing,
             )
 
         try:
-            return self.state.batcher.backward(
+            return self.run.backward(
                 loss_of_part,
                 step,
                 self.model,
                 split=StepSamples.part,
-                backward=lambda loss: torch.autograd.backward(
-                    precision.scaler.scale(loss)
-                ),
+                backward=lambda loss: torch.autograd.backward(scaler.scale(loss)),
             )
         except Exception as error:
             # of a sharded model all ranks have to save
-            can_save = not self.state.is_sharded or isinstance(error, RankFailure)
+            can_save = not self.is_sharded or isinstance(error, RankFailure)
             if can_save and classify_failure(error).kind.is_memory:
                 # the step is undone, so the next attempt repeats nothing before it; a failure to
                 # save must not hide this one
@@ -321,46 +331,61 @@ class Training:
                     self._save()
             raise
 
-    def _evaluate(self, source: ImageSource) -> Score:
-        dataset = ImageDataset(source, self.images)
-        run, size = self.run, self.plan.micro_batch
-        chunks = in_order(share_of(range(len(dataset)), run.rank, run.world_size), size)
-        most = len(share_of(range(len(dataset)), 0, run.world_size))
-        rounds, own = len(in_order(range(most), size)), len(chunks)
-        if self.state.is_sharded:  # every pass needs all ranks
-            chunks += [[0]] * (rounds - own)
-            share_buffers(self.state.model)
-        score = evaluate(
-            self.state.model,
-            self.loading.batches(dataset, chunks, epoch=0),
-            self.state.batcher,
-            precision=self.state.precision,
-            device=self.device,
-            should_stop=lambda: run.stop_requested,
-            rounds=rounds,
-            own=own,
-        )
-        if score is None:
-            self._save_and_stop()
-        return score
+    @torch.no_grad()
+    def _evaluate(self, source: Images) -> Score:
+        """Score the model; stop if requested.
 
-    def _stop_if_requested(self) -> None:
-        if self.run.stop_requested:
-            self._save_and_stop()
+        Each of several ranks scores its share, and all get the score of the whole. The model is
+        without a wrapper, or the ranks would wait for each other in it; one that is sharded has
+        equally many batches on each, of which the last may not count.
+        """
+        run, size = self.run, self.plan.micro_batch
+        dataset = ImageDataset(source, self.images)
+        samples = range(len(dataset))
+        own = in_order(share_of(samples, run.rank, run.world_size), size)
+        rounds = len(in_order(share_of(samples, 0, run.world_size), size))
+        chunks = list(own)
+        if self.is_sharded:  # every pass needs all ranks
+            chunks += [[0]] * (rounds - len(own))
+            sharding.share_buffers(self.net)
+
+        def score(part: Batch) -> Tensor:
+            images_BCHW, labels_B = to_device(part, self.device)
+            with self.precision.autocast():
+                logits_BK = self.net(images_BCHW).float()
+            loss = cross_entropy(logits_BK, labels_B, reduction="sum")
+            hits = (logits_BK.argmax(dim=1) == labels_B).sum()
+            count = loss.new_tensor(len(labels_B))
+            return torch.stack([loss.double(), hits.double(), count.double()])
+
+        self.net.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        batches = self.loading.batches(dataset, chunks, epoch=0)
+        for number in range(rounds):
+            if number < len(chunks):
+                scores = run.forward(score, next(batches), self.net)
+                if number < len(own):
+                    sums += torch.stack(scores).sum(dim=0)
+            if run.stop_requested:
+                self._save_and_stop()
+        if run.world_size > 1:
+            dist.all_reduce(sums)
+        loss, hits, count = sums.tolist()
+        return Score(hits / count, loss / count)
 
     def _save_and_stop(self) -> NoReturn:
         self._save()
-        raise Interrupted(f"stopped after step {self.state.position.step}")
+        raise Interrupted(f"stopped after step {self.position.step}")
 
     def _save(self, *, in_background: bool = False) -> None:
         """Save a checkpoint."""
-        step = self.state.position.step
-        checked_loss(self.state.epoch_loss, step)
+        step = self.position.step
+        self.epoch_loss.checked(step)
         self.has_checkpoint = True
         self.wait_for_write()
-        if self.run.is_main or self.state.is_sharded:
+        if self.run.is_main or self.is_sharded:
             save = self.folder.save_from_copy if in_background else self.folder.save
-            self._write(lambda: save(self.state.content(), step))
+            self._write(lambda: save(self._content(), step))
 
     def wait_for_write(self) -> None:
         """Wait for a checkpoint that is written in the background."""
@@ -377,33 +402,106 @@ class Training:
                 )
             self.run.checkpoint_failed(str(error))
 
+    def _content(self) -> dict[str, object]:
+        """Return what to save, everything needed to resume as if nothing had happened: tensors
+        (shared with the run, not copied) and plain values."""
+        return {
+            "format": FORMAT,
+            "identity": self._identity(),
+            "position": asdict(self.position),
+            "model": models.trained_state(self.net),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "rng": capture_rng(self.device),
+            "epoch_loss": list(self.epoch_loss.state()),
+            "micro_batch": self.run.micro_batcher.state(),
+            "device": self._kind_of_device(),
+        }
+
+    def _restore(self, content: Mapping[str, Any], path: Path) -> None:
+        """Restore what :meth:`_content` returned."""
+        self._check_identity(content, path)
+        try:
+            models.load_trained_state(self.net, content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"checkpoint {path}: {reason}") from error
+        # empty if the checkpoint was written without scaling, e.g. on the CPU
+        if self.precision.scaler.is_enabled() and content["scaler"]:
+            self.precision.scaler.load_state_dict(content["scaler"])
+        restore_rng(content["rng"], self.device)
+        self.position = Position(**content["position"])
+        self.epoch_loss = LossAverage(*content["epoch_loss"])
+        # a size that fits one kind of device need not fit another
+        if content.get("device") == self._kind_of_device():
+            self.run.micro_batcher.restore(content["micro_batch"])
+
+    def _kind_of_device(self) -> str:
+        kind = self.device.type
+        return torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
+
+    def _identity(self) -> dict[str, str]:
+        """Return what a checkpoint has in common with any run that may resume from it."""
+        identity = {
+            "training.seed": str(self.cfg.training.seed),
+            "training samples": str(self.plan.num_samples),
+            "classes": str(self.splits.shape.num_classes),
+        }
+        for group in ("model", "dataset"):
+            for key, value in self.cfg[group].items():
+                identity[f"{group}.{key}"] = str(value)
+        return {
+            key: value for key, value in identity.items() if key not in _NOT_IDENTITY
+        }
+
+    def _check_identity(self, content: Mapping[str, Any], path: Path) -> None:
+        if content["format"] != FORMAT:
+            raise ConfigError(
+                f"checkpoint {path}: has format {content['format']}, this version reads {FORMAT}"
+            )
+        here, there = self._identity(), content["identity"]
+        differences = [
+            f"{key} was {there.get(key, 'absent')}, now {here.get(key, 'absent')}"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+        ]
+        if differences:
+            raise ConfigError(
+                f"checkpoint {path}: belongs to another run: {'; '.join(differences)}; use the "
+                "same values, or another run folder to start afresh"
+            )
+
     def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
-        splits = self.splits
-        validation = self.score or self._evaluate(splits.validation)
-        test = self._evaluate(splits.test)
-        accuracy, path = test.accuracy, self.run.checkpoint_dir / FINAL_NAME
-        weights = {
-            "model": self.state.weights(is_main=self.run.is_main),
+        run = self.run
+        validation = self.score or self._evaluate(self.splits.validation)
+        test = self._evaluate(self.splits.test)
+        path = run.checkpoint_dir / FINAL_NAME
+        weights: Any = models.trained_state(self.net)
+        if self.is_sharded:  # whole on the main rank; all have to call it
+            weights = sharding.whole(weights, keeps=run.is_main)
+        content = {
+            "model": weights,
             "config": OmegaConf.to_container(self.cfg, resolve=True),
-            "num_classes": splits.shape.num_classes,
-            "test_accuracy": accuracy,
+            "num_classes": self.splits.shape.num_classes,
+            "test_accuracy": test.accuracy,
         }
-        log.info("Test accuracy: %.2f %%", 100 * accuracy)
+        log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         try:
-            if self.run.is_main:
-                write_atomically(weights, path)
+            if run.is_main:
+                write_atomically(content, path)
         except CheckpointError as error:
             raise UserError(
                 f"{error}; training is complete, its weights are not saved: make room and repeat "
-                f"the command with hydra.run.dir={self.run.run_dir}"
+                f"the command with hydra.run.dir={run.run_dir}"
             ) from error
         log.info("trained weights: %s", path)
         return {
             "objective": validation.accuracy,
             "validation_accuracy": validation.accuracy,
-            "test_accuracy": accuracy,
+            "test_accuracy": test.accuracy,
             "test_loss": test.loss,
-            "steps": self.state.position.step,
+            "steps": self.position.step,
             "checkpoint": str(path),
         }
