@@ -17,77 +17,60 @@ def evidence_of(message: str, kind: type[BaseException] = RuntimeError) -> Evide
     return classify_failure(kind(message)).evidence
 
 
-def test_reads_torch_1_0s_figures() -> None:
-    evidence = evidence_of(
+TORCH_2 = (
+    "CUDA out of memory. Tried to allocate 1.17 GiB. GPU 0 has a total {} of 23.69 GiB of which "
+    "1.03 GiB is free. Including non-PyTorch memory, this process has 22.64 GiB memory in use. Of "
+    "the allocated memory 20.86 GiB is allocated by PyTorch, and 1.47 GiB is reserved by PyTorch "
+    "but unallocated."
+)
+MESSAGES = {
+    "torch 1.0": (
         "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; "
-        "8.57 MiB already allocated; 9.28 GiB free; 4.68 MiB cached)"
-    )
-
-    assert evidence.requested_bytes == int(12.5 * MIB)
-    assert evidence.allocated_bytes == int(8.57 * MIB)
-    assert evidence.reserved_unallocated_bytes == int(4.68 * MIB)
-    assert evidence.free_bytes == int(9.28 * GIB)
-    assert evidence.total_bytes == int(10.92 * GIB)
-    assert not evidence.fragmented
-    assert evidence.library == "torch"
-
-
-def test_reads_torch_1_12s_figures_reserved_less_allocated_is_unused() -> None:
-    evidence = evidence_of(
+        "8.57 MiB already allocated; 9.28 GiB free; 4.68 MiB cached)",
+        (12.5 * MIB, 8.57 * MIB, 4.68 * MIB, 9.28 * GIB, 10.92 * GIB),
+    ),
+    "torch 1.12, reserved less allocated is unused": (
         "CUDA out of memory. Tried to allocate 64.00 MiB (GPU 0; 4.00 GiB total capacity; "
         "3.25 GiB already allocated; 0 bytes free; 3.50 GiB reserved in total by PyTorch) If "
-        "reserved memory is >> allocated memory try setting max_split_size_mb"
-    )
-
-    assert evidence.requested_bytes == 64 * MIB
-    assert evidence.allocated_bytes == int(3.25 * GIB)
-    assert evidence.reserved_unallocated_bytes == int(0.25 * GIB)
-    assert evidence.free_bytes == 0
-    assert evidence.total_bytes == 4 * GIB
-    assert evidence.fragmented
-
-
-@pytest.mark.parametrize("spelling", ["capacity", "capacty"])
-def test_reads_torch_2s_figures_in_both_spellings(spelling: str) -> None:
-    evidence = evidence_of(
-        f"CUDA out of memory. Tried to allocate 1.17 GiB. GPU 0 has a total {spelling} of 23.69 "
-        "GiB of which 1.03 GiB is free. Including non-PyTorch memory, this process has 22.64 GiB "
-        "memory in use. Of the allocated memory 20.86 GiB is allocated by PyTorch, and 1.47 GiB is "
-        "reserved by PyTorch but unallocated."
-    )
-
-    assert evidence.requested_bytes == int(1.17 * GIB)
-    assert evidence.allocated_bytes == int(20.86 * GIB)
-    assert evidence.reserved_unallocated_bytes == int(1.47 * GIB)
-    assert evidence.free_bytes == int(1.03 * GIB)
-    assert evidence.total_bytes == int(23.69 * GIB)
-    assert evidence.fragmented
-
-
-def test_reads_the_figures_beside_private_pools_and_other_processes() -> None:
-    evidence = evidence_of(
+        "reserved memory is >> allocated memory try setting max_split_size_mb",
+        (64 * MIB, 3.25 * GIB, 0.25 * GIB, 0, 4 * GIB),
+    ),
+    **{
+        f"torch 2, {spelling}": (
+            TORCH_2.format(spelling),
+            (1.17 * GIB, 20.86 * GIB, 1.47 * GIB, 1.03 * GIB, 23.69 * GIB),
+        )
+        for spelling in ("capacity", "capacty")
+    },
+    "private pools and other processes": (
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has a total capacity of 44.52 GiB "
         "of which 1.37 GiB is free. Process 11 has 14.94 GiB memory in use. Of the allocated "
         "memory 42.08 GiB is allocated by PyTorch, with 510.00 MiB allocated in private pools "
-        "(e.g., CUDA Graphs), and 402.93 MiB is reserved by PyTorch but unallocated."
-    )
-
-    assert evidence.requested_bytes == 2 * GIB
-    assert evidence.allocated_bytes == int(42.08 * GIB)
-    assert evidence.reserved_unallocated_bytes == int(402.93 * MIB)
-    assert evidence.free_bytes == int(1.37 * GIB)
-    assert not evidence.fragmented
-
-
-def test_reads_mps_figures() -> None:
-    evidence = evidence_of(
+        "(e.g., CUDA Graphs), and 402.93 MiB is reserved by PyTorch but unallocated.",
+        (2 * GIB, 42.08 * GIB, 402.93 * MIB, 1.37 * GIB, 44.52 * GIB),
+    ),
+    "MPS": (
         "MPS backend out of memory (MPS allocated: 5.50 GB, other allocations: 14.76 GB, max "
-        "allowed: 20.40 GB). Tried to allocate 147.24 MB on private pool."
-    )
+        "allowed: 20.40 GB). Tried to allocate 147.24 MB on private pool.",
+        (147.24 * MIB, 5.5 * GIB, None, None, 20.4 * GIB),
+    ),
+}
 
-    assert evidence.requested_bytes == int(147.24 * MIB)
-    assert evidence.allocated_bytes == int(5.5 * GIB)
-    assert evidence.total_bytes == int(20.4 * GIB)
+
+@pytest.mark.parametrize(("message", "figures"), MESSAGES.values(), ids=MESSAGES)
+def test_reads_the_figures_of_a_message(message: str, figures: tuple[float | None, ...]) -> None:
+    """Requested, allocated, reserved but unused, free, total."""
+    found = evidence_of(message)
+    assert (
+        found.requested_bytes,
+        found.allocated_bytes,
+        found.reserved_unallocated_bytes,
+        found.free_bytes,
+        found.total_bytes,
+    ) == tuple(None if figure is None else int(figure) for figure in figures)
+    requested, _, unused, *_ = figures
+    assert found.fragmented is (unused is not None and unused >= requested)
+    assert found.library == ("torch" if message.startswith("CUDA") else found.library)
 
 
 @pytest.mark.parametrize(

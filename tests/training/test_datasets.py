@@ -49,21 +49,6 @@ def test_digits_are_split_alike_for_every_class_and_every_seed():
     assert open_data(config("dataset=digits", "seed=7").dataset) == splits
 
 
-def test_digits_become_the_images_that_a_backbone_takes():
-    splits = open_data(config("dataset=digits").dataset)
-    small, label = ImageDataset(splits.test, ImageSpec(8, 1, (0.0,), (1.0,)))[0, 0]
-    large, same = ImageDataset(splits.test, RGB_16)[0, 0]
-    assert small.shape == (1, 8, 8)
-    assert large.shape == (3, 16, 16)
-    assert torch.equal(large[0], large[2])
-    assert label == same == splits.test.labels[0]
-    from sklearn.datasets import load_digits
-
-    number = int(splits.test.names[0].split()[1])
-    original = torch.tensor(load_digits().images[number] / 16)
-    torch.testing.assert_close(small[0].double(), original, rtol=0, atol=0.5 / 255)
-
-
 def test_flowers102_in_its_original_files_has_the_official_parts(tmp_path):
     splits = open_data(dataset_config("flowers102", write_flowers102(tmp_path)))
     assert splits.shape.num_classes == 102
@@ -225,25 +210,6 @@ def test_what_is_wrong_in_the_files_of_cub200_is_named(tmp_path, name, old, new,
     assert said in refusal_of(dataset_config("cub200", tmp_path))
 
 
-def test_a_flowers102_image_that_is_missing_is_named(tmp_path):
-    missing = write_flowers102(tmp_path) / "flowers-102" / "jpg" / "image_00002.jpg"
-    missing.unlink()
-    text = refusal_of(dataset_config("flowers102", tmp_path))
-    assert "setid.mat" in text
-    assert str(missing) in text
-
-
-def test_a_flowers102_label_out_of_range_is_refused(tmp_path):
-    root = write_flowers102(tmp_path, classes=(1, 103))
-    assert "has label 102" in refusal_of(dataset_config("flowers102", root))
-
-
-def test_a_damaged_mat_file_is_named(tmp_path):
-    path = write_flowers102(tmp_path) / "flowers-102" / "setid.mat"
-    path.write_bytes(b"no matlab file" * 20)
-    assert str(path) in refusal_of(dataset_config("flowers102", tmp_path))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path, workers):
     root = write_image_folder(tmp_path)
@@ -259,32 +225,9 @@ def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path,
     assert "\n" not in str(refusal.value)
 
 
-def test_a_test_class_without_training_images_is_refused(tmp_path):
-    root = write_image_folder(tmp_path)
-    (root / "test" / "mice").mkdir()
-    text = refusal_of(dataset_config("image_folder", root))
-    assert "mice is of a class that has no training images" in text
-
-
-def test_an_empty_class_folder_is_refused(tmp_path):
-    root = write_image_folder(tmp_path)
-    (root / "train" / "eels").mkdir()
-    assert "eels has no images" in refusal_of(dataset_config("image_folder", root))
-
-
-def test_a_root_without_training_images_is_refused(tmp_path):
-    text = refusal_of(dataset_config("image_folder", tmp_path / "nowhere"))
-    assert "nowhere/train" in text
-
-
 def test_an_image_folder_without_a_root_is_refused():
     with pytest.raises(ConfigError, match=r"dataset\.root=…"):
         check_config(config("dataset=image_folder"))
-
-
-def test_fewer_classes_than_the_data_has_are_refused(tmp_path):
-    cfg = config("dataset=digits", "dataset.num_classes=5").dataset
-    assert "digits has 10 classes" in refusal_of(cfg)
 
 
 def test_augmentation_depends_on_seed_epoch_and_sample_alone(tmp_path):
@@ -339,3 +282,51 @@ def test_a_photograph_is_cropped_in_the_middle_for_the_test(tmp_path):
     kept, _ = ImageDataset(source, RGB_16)[0, 0]
     # the filter reaches a little beyond the box
     assert float(kept.min()) > 0.5
+
+
+def test_digits_become_the_images_that_a_backbone_takes():
+    splits = open_data(config("dataset=digits").dataset)
+    small, label = ImageDataset(splits.test, ImageSpec(8, 1, (0.0,), (1.0,)))[0, 0]
+    large, same = ImageDataset(splits.test, RGB_16)[0, 0]
+    assert small.shape == (1, 8, 8)
+    assert large.shape == (3, 16, 16)
+    assert torch.equal(large[0], large[2])
+    assert label == same == splits.test.labels[0]
+    from sklearn.datasets import load_digits
+
+    number = int(splits.test.names[0].split()[1])
+    original = torch.tensor(load_digits().images[number] / 16)
+    torch.testing.assert_close(small[0].double(), original, rtol=0, atol=0.5 / 255)
+
+
+def image_folder_with(empty_class):
+    def write(root):
+        (write_image_folder(root) / empty_class).mkdir()
+
+    return write
+
+
+def flowers_without_an_image(root):
+    (write_flowers102(root) / "flowers-102" / "jpg" / "image_00002.jpg").unlink()
+
+
+def flowers_with_a_damaged_list(root):
+    path = write_flowers102(root) / "flowers-102" / "setid.mat"
+    path.write_bytes(b"no matlab file" * 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "overrides", "said"),
+    [
+        ("image_folder", image_folder_with("test/mice"), [], "of a class that has no training"),
+        ("image_folder", image_folder_with("train/eels"), [], "eels has no images"),
+        ("image_folder", Path.exists, [], "there is no folder "),
+        ("digits", Path.exists, ["dataset.num_classes=5"], "digits has 10 classes"),
+        ("flowers102", flowers_without_an_image, [], "setid.mat names "),
+        ("flowers102", flowers_with_a_damaged_list, [], "setid.mat is no readable MATLAB file"),
+        ("flowers102", lambda root: write_flowers102(root, classes=(1, 103)), [], "has label 102"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_in_one_line(tmp_path, name, write, overrides, said):
+    write(tmp_path)
+    assert said in refusal_of(dataset_config(name, tmp_path, *overrides))

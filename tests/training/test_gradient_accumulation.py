@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -30,49 +30,6 @@ def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(samples)
     images = torch.randn(samples, 1, 8, 8, generator=generator, dtype=torch.float64)
     return images, torch.randint(3, (samples,), generator=generator)
-
-
-def gradients(samples: int, micro_batch: int) -> tuple[dict[str, torch.Tensor], float]:
-    model = small_model()
-    precision = Precision(CPU, mixed=False)
-    loss = MicroBatcher(micro_batch).backward(
-        lambda part: loss_of(model, part, device=CPU, precision=precision, label_smoothing=0.1),
-        batch_of(samples),
-        model,
-    )
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, float(loss)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 23), st.integers(1, 23))
-def test_any_uneven_split_gives_the_gradient_of_the_whole_batch(samples, micro_batch):
-    split, split_loss = gradients(samples, micro_batch)
-    whole, whole_loss = gradients(samples, samples)
-    assert split.keys() == whole.keys() == dict(small_model().named_parameters()).keys()
-    for name in whole:
-        torch.testing.assert_close(split[name], whole[name], rtol=1e-8, atol=1e-10)
-    assert split_loss == pytest.approx(whole_loss, rel=1e-10)
-
-
-def test_the_gradient_is_that_of_torch_s_own_mean_loss():
-    model = small_model()
-    images, labels = batch_of(5)
-    nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1).backward()
-    split, _ = gradients(5, 3)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(split[name], parameter.grad, rtol=1e-8, atol=1e-10)
-
-
-def test_gradient_checkpointing_does_not_change_the_gradient():
-    images, labels = batch_of(6)
-    found = []
-    for is_checkpointing in (False, True):
-        model = small_model()
-        model.set_grad_checkpointing(is_checkpointing)
-        nn.functional.cross_entropy(model(images), labels).backward()
-        found.append([p.grad for p in model.parameters()])
-    for plain, recomputed in zip(*found, strict=True):
-        torch.testing.assert_close(plain, recomputed, rtol=0, atol=0)
 
 
 def scaled_precision(scale: float) -> Precision:

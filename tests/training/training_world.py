@@ -16,9 +16,8 @@ from omegaconf import DictConfig
 from PIL import Image
 from scipy.io import savemat
 
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import Run
 from robust_train.config.checks import unchecked
-from robust_train.config.placeholders import SavePlan
 from robust_train.vision import trainer
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
@@ -32,8 +31,7 @@ def config(*overrides: str) -> DictConfig:
 
 def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     """Call the built-in trainer with the plans that an attempt sets."""
-    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
-    run.saving.plan = SavePlan.of(unchecked(cfg))
+    run.configure(unchecked(cfg))
     return trainer.train(cfg, run)
 
 

@@ -40,7 +40,7 @@ are known."""
 
 
 @dataclass
-class _Waiting:
+class _Pending:
     """A request that waits for a boundary, and how often each kind of boundary came since."""
 
     request: Request
@@ -61,7 +61,7 @@ class AttemptRequests:
         self._run = run
         self._run_dir = run_dir
         self._tick = tick
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Pending] = []
         self._is_busy = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -94,9 +94,9 @@ class AttemptRequests:
                 if request.verb == LAUNCHERS_VERB or not request.take():
                     continue
                 if request.verb in _READ_ONLY:
-                    self._carry_out(_Waiting(request))
+                    self._carry_out(_Pending(request))
                     continue
-                self._waiting.append(_Waiting(request))
+                self._waiting.append(_Pending(request))
                 if self._stop_watching is None:
                     self._stop_watching = compat.watch_optimizer_steps(
                         lambda: self._at_boundary("optimizer")
@@ -115,7 +115,7 @@ class AttemptRequests:
         finally:
             self._is_busy.release()
 
-    def _carry_out(self, waiting: _Waiting) -> bool:
+    def _carry_out(self, waiting: _Pending) -> bool:
         """Return whether the request is done with: carried out, refused, or failed."""
         verb = waiting.request.verb
         try:
@@ -130,7 +130,7 @@ class AttemptRequests:
             waiting.request.answer(reply)
         return reply is not None
 
-    def _reply(self, waiting: _Waiting) -> Reply | None:
+    def _reply(self, waiting: _Pending) -> Reply | None:
         """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
         Refused: this trainer cannot do it."""
         request, verb = waiting.request, waiting.request.verb
@@ -139,11 +139,8 @@ class AttemptRequests:
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":
-            return (
-                self._split_finer()
-                if self._run.splits_batches
-                else self._restart(waiting)
-            )
+            splits = self._run.splits_batches
+            return self._split_finer() if splits else self._restart(waiting)
         if not verb.startswith("memory_"):
             raise Refused(f"{verb}: an attempt knows no such request")
         answer = perform(verb, request.options, self._run_dir)
@@ -155,7 +152,7 @@ class AttemptRequests:
             self._run.report(RequestDone(verb, self._run.last_step, sentence))
         return {"answer": answer}
 
-    def _checkpoint(self, waiting: _Waiting) -> Reply | None:
+    def _checkpoint(self, waiting: _Pending) -> Reply | None:
         run, answer = self._run, waiting.request.answer
         if waiting.seen.total() == 1:
             log.info("a checkpoint is requested")
@@ -165,25 +162,19 @@ class AttemptRequests:
         if not waiting.knows_habits:
             return None
         run.withdraw_checkpoint_request(answer)
-        stops = (
-            " or 'robust-train run stop', which saves one first"
-            if run.is_cooperative
-            else ""
-        )
+        stops = " or 'robust-train run stop', which saves one first"
         raise Refused(
             "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
-            f"when it would anyway; wait for that{stops}"
+            f"when it would anyway; wait for that{stops if run.is_cooperative else ''}"
         )
 
     def _split_finer(self) -> Reply:
-        batcher = self._run.micro_batcher
-        changed = batcher.shrink(REQUESTED)
-        if changed is None and batcher.size is None:
+        run = self._run
+        changed = run.shrink(REQUESTED)
+        if changed is None and run.micro_batcher.size is None:
             raise Refused("no batch was split so far; try again after the first step")
         if changed is None:
-            raise Refused(
-                _at_minimum(batcher.size, self._run.micro_batch_plan.min_batch_size)
-            )
+            raise _at_minimum(run, run.micro_batcher.size)
         before, after = changed
         return {
             "answer": {
@@ -193,7 +184,7 @@ class AttemptRequests:
             }
         }
 
-    def _restart(self, waiting: _Waiting) -> Reply | None:
+    def _restart(self, waiting: _Pending) -> Reply | None:
         """Have the attempt stop at a checkpoint; the launcher answers, at the next attempt."""
         run, plan = self._run, self._run.micro_batch_plan
         if run.keeps_batch:
@@ -202,7 +193,7 @@ class AttemptRequests:
             )
         size = plan.batch_size or 1
         if size <= plan.min_batch_size:
-            raise Refused(_at_minimum(size, plan.min_batch_size))
+            raise _at_minimum(run, size)
         if not waiting.knows_habits:
             return None
         if not run.is_cooperative:
@@ -223,5 +214,8 @@ class AttemptRequests:
         return {}
 
 
-def _at_minimum(size: int | None, least: int) -> str:
-    return f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller one"
+def _at_minimum(run: Run, size: int | None) -> Refused:
+    least = run.micro_batch_plan.min_batch_size
+    return Refused(
+        f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller one"
+    )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
+from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
 from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from robust_train.attempt.memory_upkeep import AttemptMemory
+    from robust_train.config.schema import RobustConfig
     from robust_train.policy.batch_search import BatchSearch
     from robust_train.step.batcher import MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
@@ -79,7 +81,7 @@ class Run:
             steps of this attempt, None if it never did.
         has_live_status: the launcher shows steps and loss on a terminal.
         report: sends an event to the launcher.
-        memory_keeper, batch_search, logs_memory: set by whoever calls the trainer.
+        memory_keeper, batch_search: set by whoever calls the trainer.
         at_boundary: the same; called between two steps with what the trainer does there.
         has_read: the same; returns whether the trainer has read ``training.<key>``.
         declared: the same; what the trainer declares that it supports, None if nothing.
@@ -272,6 +274,17 @@ class Run:
     def splits_no_more(self) -> None:
         """Let a request for a smaller micro-batch be one for the next attempt from here on."""
         self._micro_batcher = None
+
+    def configure(self, config: RobustConfig) -> None:
+        """Split batches, save and log as an attempt's config has it."""
+        self.micro_batch_plan = MicroBatchPlan.of(config)
+        self.saving.plan = SavePlan.of(config)
+        self.logs_memory = config.memory.log_frequency > 0
+
+    def shrink(self, reason: str) -> tuple[int, int] | None:
+        """Split batches finer from the next step on; return the size before and after, None if no
+        batch was split yet, or no smaller size is allowed."""
+        return self.micro_batcher.shrink(reason)
 
     @property
     def micro_batcher(self) -> MicroBatcher:

@@ -33,7 +33,6 @@ from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import Run, memory_in_use
 from robust_train.config.attempt import AttemptRequest
-from robust_train.config.placeholders import MicroBatchPlan, SavePlan
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.files import plain
@@ -129,11 +128,9 @@ def call_trainer(
     A second parameter counts if it is called ``run`` or has no default value.
     """
     run.memory_keeper = keeper = AttemptMemory(run, config)
-    run.micro_batch_plan = MicroBatchPlan.of(config)
-    run.saving.plan = SavePlan.of(config)
+    run.configure(config)
     run.has_read = note_reads(cfg, config.training.batch_size)
     run.declared = declared_features(trainer)
-    run.logs_memory = config.memory.log_frequency > 0
     with keeper:
         try:
             parameters = inspect.signature(trainer).parameters

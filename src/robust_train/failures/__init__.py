@@ -8,7 +8,7 @@
         failure = classify_failure(error)  # .kind, .message, .evidence
 
 :mod:`.error_reports` finds what an exception or a log reports, :mod:`.patterns` looks it up in
-``patterns.txt``, :mod:`.evidence` and :mod:`.stack` read the figures and clues. :mod:`.exits` does
+``patterns.txt`` with its figures, :mod:`.stack` reads clues. :mod:`.exits` does
 the same for a process that ended without a report, and :mod:`.advice` lists advice.
 """
 
@@ -17,9 +17,15 @@ from __future__ import annotations
 import contextlib
 
 from robust_train.failures.error_reports import ErrorReport, reports_of
-from robust_train.failures.evidence import read_evidence, with_statistics
 from robust_train.failures.exits import classify_exit, signal_of
-from robust_train.failures.patterns import Match, match, most_telling, named
+from robust_train.failures.patterns import (
+    Match,
+    match,
+    most_telling,
+    named,
+    read_evidence,
+    with_statistics,
+)
 from robust_train.failures.shortage import little_is_left
 from robust_train.failures.stack import refined, stack_of
 from robust_train.model.errors import RankFailure

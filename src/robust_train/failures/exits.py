@@ -7,8 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from robust_train.failures.error_reports import ErrorReport, one_line, reports_in
-from robust_train.failures.evidence import read_evidence
-from robust_train.failures.patterns import Match, match, named
+from robust_train.failures.patterns import Match, match, named, read_evidence
 from robust_train.failures.stack import last_stack_in, native_stack_in, refined
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
@@ -38,6 +37,7 @@ _CORRUPTED = re.compile(
     r"|stack smashing detected|buffer overflow detected|invalid pointer|realloc\(\): ",
     re.IGNORECASE,
 )
+_AFTER_THE_END = ("Extension modules", "File ", "(core dumped)")
 _NATIVE = re.compile(
     r"terminate called|what\(\):|Fatal Python error|libc\+\+abi|^F\d{4} |panicked at"
 )
@@ -64,10 +64,11 @@ def classify_exit(
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     killer = _KERNELS.search(output_tail)
     record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
+    by_kernel = Failure(
+        FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
+    )
     if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
-        return Failure(
-            FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
-        )
+        return by_kernel
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         if name == "SIGKILL":
@@ -83,16 +84,10 @@ def classify_exit(
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
         return Failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
     if killer is not None:
-        return Failure(
-            FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
-        )
+        return by_kernel
     crash = native_stack_in(output_tail) if name is not None else None
-    words = (
-        _with_last_words(ended, lines)
-        if crash is None
-        else f"{ended}: {crash.headline}"
-    )
-    return Failure(FailureKind.BUG, words)
+    words = _told_last(lines) if crash is None else crash.headline
+    return Failure(FailureKind.BUG, f"{ended}: {words}" if words else ended)
 
 
 def signal_of(returncode: int) -> int | None:
@@ -108,11 +103,9 @@ def _reported_in(
     Where there is a traceback, it alone counts: what was logged before may have been overcome."""
     has_traceback = "Traceback (most recent call last)" in output
     if not native and not has_traceback:
-        last = next(
-            reports_in(next((line for line in reversed(lines) if line.strip()), ""))
-        )
-        found = match(last)
-        if found is not None:
+        line = next((line for line in reversed(lines) if line.strip()), "")
+        last = next(reports_in(line))
+        if (found := match(last)) is not None:
             return last, found
         if last.is_programming_error:
             return None
@@ -121,8 +114,7 @@ def _reported_in(
         if native and _CORRUPTED.search(text):
             return None
         report = ErrorReport((), text, _shown(lines, text))
-        found = match(report)
-        if found is not None:
+        if (found := match(report)) is not None:
             return report, found
     if has_traceback:
         stack = last_stack_in(output)
@@ -158,15 +150,10 @@ def _line_with(found: re.Match[str], text: str) -> str:
     return text[start : end if end >= 0 else len(text)].strip()[:300]
 
 
-def _with_last_words(ended: str, lines: Sequence[str]) -> str:
+def _told_last(lines: Sequence[str]) -> str:
+    """Return the last line if it reads like the reason of an end."""
     for line in reversed(lines):
-        words = line.strip()
-        if words and not words.startswith(
-            ("Extension modules", "File ", "(core dumped)")
-        ):
-            return (
-                f"{ended}: {words[:300]}"
-                if _NATIVE.search(words) or ":" in words
-                else ended
-            )
-    return ended
+        words = line.strip()[:300]
+        if words and not words.startswith(_AFTER_THE_END):
+            return words if _NATIVE.search(words) or ":" in words else ""
+    return ""

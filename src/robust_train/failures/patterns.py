@@ -1,19 +1,41 @@
-"""What a report is: the first section of ``patterns.txt`` that matches it."""
+"""What a report is, and its figures: ``patterns.txt`` has the words for both."""
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from robust_train.failures.error_reports import ErrorReport
-from robust_train.model.failure import FailureKind
+from robust_train.model.failure import Evidence, FailureKind
+
+log = logging.getLogger("robust_train")
 
 _DEVICES = (
     r"(?:CUDA|HIP|XPU|MPS|NPU|MLU|MUSA|HPU|DCU|GCU|SDAA|GPU|TPU|HBM|VRAM|PrivateUse1)"
 )
 _NOTHING = "(?!)"
+_FIGURE = "figure"
+_SIZE = r"(?P<number>\d[\d,]*(?:\.\d*)?)\s*(?P<unit>[kmgtpe]i?b?|bytes?|b)\b"
+_COUNT = r"(?P<number>\d+)(?P<unit>)"
+# torch's and MPS's "MB" are 1024 based too; XLA's letters stand alone ("5.02G")
+_UNITS = "bkmgtpe"
+_PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
+# whose allocator's statistics are those of torch
+_TORCH = frozenset(
+    {"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None}
+)
+LIMIT_SECONDS = 5.0
+SEARCH = (
+    "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
+)
 _HEADER = re.compile(
     r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)"
 )
@@ -57,22 +79,26 @@ class Pattern:
         return self.words.search(report.text) is not None
 
 
-def _read() -> tuple[Pattern, ...]:
+def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
+    """Yield the header and the lines of each section of ``patterns.txt``."""
     text = (Path(__file__).with_suffix(".txt")).read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    starts = [number for number, line in enumerate(lines) if _HEADER.match(line)]
-    ends = [*starts[1:], len(lines)]
-    return tuple(
-        _pattern(lines[start:end]) for start, end in zip(starts, ends, strict=True)
-    )
+    header, lines = None, list[str]()
+    for line in text.splitlines():
+        found = _HEADER.match(line)
+        if found and header:
+            yield header, lines
+        if found:
+            header, lines = found, []
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    if header:
+        yield header, lines
 
 
-def _pattern(lines: list[str]) -> Pattern:
-    header = _HEADER.match(lines[0])
-    assert header is not None
+def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
     given = {"type": set[str](), "errno": set[str]()}
     words = []
-    for line in lines[1:]:
+    for line in lines:
         key, _, values = line.partition(" ")
         if key in given:
             given[key].update(values.split())
@@ -92,9 +118,21 @@ def _pattern(lines: list[str]) -> Pattern:
     )
 
 
+def _figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
+    texts = (line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines)
+    return [re.compile(text, re.IGNORECASE) for text in texts]
+
+
 # compiled now: when memory has run out, there is none to compile them
-PATTERNS = _read()
-"""All sections of ``patterns.txt``, in order."""
+_ALL = list(_sections())
+PATTERNS = [
+    _pattern(header, lines) for header, lines in _ALL if header["kind"] != _FIGURE
+]
+FIGURES = {
+    header["library"]: _figure(lines)
+    for header, lines in _ALL
+    if header["kind"] == _FIGURE
+}
 
 
 def match(report: ErrorReport) -> Match | None:
@@ -118,3 +156,109 @@ def most_telling(
 def named(name: str) -> Pattern:
     """Return the section with this name."""
     return next(row for row in PATTERNS if name in row.names)
+
+
+def read_evidence(text: str, match: Match) -> Evidence:
+    """Return the figures in a message; ``text`` is on one line. torch asks the driver only below
+    ``memory.fraction``: if more was free than was requested, or it rejects "preemptively" (since
+    2.15), the process reached its own limit."""
+    found: dict[str, Any] = {
+        name: _first(patterns, text) for name, patterns in FIGURES.items()
+    }
+    requested = found["requested_bytes"]
+    allocated = found["allocated_bytes"]
+    free = found["free_bytes"]
+    reserved = found.pop("reserved_bytes")
+    if allocated is not None and reserved is not None:
+        unused = max(0, reserved - allocated)
+        found["reserved_unallocated_bytes"] = (
+            found["reserved_unallocated_bytes"] or unused
+        )
+    had_room = requested is not None and free is not None and free >= requested
+    is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
+    evidence = Evidence(
+        **found,
+        own_limit=is_device and (had_room or _PREEMPTIVE.search(text) is not None),
+        clue=match.clue,
+        library=match.library,
+    )
+    return replace(evidence, fragmented=_is_fragmented(evidence))
+
+
+def with_statistics(evidence: Evidence, text: str) -> Evidence:
+    """Fill in from torch what the message left out, if torch is loaded and has started CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or evidence.library not in _TORCH:
+        return evidence
+    try:
+        if not torch.cuda.is_initialized():
+            return evidence
+        figures = _statistics(torch, text)
+    except Exception:  # a broken driver must not hide what broke it
+        return evidence
+    missing: dict[str, Any] = {
+        name: value
+        for name, value in figures.items()
+        if getattr(evidence, name) is None
+    }
+    evidence = replace(evidence, **missing)
+    return replace(evidence, fragmented=_is_fragmented(evidence))
+
+
+def _statistics(torch: Any, text: str) -> dict[str, int]:
+    named = re.search(r"\bGPU (\d+)", text)
+    count = torch.cuda.device_count()
+    device = int(named.group(1)) if named and int(named.group(1)) < count else None
+    allocated = torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "allocated_bytes": allocated,
+        "reserved_unallocated_bytes": max(
+            0, torch.cuda.memory_reserved(device) - allocated
+        ),
+        "free_bytes": free,
+        "total_bytes": total,
+    }
+
+
+def _is_fragmented(evidence: Evidence) -> bool:
+    requested, unused = evidence.requested_bytes, evidence.reserved_unallocated_bytes
+    return bool(requested and unused and unused >= requested)
+
+
+def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:
+    for pattern in patterns:
+        match = pattern.search(text)
+        if match is not None:
+            return _bytes(match)
+    return None
+
+
+def _bytes(match: re.Match[str]) -> int | None:
+    groups = match.groupdict()
+    number = groups.get("number") or groups.get("plain") or ""
+    unit = (groups.get("unit") or "b")[0].lower()
+    try:
+        return int(float(number.replace(",", "")) * 1024 ** _UNITS.index(unit))
+    except (ValueError, OverflowError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def is_found(pattern: str, text: str) -> bool:
+    """Return whether the pattern is in the text; False after a warning if that takes too long."""
+    command = (sys.executable, "-I", "-S", "-c", SEARCH)
+    given = json.dumps([pattern, text]).encode()
+    try:
+        found = subprocess.run(
+            command, input=given, capture_output=True, timeout=LIMIT_SECONDS
+        )
+        if found.returncode == 0:
+            return found.stdout.strip() == b"True"
+        why = f"its process ended with {found.returncode}"
+    except subprocess.TimeoutExpired:
+        why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
+    except OSError as error:
+        why = str(error)
+    log.warning("retry.rules: message %s is passed over: %s", pattern, why)
+    return False

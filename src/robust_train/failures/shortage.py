@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import sys
@@ -68,8 +69,10 @@ def little_is_left() -> str:
 
     try:
         own, room = own_memory(), room_left()
-    except OSError:
-        return ""
+    except MemoryError:
+        return "no host memory left"
+    except OSError as error:
+        return "no host memory left" if error.errno == errno.ENOMEM else ""
     # the peak without the files that are mapped
     used = own.get("VmHWM", 0) - own.get("RssFile", 0)
     if room > _LITTLE * used:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from robust_train.failures.patterns import Match
@@ -61,25 +62,18 @@ _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 def stack_of(exception: BaseException) -> str:
     """Return the stack in the words of a traceback, that of the main module in one line."""
-    frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
-    return "\n".join(
-        [_MAIN]
-        + [
-            f'File "{frame.f_code.co_filename}", in {frame.f_code.co_name}'
-            for frame in frames
-            if frame.f_code.co_name != "<module>"
-            or frame.f_globals.get("__name__") != "__main__"
-        ]
-    )
+    lines = [_MAIN]
+    for frame, _ in traceback.walk_tb(exception.__traceback__):
+        name = frame.f_code.co_name
+        if name != "<module>" or frame.f_globals.get("__name__") != "__main__":
+            lines.append(f'File "{frame.f_code.co_filename}", in {name}')
+    return "\n".join(lines)
 
 
 def last_stack_in(log: str) -> str:
     """Return the last traceback that a log quotes, empty without any."""
-    return (
-        log.rpartition("Traceback (most recent call last)")[2]
-        if "Traceback (" in log
-        else ""
-    )
+    _, found, stack = log.rpartition("Traceback (most recent call last)")
+    return stack if found else ""
 
 
 @dataclass(frozen=True)
@@ -98,12 +92,11 @@ class NativeStack:
         return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
 
     def __str__(self) -> str:
-        lines = (
-            "",
-            "Current thread (most recent call first):",
-            *(f"  {f}" for f in self.frames),
+        frames = "\n".join(f"  {frame}" for frame in self.frames)
+        return (
+            f"Fatal Python error: {self.cause}\n\n"
+            f"Current thread (most recent call first):\n{frames}\n"
         )
-        return "\n".join((f"Fatal Python error: {self.cause}", *lines, ""))
 
 
 def native_stack_in(output: str) -> NativeStack | None:
@@ -113,10 +106,14 @@ def native_stack_in(output: str) -> NativeStack | None:
         return None
     thread = _CRASHED_THREAD.search(text)
     frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
-    users = itertools.takewhile(
+    return NativeStack(text.partition("\n")[0].strip(), tuple(_above_runner(frames)))
+
+
+def _above_runner(frames: Iterable[str]) -> Iterator[str]:
+    """Yield the frames that the runner has called, innermost first."""
+    return itertools.takewhile(
         lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames
     )
-    return NativeStack(text.partition("\n")[0].strip(), tuple(users))
 
 
 def where_it_stands(stacks: str) -> str:
@@ -152,11 +149,10 @@ def _own_frame(section: str) -> str:
     # faulthandler writes the main thread last
     threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
     for _, frames in reversed(threads):
-        for frame in itertools.takewhile(
-            lambda line: not _IS_OF_THE_RUNNER.search(line), frames
-        ):
+        for frame in _above_runner(frames):
             is_own = not (_IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame))
-            if is_own and (at := _FRAME.match(frame)):
+            at = _FRAME.match(frame)
+            if is_own and at:
                 return f"at {at['file']}:{at['line']} in {at['function']}"
     return ""
 

@@ -27,7 +27,12 @@ from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.replicas import Replicated
-from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
+from robust_train.step.rewind import (
+    capture_rng,
+    restore_rng,
+    seed_everything,
+    seed_rank,
+)
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding
 from robust_train.vision.datasets import Images, open_data

@@ -27,8 +27,13 @@ from pathlib import Path
 from types import FrameType
 
 from robust_train.attempt.run import Run
-from robust_train.config.placeholders import AUTO, EVENTS_VARIABLE, value_from
-from robust_train.config.placeholders import MicroBatchPlan, SavePlan
+from robust_train.config.placeholders import (
+    AUTO,
+    EVENTS_VARIABLE,
+    MicroBatchPlan,
+    SavePlan,
+    value_from,
+)
 from robust_train.files import LineFile, plain
 from robust_train.host.linux import release_blocks
 from robust_train.model import events
