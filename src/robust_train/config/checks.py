@@ -234,36 +234,3 @@ def _check_together(config: RobustConfig) -> None:
             raise ConfigError(
                 f"retry.rules[{number}].exit_code: a function has none; use exception"
             )
-
-
-_FILLS_MEMORY = {
-    "training": ("mixed_precision", "gradient_checkpointing", "sharding"),
-    "memory": ("fraction", "expandable_segments"),
-}
-_DOES_NOT = {
-    "model": ("lr", "pretrained", "weights"),
-    "dataset": ("download", "num_workers", "epochs"),
-}
-
-
-def what_fills_memory(cfg: DictConfig) -> dict[str, object]:
-    """Return the part of a config on which memory depends, the batch left out.
-
-    A user's own keys are part of it, since any may change a tensor's shape.
-    """
-    content = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(content, dict)
-    kept = {"model", "dataset", "trainer", "gpu_jobs_per_device", *_FILLS_MEMORY}
-    ours = {item.name for item in fields(RobustConfig)} | {"logger"}
-    parts: dict[str, object] = {
-        str(k): v for k, v in content.items() if k in kept or k not in ours
-    }
-    for group, part in parts.items():
-        if isinstance(part, dict):
-            chosen, dropped = _FILLS_MEMORY.get(group), _DOES_NOT.get(group, ())
-            parts[group] = {
-                name: value
-                for name, value in part.items()
-                if name not in dropped and (chosen is None or name in chosen)
-            }
-    return parts

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
-from robust_train.config.checks import what_fills_memory
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
@@ -56,33 +52,9 @@ def policy_settings(
 
 
 def search_prefix(cfg: DictConfig, trainer: Trainer) -> str:
-    """Return what names all that memory depends on but the device.
-
-    A size that was found holds for the same model, data, precision, device and torch.
-    """
-    whole = {
-        "config": what_fills_memory(cfg),
-        "trainer": _identity_of(trainer),
-        "versions": {name: _version(name) for name in ("torch", "robust-train")},
-    }
-    text = json.dumps(whole, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:32] + " "
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _identity_of(trainer: Trainer) -> str:
-    """Return a name that no other script's or notebook's function shares."""
-    name = name_of(trainer)
-    if not name.startswith("__main__."):
-        return name
-    where = getattr(sys.modules["__main__"], "__file__", None)
-    return f"{Path(where).resolve() if where else Path.cwd()}:{name}"
+    """Return what names a job's config and trainer: a size that was found holds for no other."""
+    text = f"{name_of(trainer)}\n{OmegaConf.to_yaml(cfg, resolve=True)}"
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:32] + " "
 
 
 def request_for(
