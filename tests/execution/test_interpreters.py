@@ -57,6 +57,19 @@ def test_an_import_that_fails_or_prints_is_left_to_the_attempt(
     assert "loud" not in interpreters.pump.tail
 
 
+def test_an_import_that_ends_the_process_adds_no_words_of_its_own(
+    interpreters: Interpreters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
+    (tmp_path / "falls_over.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    one = prepared(interpreters, "falls_over")
+    assert not one.suits(os.environ)
+    assert one.returncode == -signal.SIGABRT
+    interpreters.pump.drain()
+    assert interpreters.pump.tail == ""
+
+
 def test_an_interpreter_does_not_suit_another_environment(interpreters: Interpreters):
     one = prepared(interpreters)
     assert one.suits({**os.environ, "CUDA_VISIBLE_DEVICES": "1"})
@@ -79,10 +92,10 @@ def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_re
     one.prepare(preparation(()))
     assert readable([one.channel.fileno()], 60.0)
     one.channel.close()
-    wait_until(lambda: interpreters.poll() or one.ended, "its end is reported")
+    wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
     interpreters.forget(one)
     interpreters.pump.drain()
-    assert (one.ended.returncode, interpreters.pump.tail) == (0, "")
+    assert (one.returncode, interpreters.pump.tail) == (0, "")
 
 
 def test_a_standby_takes_a_small_share_of_the_free_memory():
