@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.host.cgroups import parse_cgroups, parse_mounts
-from robust_train.host.oom_killer import OomKillWatch
+from robust_train.host.memory import OomKillWatch, memory_folders
 
 V2_MOUNT = (
     "36 25 0:30 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 "
@@ -188,14 +187,17 @@ def test_here_a_process_that_was_not_killed_is_not_said_to_be() -> None:
     assert OomKillWatch().killed() in (False, None)
 
 
-# --- the texts ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mount_point", "escaped", "path"),
+    [
+        ("mnt/my cgroups", "/mnt/my\\040cgroups", "/job"),
+        ("sys/fs/cgroup", "/sys/fs/cgroup", "/kubepods/cri-containerd:a1"),
+    ],
+)
+def test_a_folder_with_a_space_or_a_colon_is_understood(
+    tmp_path: Path, mount_point: str, escaped: str, path: str
+) -> None:
+    mounts = V2_MOUNT.replace("/sys/fs/cgroup", escaped)
+    Machine(tmp_path, f"0::{path}\n", mounts)
 
-
-def test_a_mount_point_with_a_space_is_understood() -> None:
-    (mount,) = parse_mounts("36 25 0:30 / /mnt/my\\040cgroups rw - cgroup2 cgroup2 rw\n")
-
-    assert mount.mount_point == "/mnt/my cgroups"
-
-
-def test_paths_with_colons_are_kept() -> None:
-    assert parse_cgroups("0::/kubepods/cri-containerd:a1\n") == {"": "/kubepods/cri-containerd:a1"}
+    assert memory_folders(tmp_path)[0] == tmp_path / mount_point / path.lstrip("/")

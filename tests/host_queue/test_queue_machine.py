@@ -253,17 +253,18 @@ class QueueMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whoever waits gets its turn as long as running jobs end; then nothing is left."""
-        with contextlib.suppress(IndexError):
-            for _ in range(40):
-                self.now += 0.5
-                self.lost = dict.fromkeys(UUIDS, 0)
-                for one in [one for one in self.members if one.attempt or not one.polls][:1]:
-                    self.end_attempt(one)
-                    if one.has_launcher:
-                        one.queue.release()
-                    self.members.remove(one)
-                for one in self.members:
-                    self.poll_once(one)
+        seconds_left = 200  # each looks at the GPUs every 30 s, whatever the records show
+        while self.members and seconds_left:
+            seconds_left -= 1
+            self.now += 1
+            self.lost = dict.fromkeys(UUIDS, 0)
+            for one in [one for one in self.members if one.attempt or not one.polls][:1]:
+                self.end_attempt(one)
+                if one.has_launcher:
+                    one.queue.release()
+                self.members.remove(one)
+            for one in self.members:
+                self.poll_once(one)
         assert not self.members, "a job was never served"
         assert self.observer.jobs() == []
         assert [*self.observer.path.iterdir()] == []

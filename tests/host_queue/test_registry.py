@@ -14,6 +14,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -609,11 +610,13 @@ def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(
 ) -> None:
     running, later = queue_of(base), enter(registry, "sweep")
     assert wait(running) == (A,)
-    waiting = {"reserved_bytes": 4000 * MIB, "only": (A.uuid,)}
-    later.update(QueuedJob(**{**vars(later.job), **waiting}))
+    unhurried = {"only": (A.uuid,), "polled_at": time.monotonic() + 3600}
+    later.update(replace(later.job, **unhurried))
 
     def queue_up() -> Reservation:
-        return Registry(base).enter(QueuedJob(name="small", **waiting))  # type: ignore[arg-type]
+        mine = enter(Registry(base), "small")
+        mine.update(replace(mine.job, **unhurried))
+        return mine
 
     with as_another_user(queue_up):
         assert main(["queue", "--dir", str(base)]) == 0

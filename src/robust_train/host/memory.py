@@ -1,18 +1,27 @@
-"""Host memory: what this process has, and what there is for it. In bytes."""
+"""Host memory: what this process has, what there is for it, and whether the kernel killed for it.
+
+Sizes are in bytes; cgroups may be of version 1 or 2, on a machine or in a container.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
-from robust_train.host.cgroups import memory_folders
-
 # "no limit" in cgroup v1 is the largest multiple of the page size
 _UNLIMITED = 2**60
+# of `/proc/self/mountinfo`
+_CGROUP_MOUNT = re.compile(
+    r"^(?:\S+ ){3}(?P<root>\S+) (?P<point>\S+) .*- (?P<kind>cgroup2?) \S+ (?P<options>\S+)$",
+    re.MULTILINE,
+)
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_KILL_COUNT = re.compile(r"^oom_kill (\d+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -115,18 +124,83 @@ def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            with contextlib.suppress(OSError, ValueError):  # no such file; "max"
-                limit = int((folder / limit_file).read_text())
-                used = int((folder / usage_file).read_text())
+            with contextlib.suppress(ValueError):  # no such file; "max"
+                limit = int(_read(folder / limit_file))
+                used = int(_read(folder / usage_file))
+                pages = re.search(
+                    rf"^{cached} (\d+)$", _read(folder / "memory.stat"), re.M
+                )
+                used -= int(pages[1]) if pages else 0
                 if limit < _UNLIMITED:
-                    rooms.append((limit, max(limit - used + _pages(folder, cached), 0)))
+                    rooms.append((limit, max(limit - used, 0)))
     return rooms
 
 
-def _pages(folder: Path, name: str) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
+def memory_folders(root: Path = Path("/")) -> list[Path]:
+    """Return the folders of the cgroups that account this process's memory, its own first. In
+    version 2 each counts what is below it as well; in version 1 only the first is known."""
+    cgroups: dict[str, str] = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        cgroups |= dict.fromkeys(controllers.split(","), path)
+    kind = "cgroup" if "memory" in cgroups else "cgroup2"
+    own = PurePosixPath(cgroups.get("memory") or cgroups.get("", ".."))
+    # in a container a cgroup may be named as the machine or as the container sees it; a path with
+    # `..` leads out of the namespace
+    mounts = _CGROUP_MOUNT.finditer(_read(root / "proc/self/mountinfo"))
+    for mount in mounts if ".." not in own.parts else ():
+        mounted = _unescaped(mount["root"])
+        has_memory = kind == "cgroup2" or "memory" in mount["options"].split(",")
+        if mount["kind"] == kind and has_memory and own.is_relative_to(mounted):
+            below = own.relative_to(mounted)
+            folder = root / _unescaped(mount["point"]).lstrip("/") / below
+            above = len(below.parts) if kind == "cgroup2" else 0
+            return [folder, *list(folder.parents)[:above]]
+    return []
+
+
+class OomKillWatch:
+    """Whether the kernel's OOM killer took a process, which SIGKILL itself does not show.
+
+    The kernel counts each kill in the memory cgroup of the process, and in ``/proc/vmstat`` for the
+    machine, before it sends the signal. ``memory.failcnt`` and ``under_oom`` of version 1 are not
+    read: they also move when the kernel found memory after all. Make one before the child is
+    started. Holds no open file, and never raises.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        # version 2: a cgroup without a memory controller is counted with the one above it
+        names = ("memory.events", "memory.oom_control")
+        files = [folder / name for folder in memory_folders(root) for name in names]
+        self._counter = next((path for path in files if path.is_file()), None)
+        self._machine_counter = root / "proc/vmstat"
+        self._before = _kills(self._counter)
+        self._machine_before = _kills(self._machine_counter)
+
+    def killed(self) -> bool | None:
+        """Return whether the OOM killer has taken a process of this process's cgroup since then.
+        None if nothing can be read, or where some process on the machine was killed and it is
+        unknown which."""
+        now = _kills(self._counter)
+        if self._before is not None and now is not None:
+            return now > self._before
+        machine = _kills(self._machine_counter)
+        is_same = machine is not None and machine == self._machine_before
+        return False if is_same else None
+
+
+def _kills(path: Path | None) -> int | None:
+    """Return ``oom_kill`` of ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
+    found = None if path is None else _KILL_COUNT.search(_read(path))
+    return None if found is None else int(found[1])
+
+
+def _unescaped(field: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
