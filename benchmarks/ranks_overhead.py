@@ -40,7 +40,8 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     )
     group = ranks.here()
     assert group is not None
-    report = ranks.RankReport(None, 64, (True,) * len(list(model.parameters())))
+    present = (True,) * len(list(model.parameters()))
+    report = ranks.RankReport(None, 64, 64.0, present)
 
     def seconds(step: Callable[[], object]) -> float:
         dist.barrier()
@@ -53,7 +54,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
     alone = statistics.median(
-        seconds(lambda: group.exchange(report, 64.0)) for _ in range(chosen.steps)
+        seconds(lambda: ranks.agree(group.gather(report))) for _ in range(chosen.steps)
     )
     if rank == 0:
         print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")

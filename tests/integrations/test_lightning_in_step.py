@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from robust_train.attempt.run import Run
 from robust_train.integrations import lightning_step
-from robust_train.integrations.in_step import InStep
+from robust_train.integrations.steering import InStep
 from robust_train.step import engine
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")

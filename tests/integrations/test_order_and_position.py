@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from robust_train.integrations.lightning_position import ResumePosition, loops_at
-from robust_train.integrations.sample_order import SampleOrder, take_over
-from robust_train.integrations.step_shares import StepShares
+from robust_train.integrations.lightning_callback import LightningPosition, loops_at
+from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
 from robust_train.model.errors import UserError
 
 COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
@@ -141,7 +140,7 @@ def test_after_another_effective_batch_size_steps_end_where_the_framework_ends_t
     start = min(start, length)
     steps = list(shares.steps(length, start))
     assert [sample for step in steps for sample in step] == list(range(start, length))
-    position = ResumePosition(samples=start, epoch_samples=length)
+    position = LightningPosition(samples=start, epoch_samples=length)
     done = position.batches_done(shares.at_once)
     for step in steps[:-1]:
         done += shares.micro_batches(step)
@@ -165,7 +164,7 @@ def test_the_loops_expect_exactly_the_batches_that_are_left(
     epoch, steps, effective, epoch_samples, micro_batch
 ):
     samples = min(steps * effective, epoch_samples)
-    position = ResumePosition(epoch=epoch, samples=samples, epoch_samples=epoch_samples, step=99)
+    position = LightningPosition(epoch=epoch, samples=samples, epoch_samples=epoch_samples, step=99)
     saved = {
         "epoch_loop.state_dict": {"_batches_that_stepped": 1},
         "epoch_loop.batch_progress": _progress() | {"is_last_batch": True},

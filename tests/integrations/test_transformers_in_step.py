@@ -24,9 +24,9 @@ transformers = pytest.importorskip(
 )
 accelerate = pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
 
-from robust_train.integrations import in_step as in_step_of  # noqa: E402
+from robust_train.integrations import steering as in_step_of  # noqa: E402
 from robust_train.integrations import transformers_step  # noqa: E402
-from robust_train.integrations.in_step import InStep  # noqa: E402
+from robust_train.integrations.steering import InStep  # noqa: E402
 
 
 class Tagger(torch.nn.Module):

@@ -14,8 +14,7 @@ from training_world import difference, trained_weights
 
 import preloaded
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.step.ranks import RankReport, RanOut, agree
-from robust_train.step.replicas import ReplicaFinder, Replicated
+from robust_train.step.ranks import RankReport, RanOut, ReplicaFinder, Replicated, agree
 from robust_train.step.splitting import MicroBatchSize, share_of
 from robust_train.vision.images import BatchPlan
 
@@ -150,6 +149,7 @@ REPORTS = st.builds(
     RankReport,
     st.none() | st.builds(RanOut, st.just(FAILURE), st.integers(1, 2**20), st.booleans()),
     st.none() | st.integers(1, 2**20),
+    st.integers(0, 2**20).map(float),
     st.lists(st.booleans(), min_size=100, max_size=100).map(tuple),
     st.booleans(),
 )
@@ -157,7 +157,7 @@ REPORTS = st.builds(
 
 def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.MonkeyPatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
-    monkeypatch.setattr("robust_train.step.replicas.broadcast", lambda *given: None)
+    monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
     wrapper = Replicated(net)
     assert finder.of([net], [wrapper]) == [wrapper]
@@ -168,7 +168,7 @@ def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.Monk
 
 @given(st.lists(REPORTS, min_size=1, max_size=5))
 def test_one_agreement_holds_for_all(reports: list[RankReport]):
-    agreed = agree(reports, 7.0)
+    agreed = agree(reports)
     failed = [rank for rank, one in enumerate(reports) if one.ran_out is not None]
     assert (agreed.ran_out is None) == (not failed)
     if agreed.ran_out is not None:
@@ -178,6 +178,7 @@ def test_one_agreement_holds_for_all(reports: list[RankReport]):
     assert agreed.has_gradient == tuple(
         any(one.has_gradient[i] for one in reports) for i in range(100)
     )
+    assert agreed.items == sum(one.items for one in reports)
     assert agreed.returns_more == any(one.returns_more for one in reports)
 
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import random
 import weakref
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.model.errors import ConfigError
-from robust_train.step import replicas
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
 
@@ -817,25 +815,3 @@ def test_the_generators_of_all_gpus_go_back_to_the_steps_start(monkeypatch):
     states[:] = [torch.tensor([3]), torch.tensor([4])]
     kept.restore()
     assert [int(state) for state in states] == [1, 2]
-
-
-def test_a_bucket_is_put_together_while_the_one_before_is_on_its_way(monkeypatch):
-    order = []
-
-    def all_reduce(flat, group, async_op):
-        assert async_op
-        order.append("sent")
-        return SimpleNamespace(wait=lambda: order.append("received"))
-
-    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(replicas, "BUCKET_BYTES", 16)
-    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
-    for parameter in parameters[:3]:
-        parameter.grad = torch.ones(2)
-    loss = replicas.sum_gradients(
-        parameters, (True, True, True, False), 0.5, torch.tensor(4.0), SimpleNamespace()
-    )
-    assert order == ["sent", "sent", "received", "received"]
-    assert [p.grad.tolist() for p in parameters[:3]] == [[0.5, 0.5]] * 3
-    assert parameters[3].grad is None
-    assert loss == 2

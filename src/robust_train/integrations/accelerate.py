@@ -13,13 +13,12 @@ from omegaconf import DictConfig
 from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import require
-from robust_train.integrations.attempt import (
+from robust_train.integrations.sample_order import StepShares, take_over
+from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
     refuse_saving_on_each_node,
 )
-from robust_train.integrations.sample_order import take_over
-from robust_train.integrations.step_shares import StepShares
 from robust_train.model.errors import Interrupted, UserError
 from robust_train.step.ranks import is_sharded, of_all_ranks
 from robust_train.step.splitting import part_of
@@ -202,14 +201,8 @@ class RobustLoop:
         self.run.micro_batcher.restore(state["micro_batch"])
 
     def _step_done(self) -> None:
-        # reading the loss waits for the GPU
-        if (
-            self._loss is not None
-            and self.step % max(self._cfg.log_every_steps, 1) == 0
-        ):
-            self._steps.log_loss(float(self._loss))
+        self._steps.done(self.step, self._total, self._loss)
         self._loss = None
-        self._steps.done(self.step, self._total)
         if self.run.stop_requested:
             self.save()
             raise Interrupted(f"stopped after step {self.step}")

@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import require
-from robust_train.integrations.attempt import keep_batch, machines, result_of
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
+from robust_train.integrations.steering import keep_batch, machines, result_of
 from robust_train.model.errors import Interrupted, UserError
 
 _NEEDED_BY = "robust_train.integrations.lightning"

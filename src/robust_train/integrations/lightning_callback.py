@@ -1,12 +1,14 @@
-"""The callback that :func:`robust_train.integrations.lightning.fit` adds to a trainer."""
+"""The callback that :func:`robust_train.integrations.lightning.fit` adds to a trainer, and its
+position in samples."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,8 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import require
-from robust_train.integrations.attempt import Steps
-from robust_train.integrations.lightning_position import ResumePosition, loops_at
-from robust_train.integrations.sample_order import SampleOrder, take_over
-from robust_train.integrations.step_shares import StepShares
+from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
+from robust_train.integrations.steering import Steps
 from robust_train.model.errors import UserError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import capture_rng, restore_rng
@@ -49,7 +49,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.shares = StepShares(
             self.micro_batch, accumulation, run.rank, run.world_size
         )
-        self.position = ResumePosition()
+        self.position = LightningPosition()
         self._order: SampleOrder | None = None
         self._cfg = cfg
         self._steps = Steps(cfg, run)
@@ -95,7 +95,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                 "another run folder, or load its weights in the model"
             )
         self._restored = restored
-        self.position = ResumePosition(**restored["position"])
+        self.position = LightningPosition(**restored["position"])
         loops, is_manual = checkpoint["loops"], not pl_module.automatic_optimization
         about = self.position, self.shares.at_once
         loops["fit_loop"] = loops_at(loops["fit_loop"], *about, is_manual=is_manual)
@@ -259,15 +259,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def _step_done(self, trainer: Any, outputs: Any) -> None:
         step, total = self.position.step, trainer.estimated_stepping_batches
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
-        # reading the loss, which Lightning has divided, waits for the GPU
-        if step % max(self._cfg.training.log_every_steps, 1) == 0 and has_loss:
-            self._steps.log_loss(
-                float(outputs["loss"]) * trainer.accumulate_grad_batches
-            )
+        # Lightning has divided it
+        loss = outputs["loss"] * trainer.accumulate_grad_batches if has_loss else None
         is_known = trainer.lightning_module.automatic_optimization and total != float(
             "inf"
         )
-        self._steps.done(step, total if is_known else None)
+        self._steps.done(step, total if is_known else None, loss)
 
     def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.stop_requested:
@@ -280,3 +277,88 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 def logged(trainer: Any) -> dict[str, float]:
     """Return the latest figures that the model has logged."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+# --- the position, and the loops' counters for any micro-batch: Lightning counts batches, whatever
+# their size was when the checkpoint was written ---
+
+
+@dataclass(frozen=True)
+class LightningPosition:
+    """A position between two optimizer steps."""
+
+    epoch: int = 0  # the current one, from 0
+    samples: int = (
+        0  # samples of this epoch that are done; all of them until the next one begins
+    )
+    epoch_samples: int = 0  # samples in an epoch; 0 if not known yet
+    step: int = 0  # optimizer steps done
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """No epoch is begun and not done."""
+        return self.samples in (0, self.epoch_samples)
+
+    def batches_done(self, micro_batch: int) -> int:
+        """Return the batches of this epoch that are done, as if all had ``micro_batch`` samples
+        of all ranks together.
+
+        Counted from the epoch's end, so the rest is exactly what the loader will yield.
+        """
+        left = -(-(self.epoch_samples - self.samples) // micro_batch)
+        return self.batches(micro_batch) - left
+
+    def batches(self, micro_batch: int) -> int:
+        """Return the batches in a whole epoch."""
+        return -(-self.epoch_samples // micro_batch)
+
+
+def loops_at(
+    fit_loop: Any,
+    position: LightningPosition,
+    micro_batch: int,
+    *,
+    is_manual: bool = False,
+) -> Any:
+    """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``micro_batch`` samples.
+
+    Two of Lightning's many restart states are enough: at the end of a batch within an epoch, and
+    between two epochs (see ``_TrainingEpochLoop.update_restart_stage`` and
+    ``_FitLoop.update_restart_stage``).
+    """
+    loops = copy.deepcopy(dict(fit_loop))
+    done = position.batches_done(micro_batch)
+    before = position.epoch * position.batches(micro_batch)
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    batches["is_last_batch"] = False
+    stepped = (
+        before + done if is_manual else position.step
+    )  # of any number of optimizers
+    validation = loops["epoch_loop.val_loop.batch_progress"]
+    validation["total"] |= _counters(0, 0)
+    validation["current"] |= _counters(0, 0)
+    if position.is_between_epochs:
+        ended = position.epoch + (position.samples > 0)
+        batches["total"] |= _counters(before + done, before + done)
+        batches["current"] |= _counters(0, 0)
+        counters = _counters(ended, ended)
+    else:
+        batches["total"] |= _counters(before + done, before + done - 1)
+        batches["current"] |= _counters(done, done - 1)
+        counters = _counters(position.epoch + 1, position.epoch) | {
+            "processed": position.epoch
+        }
+        stepped -= 1  # it counts this step again on resume
+    epochs["total"] |= counters
+    epochs["current"] |= counters
+    loops["epoch_loop.state_dict"] = {"_batches_that_stepped": stepped}
+    return loops
+
+
+def _counters(begun: int, completed: int) -> dict[str, int]:
+    return {
+        "ready": begun,
+        "started": begun,
+        "processed": begun,
+        "completed": completed,
+    }

@@ -19,7 +19,7 @@ from torch import Tensor
 from robust_train.attempt.run import Run
 from robust_train.compat import LATEST, LOGGED, accumulates_now, logged_by
 from robust_train.config.trainers import require
-from robust_train.integrations.in_step import InStep, OpenStep
+from robust_train.integrations.steering import InStep, OpenStep
 from robust_train.step.splitting import Part
 
 _NEEDED_BY = "robust_train.integrations.lightning"

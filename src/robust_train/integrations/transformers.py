@@ -22,7 +22,7 @@ from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer
 from robust_train.config.trainers import require
 from robust_train.files import replacing
-from robust_train.integrations.attempt import (
+from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
     refuse_saving_on_each_node,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from robust_train.attempt.run import Run
 from robust_train.compat import prepared_inputs, prepares_inputs_itself, shifts_labels
 from robust_train.config.trainers import require
-from robust_train.integrations.in_step import CannotSplit, InStep, OpenStep
+from robust_train.integrations.steering import CannotSplit, InStep, OpenStep
 from robust_train.step.splitting import Part, length_of, part_of
 
 _transformers: Any = require(

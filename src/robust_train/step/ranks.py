@@ -8,20 +8,34 @@ exchange one short message. The passes of a sharded model communicate: see :mod:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from robust_train.compat import collectives_begun
+from robust_train.compat import (
+    collectives_begun,
+    copy_at_once,
+    hook_and_delay,
+    preserve_version_counter,
+    settle_buckets,
+)
 from robust_train.model.errors import UserError
 from robust_train.model.failure import Failure
-from robust_train.step import replicas, sharded
-from robust_train.step.replicas import Replica, ReplicaFinder
+from robust_train.readable import MIB
+from robust_train.step import sharded
+from robust_train.step.sharded import WITHOUT, refuse
+
+T = TypeVar("T")
+
+
+# --- agreeing ---
 
 
 @dataclass(frozen=True)
@@ -39,45 +53,36 @@ class RankReport:
 
     ran_out: RanOut | None  # None: it did not
     size: int | None  # most samples in a part from now on; None: the whole batch
-    has_gradient: tuple[
-        bool, ...
-    ] = ()  # for each shared parameter whether it has a gradient
+    items: float  # of how many its loss is a mean
+    # for each shared parameter whether it has a gradient
+    has_gradient: tuple[bool, ...] = ()
     returns_more: bool = False  # its function returned more than a loss
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What follows from all ranks' reports: the same on each.
+class Agreement(RankReport):
+    """What follows from all ranks' reports: the same on each. ``ran_out`` is that of ``rank``, the
+    first one that ran out of memory, exhausted ones first; for the rest it counts what any rank
+    has, and the items of all."""
 
-    ``rank`` is the first one that ran out of memory, exhausted ones first, ``ran_out`` its own
-    report; None without any. ``has_gradient``: for each parameter, whether any rank has a gradient
-    of it. ``items``: of how many the loss of all ranks is a mean.
-    """
-
-    rank: int
-    ran_out: RanOut | None
-    size: int | None
-    has_gradient: tuple[bool, ...]
-    returns_more: bool
-    items: float
+    rank: int = 0
 
 
-def agree(reports: Sequence[RankReport], items: float) -> Agreement:
+def agree(reports: Sequence[RankReport]) -> Agreement:
     """Split finer on all ranks if one must; one that cannot go on ends the step for all."""
     failed = [
         (rank, r.ran_out) for rank, r in enumerate(reports) if r.ran_out is not None
     ]
-    worst = max(failed, key=lambda pair: pair[1].is_exhausted, default=None)
+    worst = max(failed, key=lambda pair: pair[1].is_exhausted, default=(0, None))
     sizes = [report.size for report in reports if report.size is not None]
+    present = zip(*(report.has_gradient for report in reports), strict=True)
     return Agreement(
-        rank=0 if worst is None else worst[0],
-        ran_out=None if worst is None else worst[1],
+        ran_out=worst[1],
         size=min(sizes, default=None),
-        has_gradient=tuple(
-            map(any, zip(*(r.has_gradient for r in reports), strict=True))
-        ),
+        items=sum(report.items for report in reports),
+        has_gradient=tuple(map(any, present)),
         returns_more=any(report.returns_more for report in reports),
-        items=items,
+        rank=worst[0],
     )
 
 
@@ -87,58 +92,19 @@ class Ranks:
     def __init__(self) -> None:
         self.world: Any = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # on the host: a message over the GPU would have to wait for all that is queued there
-        is_on_host = dist.get_backend() == "gloo"
-        self._group: Any = None if is_on_host else dist.new_group(backend="gloo")
+        # on the host: a message over the GPU would have to wait for all that is queued there. Of
+        # its own: the default group counts the collectives of a user
+        self._group: Any = dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
-        self.ledger = sharded.Ledger(self.vote)
-        self._votes = 0
-        self._reported: RankReport | None = None
-        self._agreed: Agreement | None = None
-
-    def vote(self, ran_out: bool) -> bool:
-        """Return whether memory ran out on any rank. All ranks have to call it."""
-        vote = torch.tensor([float(ran_out)], device="cpu")
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group)
-        self._votes += self._group is None
-        return bool(vote.item())
+        self.ledger = sharded.Ledger(self.gather)
 
     def foreign(self) -> int:
         """Return how many collectives were begun that neither this class nor FSDP2 knows of.
 
         It falls where the group counts none, or only those of its default backend."""
-        return collectives_begun(self.world) - self._votes - self.ledger.sent
+        return collectives_begun(self.world) - self.ledger.sent
 
-    def most_and_sum(self, parts: int, items: float) -> tuple[int, float]:
-        """Return the most parts of any rank and the items of all. All ranks have to call it."""
-        rows = torch.zeros(self.size, 2, dtype=torch.float64, device="cpu")
-        rows[self.rank] = torch.tensor(
-            [parts, items], dtype=torch.float64, device="cpu"
-        )
-        dist.all_reduce(rows, group=self._group)
-        return int(rows[:, 0].max()), float(rows[:, 1].sum())
-
-    def exchange(self, report: RankReport, items: float) -> Agreement:
-        """Send this rank's report and receive the others'. All ranks have to call it.
-
-        Reports go around only if one of them has news; else the last agreement holds.
-        """
-        has_news = (
-            self._agreed is None
-            or report.ran_out is not None
-            or report != self._reported
-        )
-        # on the host whatever the default device is
-        sums = torch.tensor([float(has_news), items], dtype=torch.float64, device="cpu")
-        dist.all_reduce(sums, group=self._group)
-        news, of_all = sums.tolist()
-        self._reported = report
-        if news or self._agreed is None:
-            self._agreed = agree(self.gather(report), of_all)
-            return self._agreed
-        return replace(self._agreed, rank=0, ran_out=None, items=of_all)
-
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank. All ranks have to call it."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
@@ -193,12 +159,12 @@ class SharedStep:
             self._roots = self._group.ledger.roots_in(models)
             if not self._roots:
                 self._replicas = self._group.replicas.of(models, beside)
-            elif any(map(replicas.replicas_in, models)):
+            elif any(map(replicas_in, models)):
                 raise UserError(
                     "run.backward: a model in DistributedDataParallel beside a sharded one "
-                    f"would leave ranks waiting; shard both, {sharded.WITHOUT}"
+                    f"would leave ranks waiting; shard both, {WITHOUT}"
                 )
-        self._parameters = replicas.shared_parameters(self._replicas)
+        self._parameters = _shared_parameters(self._replicas)
         self._items = 0.0
         self._foreign = 0
 
@@ -213,7 +179,9 @@ class SharedStep:
         FSDP takes the mean of the ranks' gradients, whatever their shares in the items are.
         """
         assert self._group is not None
-        most, of_all = self._group.most_and_sum(parts, items)
+        counts = self._group.gather((parts, items))
+        of_all = sum(items for _, items in counts)
+        most = max(parts for parts, _ in counts)
         return most, items * self._group.size / of_all if of_all else 0.0
 
     def begin_part(self, *, training: bool) -> None:
@@ -235,7 +203,7 @@ class SharedStep:
             raise UserError(
                 "run.backward: a collective of your own (torch.distributed) runs inside the "
                 "function, where a rank that runs out of memory would leave the others waiting; "
-                f"call it after run.backward, {sharded.WITHOUT}"
+                f"call it after run.backward, {WITHOUT}"
             )
         if self._roots:
             self._group.ledger.end_part(ran_out=ran_out)
@@ -248,7 +216,7 @@ class SharedStep:
         """Let the models' passes send nothing within this block."""
         if not self._replicas:
             return contextlib.nullcontext()
-        return replicas.without_collectives(self._replicas)
+        return _without_collectives(self._replicas)
 
     def agree(
         self, size: int | None, items: float, ran_out: RanOut | None, returns_more: bool
@@ -258,9 +226,8 @@ class SharedStep:
             return None
         self._items = items
         present = tuple(parameter.grad is not None for parameter in self._parameters)
-        return self._group.exchange(
-            RankReport(ran_out, size, present, returns_more), items
-        )
+        report = RankReport(ran_out, size, items, present, returns_more)
+        return agree(self._group.gather(report))
 
     def sum_gradients(
         self, agreed: Agreement | None, loss: Tensor | None
@@ -271,10 +238,236 @@ class SharedStep:
         if agreed is None or not self._parameters or not agreed.items:
             return loss
         share, group = self._items / agreed.items, self._replicas[0].process_group
-        return replicas.sum_gradients(
-            self._parameters, agreed.has_gradient, share, loss, group
-        )
+        return sum_gradients(self._parameters, agreed.has_gradient, share, loss, group)
 
     def share_buffers(self) -> None:
         """Give every rank the buffers of the first."""
-        replicas.share_buffers(self._replicas)
+        _share_buffers(self._replicas)
+
+
+# --- replicas of a model ---
+
+BUCKET_BYTES = 25 * MIB
+"""As DistributedDataParallel's: large enough for the network, small beside the gradients."""
+
+
+class Replicated(nn.Module):
+    """A model that is the same on every rank; ``run.backward`` sums its gradients. Weights and
+    buffers of rank 0 are sent once. Beside DistributedDataParallel it needs no buckets, which are a
+    copy of all gradients."""
+
+    broadcast_buffers = True
+    parameters_to_ignore: frozenset[str] = frozenset()
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.process_group: Any = dist.group.WORLD
+        broadcast([*module.parameters(), *module.buffers()], 0, self.process_group)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the model."""
+        return self.module(*inputs, **named)
+
+
+Replica = DistributedDataParallel | Replicated
+
+
+class ReplicaFinder:
+    """Finds the replicas in models, and refuses models that a rank cannot leave half-way."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(
+        self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()
+    ) -> list[Replica]:
+        """Return the replicas in ``models`` at any depth, and those ``beside`` that wrap one.
+
+        Raises:
+            UserError: a model communicates in its passes in a way that cannot be put off.
+        """
+        found: dict[int, Replica] = {}
+        for model in models:
+            known = self._known.get(model)
+            if known is None or None in [ref() for ref in known]:
+                replicas = replicas_in(model) or _replicas_around(model, beside)
+                for module in (model, *replicas):
+                    for name, part in module.named_modules():
+                        refuse(name, part, _why_not(part))
+                self._known[model] = known = [
+                    weakref.ref(replica) for replica in replicas
+                ]
+            found |= {
+                id(replica): replica for ref in known if (replica := ref()) is not None
+            }
+        return list(found.values())
+
+
+def _shared_parameters(replicas: Iterable[Replica]) -> list[nn.Parameter]:
+    """Return what is trained in them, in an order that is the same on every rank."""
+    found = {
+        id(parameter): parameter
+        for replica in replicas
+        for name, parameter in replica.module.named_parameters()
+        if parameter.requires_grad and name not in replica.parameters_to_ignore
+    }
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _without_collectives(replicas: Sequence[Replica]) -> Iterator[None]:
+    """Let their passes send nothing within this block."""
+    wrappers = [
+        replica for replica in replicas if isinstance(replica, DistributedDataParallel)
+    ]
+    with contextlib.ExitStack() as stack:
+        for wrapper in wrappers:
+            settle_buckets(wrapper)
+            stack.enter_context(wrapper.no_sync())
+            wrapper.require_forward_param_sync = False  # nor their buffers
+        try:
+            yield
+        finally:
+            for wrapper in wrappers:
+                wrapper.require_forward_param_sync = True
+
+
+@torch.no_grad()
+def sum_gradients(
+    parameters: Sequence[nn.Parameter],  # one or more, the same on all ranks
+    has_gradient: Sequence[bool],  # for each of them whether any rank has one
+    share: float,  # of this rank in the items of all
+    loss: Tensor | None,  # this rank's mean loss, None without one
+    group: dist.ProcessGroup,  # the ranks
+) -> Tensor:
+    """Sum the ranks' gradients, each by its share in the items of all. A parameter without a
+    gradient on any rank keeps none, so that optimizers pass it over. Returns the mean loss over all
+    ranks' items."""
+    for parameter, is_wanted in zip(parameters, has_gradient, strict=True):
+        if is_wanted and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
+    if loss is not None:
+        # a model on several GPUs ends on another one than it begins on
+        total += loss.to(total.device)
+    # last: the gradients are there in the order of their layers
+    tensors = [p.grad for p in parameters if p.grad is not None] + [total]
+    for bucket in _buckets(tensors):
+        flat = _flattened(bucket).mul_(share)
+        dist.all_reduce(flat, group=group)
+        _spread(flat, bucket)
+    return total
+
+
+@torch.no_grad()
+def _share_buffers(replicas: Sequence[Replica]) -> None:
+    """Give every rank the buffers (BatchNorm's statistics) of rank 0, as DDP does."""
+    for replica in replicas:
+        if not replica.broadcast_buffers:
+            continue
+        buffers = [
+            buffer
+            for name, buffer in replica.module.named_buffers()
+            if name not in replica.parameters_to_ignore
+        ]
+        source = dist.get_global_rank(replica.process_group, 0)
+        with contextlib.ExitStack() as stack:
+            for buffer in buffers:
+                # the same as far as autograd and the rewinding of steps are concerned
+                stack.enter_context(preserve_version_counter(torch, buffer))
+            broadcast(buffers, source, replica.process_group)
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], source: int, group: Any) -> None:
+    """Give every rank the tensors of ``source``, in few messages."""
+    for bucket in _buckets(tensors):
+        flat = _flattened(bucket)
+        dist.broadcast(flat, source, group=group)
+        _spread(flat, bucket)
+
+
+def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
+    """Invert :func:`_flattened`."""
+    if flat.data_ptr() != bucket[0].data_ptr():
+        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+        views = [
+            part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)
+        ]
+        copy_at_once(torch, bucket, views)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors that can be sent as one; a large one is sent by itself, uncopied."""
+    filling: dict[object, list[Tensor]] = {}
+    filled: dict[object, int] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        if tensor.nbytes >= BUCKET_BYTES:
+            yield [tensor]
+            continue
+        filling.setdefault(kind, []).append(tensor)
+        filled[kind] = filled.get(kind, 0) + tensor.nbytes
+        if filled[kind] >= BUCKET_BYTES:
+            filled[kind] = 0
+            yield filling.pop(kind)
+    yield from filling.values()
+
+
+def _flattened(bucket: Sequence[Tensor]) -> Tensor:
+    """Return them as one tensor; a single one as it is where possible, for it may be large."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0].view(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+
+def replicas_in(model: nn.Module) -> list[Replica]:
+    """Find the model itself, inside ``torch.compile``'s module, or deeper."""
+    return [part for part in model.modules() if isinstance(part, Replica)]
+
+
+def _replicas_around(model: nn.Module, beside: Iterable[nn.Module]) -> list[Replica]:
+    """Find wrappers of ``model``: a step may name the model and call its wrapper."""
+    own = set(map(id, model.parameters()))
+    found = [replica for other in beside for replica in replicas_in(other)]
+    return [replica for replica in found if own & set(map(id, replica.parameters()))]
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Return why this module's pass cannot be left half-way on one rank; None if it can."""
+    waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
+    names = {cls.__name__ for cls in type(module).__mro__}
+    if isinstance(module, nn.SyncBatchNorm):
+        return f"gathers its statistics {waiting}; use BatchNorm, {WITHOUT}"
+    is_split = any(
+        cls.__name__ == "DTensor"
+        for parameter in module.parameters(recurse=False)
+        for cls in type(parameter).__mro__
+    )
+    if is_split or names & {
+        "FSDPModule",
+        "FullyShardedDataParallel",
+        "DeepSpeedEngine",
+    }:
+        return f"gathers its weights {waiting}; use DistributedDataParallel, {WITHOUT}"
+    if not isinstance(module, DistributedDataParallel):
+        return None
+    has_hook, delays = hook_and_delay(module)
+    if has_hook:
+        return "has a communication hook, which would be passed over; do without one of the two"
+    options = {
+        name: getattr(module, name, None)
+        for name in ("static_graph", "mixed_precision")
+    }
+    for option, is_on in {**options, "delay_all_reduce_params": delays}.items():
+        if is_on:
+            return (
+                f"has {option}, with which DistributedDataParallel communicates in "
+                "every backward pass; do without it"
+            )
+    if dist.get_world_size(module.process_group) != dist.get_world_size():
+        return f"shares its gradients with some of the ranks only; use one group, {WITHOUT}"
+    return None

@@ -25,8 +25,7 @@ from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
-from robust_train.step.ranks import of_all_ranks
-from robust_train.step.replicas import Replicated
+from robust_train.step.ranks import Replicated, of_all_ranks
 from robust_train.step.rewind import (
     capture_rng,
     restore_rng,
