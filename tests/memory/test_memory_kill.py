@@ -90,23 +90,18 @@ def test_own_cuda_processes_are_shown_and_ended_once_the_user_says_yes(
     assert process.wait(timeout=10) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("answer", ["n\n", "\n", "yess\n", "\x04"])
-def test_any_other_answer_ends_nothing(cuda_machine_with: MachineWith, start, answer: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "exit_code"), [("n\n", 1), ("yess\n", 1), ("\x04", 1), ("\x03", 130)]
+)
+def test_any_other_answer_ends_nothing(
+    cuda_machine_with: MachineWith, start, answer: str, exit_code: int
+) -> None:
     machine = cuda_machine_with(Gpu())
     process = start(machine)
     machine.update(0, compute=[(process.pid, 700)])
     code, shown = run_at_a_terminal(COMMAND, machine.environment(), ask="[y/N]", answer=answer)
-    assert code == 1
-    assert "nothing was ended" in shown
-    assert process.poll() is None
-
-
-def test_ctrl_c_at_the_question_ends_nothing(cuda_machine_with: MachineWith, start) -> None:
-    machine = cuda_machine_with(Gpu())
-    process = start(machine)
-    machine.update(0, compute=[(process.pid, 700)])
-    code, shown = run_at_a_terminal(COMMAND, machine.environment(), ask="[y/N]", answer="\x03")
-    assert code == 130
+    assert code == exit_code
+    assert "nothing was ended" in shown or exit_code == 130
     assert "Traceback" not in shown
     assert process.poll() is None
 
@@ -148,15 +143,6 @@ def test_who_ignores_sigterm_is_killed_and_others_are_not(
     assert polite.wait(timeout=10) == -signal.SIGTERM
     assert stubborn.wait(timeout=10) == -signal.SIGKILL
     assert bystander.poll() is None
-
-
-def test_only_the_named_process_is_ended(cuda_machine_with: MachineWith, start) -> None:
-    machine = cuda_machine_with(Gpu())
-    one, other = start(machine), start(machine)
-    machine.update(0, compute=[(one.pid, 1), (other.pid, 1)])
-    assert run(machine, "--yes", "--pid", str(one.pid)).returncode == 0
-    assert one.wait(timeout=10) == -signal.SIGTERM
-    assert other.poll() is None
 
 
 def test_what_it_was_started_from_is_neither_shown_nor_ended(
@@ -299,17 +285,3 @@ def test_a_process_that_ends_while_the_user_thinks_is_gone() -> None:
     process.kill()
     process.wait()
     assert end_all([listed], grace_seconds=5, last_seconds=5) == {listed: "gone"}
-
-
-def test_sigterm_comes_first_and_sigkill_after_the_grace() -> None:
-    script = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
-    stubborn = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE)
-    polite = subprocess.Popen(["sleep", "60"])
-    assert stubborn.stdout is not None
-    stubborn.stdout.readline()
-    listed = [_process(p.pid, started_at(p.pid) or 0) for p in (stubborn, polite)]
-    endings = end_all(listed, grace_seconds=0.3, last_seconds=20)
-    assert [*endings.values()] == ["killed", "ended"]
-    assert stubborn.wait(timeout=10) == -signal.SIGKILL
-    assert polite.wait(timeout=10) == -signal.SIGTERM
-    stubborn.stdout.close()

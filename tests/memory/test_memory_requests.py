@@ -25,34 +25,6 @@ def asked(verb: str, folder: Path, **options):
     return answer
 
 
-def test_figures(tmp_path: Path) -> None:
-    answer = asked("memory_info", tmp_path)
-    assert answer["after"]["device"] == "cpu"
-    assert answer["sentence"].startswith("no CUDA in this process; host memory: ")
-
-
-def test_clearing_tells_before_and_after(tmp_path: Path) -> None:
-    held = torch.ones(8 * MIB)
-    del held
-    answer = asked("memory_clear", tmp_path)
-    assert answer["before"]["reserved"] - answer["after"]["reserved"] <= answer["freed"] + MIB
-    assert answer["held"] == []
-
-
-def test_forced_clearing_names_what_is_held(tmp_path: Path) -> None:
-    outputs = torch.ones(8 * MIB)
-    answer = asked("memory_clear", tmp_path, force=True)
-    assert answer["held"][0].startswith("32.0 MiB float32 (8388608,) on cpu, held by outputs ")
-    assert len(outputs)
-
-
-def test_the_peak_is_reset(tmp_path: Path) -> None:
-    torch.ones(32 * MIB)
-    answer = asked("memory_reset", tmp_path)
-    assert answer["before"]["peak"] - answer["after"]["peak"] >= 100 * MIB
-    assert answer["sentence"].startswith("reset the peak, which was ")
-
-
 def test_snapshots_are_numbered_and_say_what_they_hold(tmp_path: Path) -> None:
     outputs = torch.ones(8 * MIB)
     first = asked("memory_snapshot", tmp_path)

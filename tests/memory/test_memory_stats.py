@@ -26,7 +26,6 @@ from robust_train.model.errors import RankFailure
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import Failure, FailureKind
 from simulated_nvml import MIB, Gpu, Machine
-from world import SUPPORT
 
 MachineWith = Callable[..., Machine]
 
@@ -134,28 +133,6 @@ def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(
     assert host["device"] == "cpu"
 
 
-def test_where_nvml_lists_no_process_the_whole_gpu_bounds_what_a_context_takes(
-    machine_with: MachineWith,
-) -> None:
-    machine = machine_with(
-        Gpu(uuid="GPU-0000", total_mib=4000, free_mib=3000 - 64, reserved_mib=500)
-    )
-    code = f"""
-    import json, sys, torch
-    sys.path.append({str(SUPPORT)!r})
-    from cuda_on_the_cpu import cuda_on_the_cpu
-    from robust_train.memory.stats import memory_in_use
-    with cuda_on_the_cpu():
-        held = torch.empty(64 * 1024**2, dtype=torch.uint8, device="cuda")
-        print(json.dumps(memory_in_use()))
-    """
-    figures = machine.python(code)
-    assert figures["reserved"] == 64 * MIB
-    assert figures["context_at_most_bytes"] == 500 * MIB
-    machine.update(0, compute=[(7, 300)])
-    assert machine.python(code)["context_bytes"] == 236 * MIB
-
-
 @pytest.mark.parametrize(
     ("device", "ordinal"),
     [
@@ -221,16 +198,6 @@ def _cgroup_v2(root: Path, limit: str, usage: str, stat: str = "") -> None:
 def test_a_cgroup_above_limits_what_there_is(tmp_path: Path) -> None:
     _cgroup_v2(tmp_path, "600\n", "500\n", "anon 1\ninactive_file 100\n")
     assert cgroup_rooms(tmp_path) == [(600, 200)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "usage"), [("max\n", "1\n"), ("5\n", "?\n"), (f"{2**63 - 4096}\n", "1\n")]
-)
-def test_a_cgroup_without_a_limit_leaves_the_machines(
-    tmp_path: Path, limit: str, usage: str
-) -> None:
-    _cgroup_v2(tmp_path, limit, usage)
-    assert cgroup_rooms(tmp_path) == []
 
 
 def test_a_kernel_that_keeps_its_peak_says_so(tmp_path: Path) -> None:

@@ -264,36 +264,6 @@ def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_hol
     assert learned_context_bytes("A GPU") == 700 * MIB, "the process's own is exact"
 
 
-class Caching(FakeCuda):
-    """One whose cache is a GiB whenever it is ``filled``."""
-
-    is_filled = True
-
-    def memory_reserved(self, index: int) -> int:
-        return (2 + self.is_filled) * GIB * index
-
-    def empty_cache(self) -> None:
-        self.is_filled = False
-
-
-@pytest.mark.parametrize("reason", ["save", "epoch"])
-def test_clearings_that_training_undoes_become_rare_after_saves_and_epochs_too(
-    use, tmp_path, reason
-):
-    cuda = use(Caching())
-    events: list[Any] = []
-    run = Run(run_dir=tmp_path, report=events.append)
-    keeper = AttemptMemory(run, settings(sample_interval_ms=0))
-    cleared = []
-    for number in range(1, 17):
-        keeper.occasion(reason)
-        if not cuda.is_filled:
-            cleared.append(number)
-        cuda.is_filled = True
-    assert cleared == [1, 3, 7, 15]
-    assert {event.reason for event in events} == {reason}
-
-
 def test_running_out_is_known_as_such_though_the_driver_answers_nothing(use):
     use(FakeCuda(is_broken=True))
     failure = classify_failure(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))

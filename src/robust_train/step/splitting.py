@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypedDict, TypeVar
 
@@ -54,7 +54,19 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
         TypeError: there is no tensor, array or list of samples in it.
         ValueError: they differ in their first dimension.
     """
-    lengths = list(_lengths(batch, "batch", is_strict))
+    lengths: list[tuple[str, int]] = []
+
+    def note(item: Any, name: str) -> Any:
+        if _is_array(item):
+            if len(item.shape) or is_strict:
+                lengths.append((name, item.shape[0] if len(item.shape) else 0))
+        elif isinstance(item, list):
+            lengths.append((name, len(item)))
+        elif is_strict and type(item) in (int, float):
+            lengths.append((name, 0))
+        return item
+
+    _rebuilt(batch, note)
     if not lengths:
         raise TypeError(
             f"cannot count the samples of a {type(batch).__name__}: it holds no tensor, array or "
@@ -76,28 +88,38 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     walked, any other is sliced as a list of samples. The rest goes along as it is. A list with one
     tensor for each sample looks the same as a loader's: for that give functions of your own.
     """
-    if _is_array(batch):
-        return batch[start:stop] if len(batch.shape) else batch
-    if isinstance(batch, Mapping):
-        parts = {key: part_of(item, start, stop) for key, item in batch.items()}
+
+    def cut(item: Any, name: str) -> Any:
+        is_cut = len(item.shape) if _is_array(item) else isinstance(item, list)
+        return item[start:stop] if is_cut else item
+
+    return _rebuilt(batch, cut)
+
+
+def _rebuilt(value: Any, leaf: Callable[[Any, str], Any], name: str = "batch") -> Any:
+    """Return mappings, tuples, dataclasses and lists with arrays in them around what ``leaf``
+    returns for each part, given with where it is."""
+    if isinstance(value, Mapping):
+        items = {
+            key: _rebuilt(item, leaf, f"{name}[{key!r}]") for key, item in value.items()
+        }
         # others, such as transformers' BatchEncoding, are made of a dictionary
-        return parts if type(batch) is dict else type(batch)(parts)  # type: ignore[call-arg]
-    if isinstance(batch, list) and not _is_structure(batch):
-        return batch[start:stop]
-    if isinstance(batch, (list, tuple)):
-        items = [part_of(item, start, stop) for item in batch]
-        if isinstance(batch, list):
-            return items
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        part = copy.copy(batch)
-        for entry in fields(batch):
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) or (isinstance(value, list) and _is_structure(value)):
+        parts = [
+            _rebuilt(item, leaf, f"{name}[{index}]") for index, item in enumerate(value)
+        ]
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for entry in fields(value):
+            part = _rebuilt(getattr(value, entry.name), leaf, f"{name}.{entry.name}")
             # also where the class is frozen
-            object.__setattr__(
-                part, entry.name, part_of(getattr(batch, entry.name), start, stop)
-            )
-        return part
-    return batch
+            object.__setattr__(result, entry.name, part)
+        return result
+    return leaf(value, name)
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -197,29 +219,6 @@ class Parts:
     def without_weight(self) -> Part:
         """Return one sample that does not count, for a rank that other ranks' collectives need."""
         return Part(self.part(0, 1).data, 0.0)
-
-
-def _lengths(batch: Any, name: str, is_strict: bool) -> Iterator[tuple[str, int]]:
-    """Yield the length of each array and list of samples, with where it is; 0 for numbers."""
-    if _is_array(batch):
-        if len(batch.shape) or is_strict:
-            yield name, len(batch) if len(batch.shape) else 0
-    elif isinstance(batch, (int, float)):
-        if is_strict and not isinstance(batch, bool):
-            yield name, 0
-    elif isinstance(batch, Mapping):
-        for key, item in batch.items():
-            yield from _lengths(item, f"{name}[{key!r}]", is_strict)
-    elif isinstance(batch, list) and not _is_structure(batch):
-        yield name, len(batch)
-    elif isinstance(batch, (list, tuple)):
-        for index, item in enumerate(batch):
-            yield from _lengths(item, f"{name}[{index}]", is_strict)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for entry in fields(batch):
-            yield from _lengths(
-                getattr(batch, entry.name), f"{name}.{entry.name}", is_strict
-            )
 
 
 def _is_array(item: Any) -> bool:
