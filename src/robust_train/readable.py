@@ -66,11 +66,6 @@ def memory(size: float) -> str:
     return f"{size / MIB:.1f} MiB"
 
 
-def changed(before: object, after: object | None) -> str:
-    """Return ``64 → 4``, or ``64`` where nothing else came of it."""
-    return str(before) if after in (None, before) else f"{before} → {after}"
-
-
 def by_processes(ranks: int | None) -> str:
     """Return `` × 2 processes``, to follow a size or a device; empty for one."""
     return f" × {ranks} processes" if ranks is not None and ranks > 1 else ""

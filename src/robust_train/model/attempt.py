@@ -178,6 +178,12 @@ class Attempt:
         return UNFINISHED if self.seconds is None else COMPLETED
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch that it began with, and the last one if its trainer changed it."""
+        first, last = self.spec.batch_size, self.micro_batch
+        return (first,) if last in (None, first) else (first, last)
+
+    @property
     def kind(self) -> FailureKind | None:
         """The failure's kind."""
         return None if self.failure is None else self.failure.kind

@@ -46,8 +46,8 @@ class FailureContext:
     @property
     def last(self) -> AttemptSpec:
         """What the attempt used when it failed; a trainer may have split its batches further."""
-        spec, reached = self.attempt.spec, self.attempt.micro_batch
-        if reached is None or reached >= spec.batch_size:
+        spec, reached = self.attempt.spec, self.attempt.sizes[-1]
+        if reached >= spec.batch_size:
             return spec
         batch_size, accumulation = with_accumulation(self.sizes, reached)
         return spec.with_batch(batch_size, accumulation)

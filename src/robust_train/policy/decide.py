@@ -205,8 +205,7 @@ def _why_give_up(context: FailureContext) -> str:
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for one in context.history:
-        reached = "" if one.micro_batch is None else f" down to {one.micro_batch}"
-        size = f"{one.spec.batch_size}{reached}"
+        size = " down to ".join(map(str, one.sizes))
         tried.setdefault(one.spec.device, []).append(size)
     listed = "; ".join(
         f"{device} at micro-batch {', '.join(sizes)}" for device, sizes in tried.items()

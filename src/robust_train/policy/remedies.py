@@ -399,9 +399,8 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         # it shows how much others had, not how much the step needs
         if earlier.taken_by_others_bytes >= NOTABLE_BYTES:
             continue
-        reached = earlier.micro_batch or earlier.spec.batch_size
         had_no_less = min(gpu.free_bytes for gpu in there) >= had
-        if reached <= context.last.batch_size and had_no_less:
+        if earlier.sizes[-1] <= context.last.batch_size and had_no_less:
             return True
     return False
 

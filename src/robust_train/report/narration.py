@@ -17,7 +17,6 @@ from robust_train.readable import (
     GIB,
     aligned,
     by_processes,
-    changed,
     duration,
     shortened,
 )
@@ -92,7 +91,7 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
         spec, ending = attempt.spec, ending_of(attempt)
         if attempt.is_retried:
             ending += f" → {attempt.action}"
-        batch = changed(spec.batch_size, attempt.micro_batch)
+        batch = " → ".join(map(str, attempt.sizes))
         rows.append(
             [
                 attempt.number,
@@ -157,7 +156,7 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     if last is not None:
         ending += f" on {last.spec.device}"
         if last.spec.has_batch:
-            ending += f" with micro-batch {last.micro_batch or last.spec.batch_size}"
+            ending += f" with micro-batch {last.sizes[-1]}"
     if summary.result is not None:
         result = summary.objective
         text = number_text(result) if isinstance(result, float) else str(result)

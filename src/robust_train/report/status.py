@@ -15,7 +15,7 @@ from robust_train.host.job_logging import shorten_lines_on_terminals
 from robust_train.host.screen import LiveArea, live_area
 from robust_train.model.attempt import Attempt
 from robust_train.queue.waiting import WaitStatus
-from robust_train.readable import as_clock, by_processes, changed, memory, number
+from robust_train.readable import as_clock, by_processes, memory, number
 
 log = logging.getLogger("robust_train")
 
@@ -95,7 +95,7 @@ def _where(state: RunState, now: float) -> list[str]:
         f"attempt {attempt.number} on {spec.device if spec.gpus else 'the CPU'}"
     )
     if spec.has_batch:
-        size = changed(spec.batch_size, attempt.micro_batch)
+        size = " → ".join(map(str, attempt.sizes))
         steps = f"{spec.gradient_accumulation_steps}{by_processes(spec.ranks)}"
         parts.append(f"micro-batch {size} × {steps}")
     return parts
