@@ -39,8 +39,11 @@ def test_a_failure_is_nan_and_the_repeated_sweep_runs_only_what_failed(
     assert sweeps.column("reused") == [True, False]
 
 
-def test_jobs_run_side_by_side_in_one_sweep_folder(sweeps: SweepWorld, launcher: list[str]):
+def test_jobs_run_side_by_side_each_on_a_gpu_in_one_sweep_folder(
+    sweeps: SweepWorld, launcher: list[str], cuda_machine_with
+):
     """In the default folder, whose name holds the process's id; attempts as by default."""
+    sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
     arguments = sweeps.arguments("meets_the_other", "training.seed=1,2", *launcher)
     arguments.remove(f"hydra.sweep.dir={sweeps.folder}")
     arguments.remove("isolation=none")
@@ -48,14 +51,6 @@ def test_jobs_run_side_by_side_in_one_sweep_folder(sweeps: SweepWorld, launcher:
     assert ended.returncode == 0, ended.output
     (sweeps.folder,) = (sweeps.world.folder / "multirun").glob("*/*")
     assert sweeps.column("result") == [1, 2]
-
-
-def test_jobs_spread_over_the_gpus(sweeps: SweepWorld, launcher, cuda_machine_with):
-    sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
-    ended = sweeps.world.run(
-        *sweeps.arguments("meets_the_other", "training.seed=1,2", "isolation=process", *launcher)
-    )
-    assert ended.returncode == 0, ended.output
     assert sorted(sweeps.column("devices")) == [["cuda:0"], ["cuda:1"]]
 
 

@@ -85,7 +85,7 @@ def overrides_of(arguments: Namespace) -> list[str]:
 
 
 def _batch_sizes(arguments: Namespace) -> tuple[int | None, int | None]:
-    """Return the first and the smallest micro-batch size, None for what a key gives."""
+    """Return the first and the smallest micro-batch size; None if a key gives it."""
     batch_size, least = arguments.batch_size, arguments.min_batch_size
     by_key = any(
         each.startswith("training.batch_size=") for each in arguments.overrides

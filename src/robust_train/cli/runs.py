@@ -164,7 +164,7 @@ def _stop_sweep(folder: Path) -> Answer:
 
 
 def _facts(run: Run, about: About) -> dict[str, Json]:
-    """Return what ``status`` shows, with None for what is unknown."""
+    """Return what ``status`` shows, None if unknown."""
     waiting, memory = about.get("waiting") or {}, about.get("memory") or {}
     state, loss, reason = about["state"], about.get("loss"), about.get("reason")
     seconds = as_clock(int(about.get("seconds_in_state", 0)))

@@ -210,7 +210,7 @@ def _has_answered(name: str) -> bool:
 def _exit_code_of(
     error: Exception, task: Callable[[Any], Any], config_name: str, config_path: str
 ) -> int | None:
-    """Print a user's mistake in one line and return its exit code; None for any other."""
+    """Print a user's mistake in one line and return its exit code; None if it is none."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, explain
     from robust_train.sweep.plugins_of_others import known_problem

@@ -135,7 +135,7 @@ def ending_of(attempt: Attempt) -> str:
 
 
 def gpu_memory_summary(attempt: Attempt) -> str | None:
-    """Return the memory figures of an attempt that used CUDA, None for one that did not."""
+    """Return the memory figures of an attempt; None if it did not use CUDA."""
     if "max_allocated" not in attempt.memory:
         return None
     lines = [f"GPU Memory Summary ({attempt.spec.device}):"]

@@ -157,7 +157,7 @@ class TimedAttempt(Attempt):
 
     @property
     def batch_size(self) -> int | None:
-        """Its micro-batch size, None for a script that is given none."""
+        """Its micro-batch size, None if it is a script that is given none."""
         return self.spec.batch_size if self.spec.has_batch else None
 
     @property

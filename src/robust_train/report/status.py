@@ -64,7 +64,7 @@ class Pace:
 
 
 def status_lines(state: RunState, pace: Pace, now: float, columns: int) -> list[str]:
-    """Return the status as lines of at most ``columns`` characters, none for a job that ended."""
+    """Return the status as lines of at most ``columns`` characters; none if the job has ended."""
     if state.is_final:
         return []
     lines = _packed(_where(state, now), columns)

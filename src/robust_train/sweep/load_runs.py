@@ -10,11 +10,19 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.files import as_json
 from robust_train.folder.run_list import read_run
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
 from robust_train.sweep.record import job_folders
+
+_OF_THE_SUMMARY = (
+    "status",
+    "reason",
+    "result",
+    "wall_seconds",
+    "wait_seconds",
+    "attempts",
+)
 
 
 class Runs(list[dict[str, Json]]):
@@ -61,17 +69,13 @@ def _row(folder: Path) -> dict[str, Json] | None:
     if run is not None and run.alive:
         summary = None  # that of the launch before
     known = summary or Summary("unknown" if run is None else run.status)
+    content = known.as_json()
     return {
         "run_dir": str(folder),
         "name": folder.name if run is None or run.state is None else run.state.name,
-        "status": known.status,
-        "reason": known.reason,
-        "result": known.result,
-        "wall_seconds": known.wall_seconds,
-        "wait_seconds": known.wait_seconds,
+        **{name: content[name] for name in _OF_THE_SUMMARY},
         "samples_per_second": _speed(known),
         "config": _config(folder),
-        "attempts": as_json(known.attempts),
     }
 
 
