@@ -87,7 +87,8 @@ def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(journal:
 
 def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal: Journal):
     named = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
-    journal(0, replace(STARTED, about=named))
+    for model in ("cnn", "lora"):  # the last launch counts
+        journal(0, replace(STARTED, about=named | {"model": model}))
     environment = {"git_commit": "0123456789abcdef", "git_dirty": True, "torch": "2.15"}
     environment |= {"cuda": "13.2", "driver": "580.1", "gpus": [{"name": "NVIDIA <b>H200</b>"}]}
     (journal.folder / "environment.json").write_text(json.dumps(environment))

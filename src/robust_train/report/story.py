@@ -90,13 +90,13 @@ class Story:
 def story_of(sources: Sources) -> Story:
     """Return what happened in the job whose run folder was read."""
     entries, samples, summary = sources.entries, sources.samples, sources.summary
-    name, about = sources.folder.resolve().name, in_words(sources.environment)
-    for entry in entries:  # the start that the last launch recorded counts
+    about: dict[str, str] = {}
+    for entry in entries:  # what the last launch recorded counts
         if isinstance(entry.event, JobStarted):
-            name = str(entry.event.about.get("name") or sources.folder.resolve().name)
-            about = {"trainer": entry.event.trainer, **entry.event.about, **about}
+            about = {"trainer": entry.event.trainer, **entry.event.about}
+    about |= in_words(sources.environment)
     story = Story(
-        name=name,
+        name=str(about.get("name") or sources.folder.resolve().name),
         folder=str(sources.folder),
         files=sources.files,
         gaps=sources.gaps,
