@@ -209,6 +209,11 @@ def test_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=_name)
+def test_a_page_begins_with_whom_it_is_for(page: Path):
+    assert re.match(r"# .+\n\nFor ", page.read_text())
+
+
 def test_the_page_of_the_api_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text()
     named = re.findall(r"^::: robust_train\.(\w+)$", page, re.M)
