@@ -125,73 +125,46 @@ def caught(raising: Any) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_looks_through_raise_from() -> None:
+def in_handler(first: Exception, second: Exception, cause: object = "context") -> BaseException:
+    """What is raised while another error is handled: implicitly, or ``from`` a cause."""
+
     def raising() -> None:
         try:
-            try:
-                raise RuntimeError(OOM)
-            except RuntimeError as first:
-                raise RuntimeError("the step failed") from first
-        except RuntimeError as second:
-            raise RuntimeError("training failed") from second
+            raise first
+        except Exception as error:
+            if cause == "context":
+                raise second  # noqa: B904
+            raise second from (error if cause == "error" else None)
 
-    failure = classify_failure(caught(raising))
-
-    assert failure.kind is FailureKind.DEVICE_OOM
-    assert failure.evidence.requested_bytes == 20 * 1024**2
-
-
-def test_looks_at_what_was_being_handled() -> None:
-    def raising() -> None:
-        try:
-            raise RuntimeError(OOM)
-        except RuntimeError:
-            raise RuntimeError("training failed")  # noqa: B904
-
-    assert classify_failure(caught(raising)).kind is FailureKind.DEVICE_OOM
-
-
-def test_a_suppressed_context_is_not_looked_at() -> None:
-    def raising() -> None:
-        try:
-            raise RuntimeError(OOM)
-        except RuntimeError:
-            raise RuntimeError("the data set is empty") from None
-
-    assert classify_failure(caught(raising)).kind is FailureKind.BUG
+    return caught(raising)
 
 
 @pytest.mark.parametrize(
-    "mistake", [KeyError("oom"), TypeError("no"), NameError("oom"), AttributeError("no such thing")]
+    ("first", "second", "cause", "kind"),
+    [
+        (RuntimeError(OOM), RuntimeError("training failed"), "context", "device_oom"),
+        (RuntimeError(OOM), RuntimeError("training failed"), "error", "device_oom"),
+        (RuntimeError(OOM), RuntimeError("the data set is empty"), None, "bug"),
+        (
+            RuntimeError(OOM),
+            ValueError("batch_size is too large for this GPU"),
+            "error",
+            "device_oom",
+        ),
+        (KeyError("label"), RuntimeError(OOM), "context", "device_oom"),
+        # a mistake made while handling it is a bug of its own
+        (RuntimeError(OOM), KeyError("oom"), "context", "bug"),
+        (RuntimeError(OOM), TypeError("no"), "context", "bug"),
+        (RuntimeError(OOM), NameError("oom"), "context", "bug"),
+        (RuntimeError(OOM), AttributeError("no such thing"), "context", "bug"),
+    ],
 )
-def test_a_mistake_made_while_handling_an_oom_is_a_bug(mistake: Exception) -> None:
-    def raising() -> None:
-        try:
-            raise RuntimeError(OOM)
-        except RuntimeError:
-            raise mistake  # noqa: B904
-
-    assert classify_failure(caught(raising)).kind is FailureKind.BUG
-
-
-def test_a_mistake_raised_from_an_oom_on_purpose_is_the_oom() -> None:
-    def raising() -> None:
-        try:
-            raise RuntimeError(OOM)
-        except RuntimeError as error:
-            raise ValueError("batch_size is too large for this GPU") from error
-
-    assert classify_failure(caught(raising)).kind is FailureKind.DEVICE_OOM
-
-
-def test_an_oom_while_cleaning_up_after_a_bug_is_what_is_told_first() -> None:
-    def raising() -> None:
-        try:
-            raise KeyError("label")
-        except KeyError:
-            raise RuntimeError(OOM)  # noqa: B904
-
-    assert classify_failure(caught(raising)).kind is FailureKind.DEVICE_OOM
+def test_looks_through_what_led_to_an_error(
+    first: Exception, second: Exception, cause: object, kind: str
+) -> None:
+    failure = classify_failure(in_handler(first, second, cause))
+    assert failure.kind.value == kind
+    assert failure.evidence.requested_bytes == (20 * 1024**2 if kind == "device_oom" else None)
 
 
 def test_an_exception_that_is_its_own_cause_ends() -> None:

@@ -47,10 +47,6 @@ def test_a_sigkill_that_the_cgroup_counted_is_the_hosts_memory() -> None:
     assert "num_workers" in advice_for(failure.kind, failure.evidence)[0]
 
 
-def test_a_sigkill_that_the_cgroup_did_not_count_is_an_interruption() -> None:
-    assert ended(KILL_ME.format("SIGKILL"), oom_killed=False).kind is FailureKind.INTERRUPTED
-
-
 def test_a_shells_word_for_sigkill_is_understood() -> None:
     done = subprocess.run(["sh", "-c", "sh -c 'kill -9 $$'; exit $?"], timeout=60)
 
@@ -67,12 +63,6 @@ def test_signals_that_ask_to_stop_are_interruptions(name: str) -> None:
 
     assert failure.kind is FailureKind.INTERRUPTED
     assert name in failure.message
-
-
-def test_ctrl_c_is_an_interruption() -> None:
-    assert ended("import signal; signal.raise_signal(signal.SIGINT)").kind is (
-        FailureKind.INTERRUPTED
-    )
 
 
 def test_a_segmentation_fault_is_a_bug_and_said_where() -> None:
@@ -130,7 +120,7 @@ def test_a_bus_error_is_a_full_shared_memory() -> None:
 
 @pytest.mark.parametrize("code", [1, 2, 3, 255])
 def test_leaving_with_a_code_is_a_bug(code: int) -> None:
-    failure = ended(f"import sys; sys.exit({code})")
+    failure = classify_exit(code)
 
     assert failure.kind is FailureKind.BUG
     assert str(code) in failure.message

@@ -87,26 +87,6 @@ def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(
 
 
 @anything
-@given(texts)
-def test_wrapping_an_error_does_not_change_what_it_is(text: str) -> None:
-    error = RuntimeError(text)
-    outer = RuntimeError("training failed")
-    outer.__cause__ = error
-
-    assert classify_failure(outer).kind is classify_failure(error).kind
-
-
-@anything
-@given(texts, st.integers(min_value=0, max_value=4095))
-def test_a_rank_before_the_message_does_not_change_what_it_is(text: str, rank: int) -> None:
-    prefixed = "\n".join(f"[rank{rank}]: {line}" for line in text.split("\n"))
-
-    assert (
-        classify_failure(RuntimeError(prefixed)).kind is classify_failure(RuntimeError(text)).kind
-    )
-
-
-@anything
 @given(texts, st.sampled_from([s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT")]))
 def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(
     text: str, stop: signal.Signals

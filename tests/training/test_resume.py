@@ -217,6 +217,16 @@ def test_a_resumed_run_that_was_given_another_batch_size_uses_that(tmp_path, mem
     assert max(size for is_training, size in sizes if is_training) == 32
 
 
+def test_where_no_smaller_part_is_allowed_the_step_before_is_saved(tmp_path, memory_for):
+    run = stopped(config(*ONE_EPOCH), tmp_path, stop_at_step=11)
+    memory_for(training=20)
+    failed = WatchedRun(tmp_path, resume=run.last_checkpoint)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(config(*ONE_EPOCH, "+min_batch_size=64"), failed)
+    assert [event["tried"] for event in failed.of("micro_batch_exhausted")] == [[64]]
+    assert [event["step"] for event in failed.of("checkpoint")] == [11], "nothing is repeated"
+
+
 def test_memory_that_runs_out_while_validating_changes_neither_score_nor_training(
     tmp_path, whole, memory_for
 ):

@@ -20,7 +20,7 @@ import psutil
 from robust_train.cli.command import Answer, CommandFailed, Table
 from robust_train.cli.machine import machine_memory
 from robust_train.folder.requests import ControlError, ask
-from robust_train.folder.run_list import NoLiveRun, NothingAlive, Run, choose_run
+from robust_train.folder.run_list import KnownRun, NoLiveRun, NothingAlive, choose_run
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     CudaProcess,
@@ -136,7 +136,7 @@ def _requested(action: str, which: str | None, **options: Json) -> Answer:
 
 
 def _described(
-    run: Run, answer: dict[str, Json], columns: dict[str, str]
+    run: KnownRun, answer: dict[str, Json], columns: dict[str, str]
 ) -> list[str | Table]:
     """Return a run's answer with its figures in MiB; ``columns`` maps titles to parts of it."""
     rows = []

@@ -17,7 +17,7 @@ from robust_train.folder import requests, run_list
 from robust_train.folder.lock import is_held
 from robust_train.folder.run_list import (
     DIED,
-    Run,
+    KnownRun,
     choose_run,
     find_live_runs,
     find_runs,
@@ -66,7 +66,7 @@ def list_all(arguments: Namespace) -> Answer:
     return _listed(find_runs()[::-1], nothing, all_of_them=arguments.all)
 
 
-def _listed(runs: Sequence[Run], nothing: str, *, all_of_them: bool) -> Answer:
+def _listed(runs: Sequence[KnownRun], nothing: str, *, all_of_them: bool) -> Answer:
     """Show runs, and how those that were interrupted go on."""
     shown = runs if all_of_them else runs[:USUALLY]
     listed = []
@@ -92,7 +92,7 @@ def _listed(runs: Sequence[Run], nothing: str, *, all_of_them: bool) -> Answer:
     return Answer({"runs": listed}, lines)
 
 
-def _row(run: Run, about: About) -> list[object]:
+def _row(run: KnownRun, about: About) -> list[object]:
     reason = about.get("reason")
     result = short_result(about.get("result"))
     if reason and not run.alive and about.get("result") is None:
@@ -163,7 +163,7 @@ def _stop_sweep(folder: Path) -> Answer:
     return Answer(data, [sentence])
 
 
-def _facts(run: Run, about: About) -> dict[str, Json]:
+def _facts(run: KnownRun, about: About) -> dict[str, Json]:
     """Return what ``status`` shows, None if unknown."""
     waiting, memory = about.get("waiting") or {}, about.get("memory") or {}
     state, loss, reason = about["state"], about.get("loss"), about.get("reason")
@@ -281,7 +281,7 @@ def as_shown(data: bytes) -> bytes:
     return _LOG_LINE.sub(short, data)
 
 
-def _any_run(which: str | None) -> Run:
+def _any_run(which: str | None) -> KnownRun:
     """Return the run that is meant, live or past; by default the live one, else the newest.
 
     Raises NoLiveRun if there is none, or more than one.

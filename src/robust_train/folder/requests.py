@@ -19,7 +19,7 @@ from pathlib import Path
 
 from robust_train.files import parse_json, read_object, read_small, write_json
 from robust_train.folder.lock import is_held
-from robust_train.folder.run_list import Run
+from robust_train.folder.run_list import KnownRun
 from robust_train.gpu.processes import user_name
 from robust_train.model.events import Json
 
@@ -162,7 +162,11 @@ class StillQueued(ControlError):
 
 
 def ask(
-    run: Run, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Json
+    run: KnownRun,
+    verb: str,
+    *,
+    wait_seconds: float = USUAL_WAIT_SECONDS,
+    **options: Json,
 ) -> dict[str, Json]:
     """Have a live run do something, and return its answer.
 
@@ -200,7 +204,7 @@ def ask(
     return dict(reply["answer"])
 
 
-def _no_answer(run: Run) -> ControlError:
+def _no_answer(run: KnownRun) -> ControlError:
     if run.is_stopped:
         how = f"kill -CONT {run.pid}"
         return ControlError(
@@ -211,7 +215,7 @@ def _no_answer(run: Run) -> ControlError:
     )
 
 
-def status(run: Run) -> dict[str, Json]:
+def status(run: KnownRun) -> dict[str, Json]:
     """Return a run's state, with the attempt's own figures where it answers at once."""
     figures: dict[str, Json] = {}
     if run.status == "running":
@@ -220,7 +224,7 @@ def status(run: Run) -> dict[str, Json]:
     return {**run.about(), **figures}
 
 
-def _wait_for_reply(run: Run, request: Path, wait_seconds: float) -> Reply | None:
+def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply | None:
     """Return the reply, None if it does not come in time; ControlError if the run has ended."""
     started = time.monotonic()
     answer = request.with_suffix(ANSWER)

@@ -33,7 +33,7 @@ class NothingAlive(NoLiveRun):
 
 
 @dataclass(frozen=True)
-class Run:
+class KnownRun:
     """A run folder as it is now.
 
     Attributes:
@@ -113,7 +113,7 @@ class Run:
         }
 
 
-def read_run(run_dir: Path) -> Run | None:
+def read_run(run_dir: Path) -> KnownRun | None:
     """Return the run in a folder; None if there never was one."""
     state, holder = read_state(run_dir), read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
@@ -122,7 +122,7 @@ def read_run(run_dir: Path) -> Run | None:
     if alive is None:  # the disk has no locks, so the process and the state decide
         ended = state is None or state.is_final
         alive = not ended and not (holder is not None and holder.is_dead)
-    return Run(run_dir, alive, state, holder)
+    return KnownRun(run_dir, alive, state, holder)
 
 
 def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -159,7 +159,7 @@ def register(run_dir: Path, token: str) -> None:
         )
 
 
-def find_runs() -> list[Run]:
+def find_runs() -> list[KnownRun]:
     """Return the runs on the user's list, the oldest first; drop links to folders that are gone."""
     directory = state_directory()
     links = _links(directory)
@@ -171,12 +171,12 @@ def find_runs() -> list[Run]:
     return [run for run in runs if run is not None]
 
 
-def find_live_runs() -> list[Run]:
+def find_live_runs() -> list[KnownRun]:
     """Return the user's live runs, the oldest first."""
     return [run for run in find_runs() if run.alive]
 
 
-def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
+def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
     """Return the run that is meant.
 
     Args:
@@ -215,7 +215,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> Run:
     )
 
 
-def _run_at(path: Path) -> Run | None:
+def _run_at(path: Path) -> KnownRun | None:
     """Return the run whose folder is ``path`` or contains it."""
     path = path.absolute()
     for folder in (path, *path.parents) if os.path.lexists(path) else ():
@@ -224,7 +224,7 @@ def _run_at(path: Path) -> Run | None:
     return None
 
 
-def _is_meant(run: Run, which: str) -> bool:
+def _is_meant(run: KnownRun, which: str) -> bool:
     state = run.state
     if which.isdigit():
         attempt = None if state is None else state.attempt
@@ -235,7 +235,7 @@ def _is_meant(run: Run, which: str) -> bool:
     )
 
 
-def _listed(runs: list[Run]) -> str:
+def _listed(runs: list[KnownRun]) -> str:
     return ", ".join(f"{run.id} ({run.run_dir})" for run in runs)
 
 
