@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from guest_trainers import undisturbed
 from robust_train.host.engine import first_host, guest_rank
-from robust_train.host.store_votes import StoreVotes
+from robust_train.host.votes import StoreVotes
 from robust_train.launcher.guest import RankEnding, cause_of
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Failed

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from robust_train.model.errors import Interrupted
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 STOP, RESTART, CHECKPOINT = "stop", "restart", "checkpoint"
 FLAGS = (STOP, RESTART, CHECKPOINT)
 _WORD = 8
+
+_POLL_SECONDS = 0.1
+_HELD_SECONDS = 0.005
+_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS_AT_STOP = 5.0
+"""A process that was asked to stop is killed soon; a rank that is silent then has ended."""
 
 
 def next_due(flag: str, due: int, fewest: int, most: int) -> int:
@@ -48,7 +61,6 @@ class Votes:
         if descriptor is None:
             os.ftruncate(self.descriptor, self._size)
         self._words = memoryview(mmap.mmap(self.descriptor, self._size)).cast("q")
-        self._own_file: tuple[int, int] | None = None
         self._thread_lock = threading.Lock()
 
     def look(self, flag: str, rank: int) -> int:
@@ -86,14 +98,121 @@ class Votes:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of all ranks and threads."""
+        # POSIX locks are a process's own: a fork does not share its parent's
         with self._thread_lock:
-            pid = os.getpid()
-            if self._own_file is None or self._own_file[0] != pid:
-                # opened again: a fork shares its parent's file description, and so its lock
-                path = f"/proc/self/fd/{self.descriptor}"
-                self._own_file = pid, os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            fcntl.flock(self._own_file[1], fcntl.LOCK_EX)
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.flock(self._own_file[1], fcntl.LOCK_UN)
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+
+
+class StoreVotes:
+    """The same for ranks on any machines, through their rendezvous store; a context manager.
+
+    A flag that a rank raises becomes due in a round: each rank holds its looks at the flag and
+    writes down how many there were; rank 0 then sets the look at which the flag is due, after the
+    furthest of all, and each goes on. While no flag is raised, a thread of each rank polls.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, range(ranks)
+        self._lock = threading.Lock()
+        self._looks = dict.fromkeys(FLAGS, 0)
+        self._due = dict.fromkeys(FLAGS, 0)
+        # looks of this rank when it raised the flag; None if it has not since
+        self._raised: dict[str, int | None] = dict.fromkeys(FLAGS)
+        self._is_asked: set[str] = set()  # flags for which this rank awaits a round
+        self._held: str | None = None
+        self._rounds = 0
+        self._seen = dict.fromkeys(
+            FLAGS, 0
+        )  # of rank 0: how many were raised and dealt with
+        self._is_stopping = self._is_over = False
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="votes")
+
+    def __enter__(self) -> StoreVotes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        self._thread.join(2.0)
+
+    def look(self, flag: str, rank: int) -> int:
+        """Count a look; return the number of the look at which the flag is due, or 0. It stays due
+        until it is raised again."""
+        held_since: float | None = None
+        while True:
+            with self._lock:
+                if self._held != flag:
+                    self._looks[flag] += 1
+                    due = self._due[flag]
+                    return due if due and self._looks[flag] >= due else 0
+            now = time.monotonic()
+            held_since = held_since or now
+            limit = _ANSWER_SECONDS_AT_STOP if self._is_stopping else _ANSWER_SECONDS
+            if now - held_since > limit:
+                raise Interrupted("the other ranks do not answer")
+            time.sleep(_HELD_SECONDS)
+
+    def raise_flag(self, flag: str) -> None:
+        """Have every rank see ``flag``. Takes no lock: a signal's handler may interrupt a look."""
+        self._raised[flag] = self._looks[flag]
+        self._is_stopping |= flag == "stop"
+
+    def _follow(self) -> None:
+        try:
+            while not self._is_over:
+                self._poll()
+                time.sleep(_POLL_SECONDS)
+            self._store.set(f"ended/{self._rank}", "")
+        except RuntimeError:  # the store is gone, and so is the job
+            pass
+        finally:
+            self._held = None
+
+    def _poll(self) -> None:
+        for flag, looks in self._raised.items():
+            # what was raised before its own look was due is dealt with
+            if looks is not None and flag not in self._is_asked:
+                self._raised[flag] = None
+                if looks >= self._due[flag]:
+                    self._is_asked.add(flag)
+                    self._store.add(f"raised/{flag}", 1)
+        if self._rank == 0 and self._held is None:
+            self._begin_round()
+        if self._held is None and self._store.check([f"round/{self._rounds + 1}"]):
+            self._rounds += 1
+            flag = self._store.get(f"round/{self._rounds}").decode()
+            with self._lock:
+                self._held = flag
+                looks = self._looks[flag]
+            self._store.set(f"looks/{self._rounds}/{self._rank}", str(looks))
+        if self._held is None:
+            return
+        if self._rank == 0:
+            self._end_round(self._held)
+        if self._store.check([f"due/{self._rounds}"]):
+            due = int(self._store.get(f"due/{self._rounds}"))
+            self._is_asked.discard(self._held)
+            with self._lock:
+                self._due[self._held], self._held = due, None
+
+    def _begin_round(self) -> None:
+        for flag in FLAGS:
+            raised = self._store.add(f"raised/{flag}", 0)
+            if raised > self._seen[flag]:
+                self._seen[flag] = raised
+                self._store.set(f"round/{self._rounds + 1}", flag)
+                return
+
+    def _end_round(self, flag: str) -> None:
+        """Set when the flag is due, once every rank has answered or ended."""
+        here = [f"looks/{self._rounds}/{rank}" for rank in self._ranks]
+        answered = [key for key in here if self._store.check([key])]
+        silent = [rank for rank in self._ranks if here[rank] not in answered]
+        if all(self._store.check([f"ended/{rank}"]) for rank in silent):
+            looks = [json.loads(self._store.get(key)) for key in answered]
+            due = next_due(flag, self._due[flag], min(looks), max(looks))
+            self._store.set(f"due/{self._rounds}", str(due))

@@ -25,9 +25,8 @@ _TAIL_BYTES = 16_384
 _MOST_READS = 16
 _PIPE_BYTES = 1 << 20
 _LONGEST_LINE_BYTES = 1 << 20
-_BAR_SECONDS = (
-    1.0  # How often the log takes in the state of a line that is still being rewritten
-)
+_BAR_SECONDS = 1.0
+"""How often the log gets the state of a line that is still being rewritten."""
 
 
 def has_input() -> bool:
@@ -52,31 +51,28 @@ class OutputStream:
     def __init__(self, ours: TextIO) -> None:
         self._ours = ours
         self._target: int | None = None
-        self._size: bytes | None = None
+        self._is_terminal = False
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         # a notebook's stream has the number of the terminal that the notebook was started in
         if isinstance(ours, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 self._target = ours.fileno()
         if self._target is not None and os.isatty(self._target):
+            self._is_terminal = True
             self.read_fd, self.child_fd = pty.openpty()
-            _copy_terminal(self._target, self.child_fd)
-            self._size = _size_of(self._target)
+            _copy_settings(self._target, self.child_fd)
         else:
             self.read_fd, self.child_fd = os.pipe()
-            with contextlib.suppress(
-                OSError
-            ):  # room for what is printed while we are stopped
+            # room for what is printed while we are stopped
+            with contextlib.suppress(OSError):
                 fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
 
     def fit(self) -> None:
         """Give the child's terminal the size of ours, which people change."""
-        if self._size is not None and self._target is not None:
+        if self._is_terminal and self._target is not None:
             with contextlib.suppress(OSError):
-                if (size := _size_of(self._target)) != self._size:
-                    self._size = size
-                    fcntl.ioctl(self.child_fd, termios.TIOCSWINSZ, size)
+                _copy_size(self._target, self.child_fd)
 
     def read(self) -> bytes:
         """Return what has arrived, empty if nothing has."""
@@ -226,19 +222,17 @@ def _settled(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def _copy_terminal(source: int, target: int) -> None:
-    fcntl.ioctl(target, termios.TIOCSWINSZ, _size_of(source))
+def _copy_settings(source: int, target: int) -> None:
+    _copy_size(source, target)
     attributes = termios.tcgetattr(target)
-    attributes[
-        1
-    ] &= ~termios.OPOST  # the real terminal translates line ends, once is enough
+    # the real terminal translates line ends, once is enough
+    attributes[1] &= ~termios.OPOST
     termios.tcsetattr(target, termios.TCSANOW, attributes)
 
 
-def _size_of(terminal: int) -> bytes:
-    size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
-    if (
-        size[:4] == b"\0" * 4
-    ):  # a terminal that does not know its size: bars would be empty
+def _copy_size(source: int, target: int) -> None:
+    size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
+    if size[:4] == b"\0" * 4:
+        # a terminal that does not know its size: bars would be empty
         size = struct.pack("HHHH", 24, 80, 0, 0)
-    return size
+    fcntl.ioctl(target, termios.TIOCSWINSZ, size)

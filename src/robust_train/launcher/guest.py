@@ -40,7 +40,7 @@ from robust_train.gpu.visible import visible_gpus
 from robust_train.host.engine import GuestRank
 from robust_train.host.linux import shared_machine_environment, signal_at_parents_death
 from robust_train.host.signals import SignalWatch
-from robust_train.host.store_votes import StoreVotes
+from robust_train.host.votes import StoreVotes
 from robust_train.launcher.ending import ended
 from robust_train.launcher.hydra_state import run_folder
 from robust_train.launcher.inline import InlineExecutor, function_of, shield_workers

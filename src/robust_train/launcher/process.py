@@ -91,7 +91,8 @@ class ProcessExecutor:
         self._standby_bytes = 0
         self._interpreters = take_early()
         with contextlib.suppress(ReaperDied, OSError):  # tried again for the attempt
-            self._import_early(os.environ, ranks, self._preparation())
+            for one in self._waiting(os.environ, ranks):
+                one.prepare(self._preparation())
 
     def poll(self) -> None:
         """Raise ConfigError if the trainer has refused the config meanwhile."""
@@ -270,17 +271,12 @@ class ProcessExecutor:
 
     def _prepare_next(self, request: AttemptRequest, wanted: Preparation) -> None:
         """Have the next attempt's interpreters import while the present one runs or ends."""
-        if self._interpreters.is_alive:
-            # the attempt itself comes first
-            with contextlib.suppress(ReaperDied, OSError):
-                self._import_early(request.environ, request.ranks, wanted)
-
-    def _import_early(
-        self, environ: Mapping[str, str], count: int, wanted: Preparation
-    ) -> None:
-        for one in self._waiting(environ, count):
-            if wanted.is_standby or not one.is_asked:
-                one.prepare(wanted)
+        if not self._interpreters.is_alive:
+            return
+        with contextlib.suppress(ReaperDied, OSError):  # the attempt itself comes first
+            for one in self._waiting(request.environ, request.ranks):
+                if wanted.is_standby or not one.is_asked:
+                    one.prepare(wanted)
 
 
 def has_room_for_standby(needed_bytes: int) -> bool:
