@@ -131,13 +131,6 @@ def test_one_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(
     assert inventory["problem"] is None
 
 
-def test_the_problem_lists_the_reasons_where_every_gpu_is_sick(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(), Gpu())
-    machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST)
-    assert "none of the 2 GPUs" in read(machine)["problem"]
-    assert "GPU 1: GPU is lost" in read(machine)["problem"]
-
-
 def test_a_gpu_that_heals_or_falls_sick_is_seen_at_the_next_look(machine_with: MachineWith) -> None:
     machine = machine_with(Gpu(), Gpu())
     found = machine.python(
@@ -220,11 +213,6 @@ def test_cards_with_memory_of_their_own_are_not_taken_for_integrated(
     machine_with: MachineWith, name: str
 ) -> None:
     assert read(machine_with(Gpu(name=name, total_mib=0)))["gpus"] == []
-
-
-def test_prohibited_compute_mode_makes_a_gpu_unusable(machine_with: MachineWith) -> None:
-    (gpu,) = read(machine_with(Gpu(compute_mode=2)))["gpus"]
-    assert (gpu["compute_mode"], gpu["unusable"]) == ("prohibited", "compute mode is prohibited")
 
 
 def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with: MachineWith) -> None:

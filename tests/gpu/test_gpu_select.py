@@ -83,12 +83,6 @@ def test_among_equal_gpus_the_lowest_pci_address_comes_first() -> None:
     assert select([high, low], 10) == low
 
 
-def test_more_free_memory_beats_idleness() -> None:
-    assert select([gpu(0, 40), gpu(1, 60, utilization_percent=99)], 10) == gpu(
-        1, 60, utilization_percent=99
-    )
-
-
 def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never() -> None:
     assert could_ever_fit(gpu(0, 0), 100)
     assert not could_ever_fit(gpu(0, 100), 101)

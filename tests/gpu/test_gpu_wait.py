@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -271,15 +270,6 @@ def test_a_waiting_program_takes_the_gpu_that_becomes_free(machine_with: Machine
     machine.update(1, free_mib=12000)
     out, _ = process.communicate(timeout=60)
     assert out.strip() == machine.uuid(1)
-
-
-def test_ctrl_c_ends_the_waiting_however_long_the_interval(machine_with: MachineWith) -> None:
-    process = machine_with(Gpu(free_mib=100)).start(WAIT.format(interval=10000))
-    assert process.stderr is not None
-    process.stderr.readline()
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert out.strip() == "left"
 
 
 def test_without_a_terminal_each_look_gives_one_log_line(

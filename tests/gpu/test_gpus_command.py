@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,29 +88,3 @@ def test_json_is_for_programs(machine_with: MachineWith) -> None:
     }
     assert told["skipped"] == [{"index": 2, "reason": "GPU is lost", "uuid": None}]
     assert told["driver_version"] == "570.86.15"
-
-
-def test_a_terminal_gets_a_table_in_which_every_uuid_is_whole(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(name="Odd [bold] card"))
-    terminal, other_side = pty.openpty()
-    process = subprocess.Popen(
-        COMMAND,
-        env=machine.environment(COLUMNS="200", TERM="xterm"),
-        stdin=subprocess.DEVNULL,
-        stdout=other_side,
-        stderr=subprocess.PIPE,
-    )
-    os.close(other_side)
-    seen = b""
-    try:
-        while piece := os.read(terminal, 65536):
-            seen += piece
-    except OSError:  # the program has closed its side
-        pass
-    os.close(terminal)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    text = seen.decode()
-    assert "│" in text
-    assert machine.uuid(0) in text
-    assert "Odd [bold] card" in text

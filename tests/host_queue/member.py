@@ -2,7 +2,7 @@
 
 Run as ``python member.py NEED_MIB [key=value …]``; it prints one JSON object a line: ``waiting``
 with the sentence of each status, ``granted`` with the GPUs and the child's pid, ``refused``. A line
-on its standard input makes it act: ``move UUID…``, ``drain``, ``report MIB [RANK]``, ``rejoin``,
+on its standard input makes it act: ``move UUID…``, ``rejoin``,
 ``open``, ``end``.
 """
 
@@ -79,12 +79,6 @@ def main() -> None:
             say("moved", done=queue.take(arguments, need))
         elif command == "open":
             say("open", gpus={gpu.uuid: gpu.free_bytes // MIB for gpu in queue.open_gpus()})
-        elif command == "report":
-            queue.report(int(arguments[0]) * MIB, *map(int, arguments[1:]))
-            say("done")
-        elif command == "drain":
-            queue.drain()
-            say("done")
         elif command == "rejoin":
             _end(children)
             get()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import Host, Member
+from hosts import Host
 
 import warm
 from robust_train.cli.doctor import exercise
@@ -122,27 +122,6 @@ def test_a_killed_launcher_frees_nothing_while_its_attempt_lives(shared: Callabl
     assert host.jobs() == []
 
 
-@pytest.mark.slow
-def test_the_cpu_fallback_releases_the_gpu_at_once(shared: Callable[..., Shared]):
-    host = shared(Gpu(uuid=A, total_mib=24000))
-    world = host.world("first")
-    failures, given, go = (world.folder / name for name in ("failures", "given", "go"))
-    failures.write_text("0 CUDA out of memory. Tried to allocate 2.00 GiB.")
-    world.environ |= {
-        "FAILURES_FILE": str(failures),
-        "ATTEMPTS_FILE": str(given),
-        "GO_FILE": str(go),
-        "BATCH_BUDGETS": json.dumps({A: 1}),
-    }
-    process = world.start("trainer._target_=trainers.cpu_waits_for_go", "min_batch_size=64")
-    wait_until(lambda: given.exists() and "cpu" in given.read_text(), "it trains on the CPU")
-    assert host.jobs() == []
-    go.touch()
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
-    assert [a["action"] for a in ended.attempts] == ["cpu_fallback", "none"]
-
-
 def test_cancel_stops_ones_own_job_and_refuses_what_it_does_not_know(
     shared: Callable[..., Shared],
 ):
@@ -248,18 +227,8 @@ def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., 
     ("sick", "words"),
     [
         ({"recovery": 1}, "it has to be reset"),
-        *(
-            pytest.param(sick, words, marks=pytest.mark.slow)
-            for sick, words in (
-                ({"recovery": 2}, "rebooted"),
-                ({"recovery": 5}, "IMEX domain"),
-                ({"recovery": 6}, "bus has to be reset"),
-                ({"recovery": 7}, "whole system has to be rebooted"),
-                ({"remap_failed": 1}, "could not be remapped"),
-                ({"pages_pending": 1}, "wait to be retired"),
-                ({"compute_mode": 2}, "prohibited"),
-            )
-        ),
+        ({"remap_failed": 1}, "could not be remapped"),
+        ({"pages_pending": 1}, "wait to be retired"),
     ],
 )
 def test_doctor_says_why_a_gpu_is_not_usable(
@@ -353,71 +322,6 @@ def test_a_probe_leaves_the_gpu_of_a_job_alone_and_fails_without_cuda(
     assert not passed
     assert "torch finds no GPU" in text
     assert len(host.job_files()) == 1
-
-
-@pytest.mark.slow
-def test_jobs_started_together_share_out_the_gpus_though_one_launcher_is_killed(
-    shared: Callable[..., Shared],
-):
-    host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000))
-    worlds = [host.world(f"job{number}") for number in range(4)]
-    go = host.tmp_path / "go"
-    for world in worlds:
-        seen = str(world.folder / "seen")
-        world.environ |= {"BATCH_BUDGETS": "{}", "ATTEMPTS_FILE": seen, "GO_FILE": str(go)}
-    processes = [w.start("trainer._target_=trainers.within_a_budget", NEVER) for w in worlds]
-
-    def by_state(state: str) -> list[dict[str, Any]]:
-        return [job for job in host.jobs() if job["state"] == state]
-
-    wait_until(lambda: len(by_state("running")) == len(by_state("waiting")) == 2, "two and two")
-    running, waiting = by_state("running"), by_state("waiting")
-    assert {job["gpus"][0]["uuid"] for job in running} == {A, B}
-    pids = [process.pid for process in processes]
-    killed = processes[pids.index(running[0]["pid"])]
-    killed.kill()
-    killed.communicate()
-    wait_until(
-        lambda: [job for job in by_state("running") if job["id"] == waiting[0]["id"]],
-        "the first in line has the dead job's GPU",
-    )
-    assert [job["id"] for job in by_state("waiting")] == [waiting[1]["id"]]
-    go.touch()
-    for world, process in zip(worlds, processes, strict=True):
-        if process is not killed:
-            ended = world.end(process)
-            assert ended.returncode == 0, ended.output
-    assert host.jobs() == []
-
-
-@pytest.mark.slow
-def test_a_job_of_two_gpus_holds_both_and_hands_them_over_when_it_ends(
-    shared: Callable[..., Shared],
-):
-    host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000, free_mib=20000), Gpu())
-    world = host.world("first")
-    go = world.folder / "go"
-    world.environ |= {"GO_FILE": str(go), "CUDA_VISIBLE_DEVICES": f"{A},{B}"}
-    process = world.start("trainer._target_=trainers.tells_what_it_holds", "num_gpus=2", NEVER)
-
-    def taken() -> list[tuple[str, int | None]]:
-        return [(gpu["uuid"], gpu["taken_bytes"]) for job in host.jobs() for gpu in job["gpus"]]
-
-    wait_until(lambda: taken() == [(A, 1024**3), (B, 2 * 1024**3)], "each rank's memory is known")
-    waiting = Member(host.machine, "20000", "count=3")
-    try:
-        waiting.waits_at(1)
-        sentence = waiting.wait_for("waiting")["sentence"]
-        assert "left: 1 of 3 GPUs available; GPUs 0, 1: taken, one job per GPU" in sentence
-        go.touch()
-        ended = world.end(process)
-        assert ended.returncode == 0, ended.output
-        assert ended.summary["result"] == [[f"cuda:{rank}", f"{A},{B}"] for rank in range(2)]
-        assert len(waiting.wait_for("granted")["gpus"]) == 3
-    finally:
-        waiting.kill()
-        waiting.kill_children()
-    assert f"using GPU 0 (NVIDIA A100-SXM4-40GB, {A}), GPU 1 (" in ended.output
 
 
 def test_a_reservation_follows_what_the_attempts_show(shared: Callable[..., Shared]):

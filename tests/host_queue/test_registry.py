@@ -190,18 +190,6 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         QueueDir(tmp_path / "queue")
 
 
-def test_a_directory_that_cannot_be_used_means_one_warning_and_the_job_runs(
-    host_with: HostWith,
-) -> None:
-    host = host_with(Gpu())
-    host.base.symlink_to("/tmp")
-    job = host.start(4000)
-    assert job.wait_for("granted")["gpu"] == host.machine.uuid(0)
-    job.end()
-    assert "symbolic link" in job.errors
-    assert job.errors.count("goes on without a reservation") == 1
-
-
 def test_a_directory_that_was_removed_is_made_again(registry: Registry) -> None:
     shutil.rmtree(folder_of(registry).parent)
     mine = enter(registry)
@@ -362,30 +350,20 @@ def test_a_record_that_is_half_written_is_none(cut: int, random: Any) -> None:
     "wrong",
     [
         {"since": float("nan")},
-        {"queued_at": float("inf")},
         {"queued_at": "1"},
-        {"queued_at": True},
         {"since": 1e300},
-        {"since": -1.0},
-        {"started": None},
         {"reserved_bytes": 2**61},
         {"reserved_bytes": -1},
-        {"reserved_bytes": 4e9},
         {"count": 0},
         {"count": 10**9},
         {"count": True},
-        {"jobs_per_device": 0},
         {"pid": 2**40},
         {"only": ["GPU-\x1b[2J"]},
         {"only": ["GPU-a"] * 300},
         {"only": "GPU-a"},
         {"gpus": ["GPU-a"]},
         {"gpus": ["GPU-a", "GPU-a"]},
-        {"gpus": ["GPU-a", 7]},
-        {"gpus": []},
         {"taken_bytes": [5, -1]},
-        {"taken_bytes": None},
-        {"taken_bytes": [5, 1.5]},
         {"idle_seconds": [10**400]},
         {"name": ["x"]},
     ],
