@@ -46,318 +46,272 @@ def rules(*given: RetryRule) -> dict[str, Any]:
     return {"rules": given, "min_batch_size": 16}
 
 
-# name, settings, GPUs as index:free GiB, journey. In brackets: GPUs that others have; in
+# name, GPUs as index:free GiB // journey, settings. In brackets: GPUs that others have; in
 # parentheses: those that the job began on, which it had to leave; ! is unusable now
-JOURNEYS: list[tuple[str, dict[str, Any], str, str]] = [
+JOURNEYS: list[tuple[Any, ...]] = [
     # --- memory of the GPU ---
     (
         "halves, then a larger GPU, then the CPU",
-        {"num_workers": 0},
-        "0:10 1:20",
+        "0:10 1:20 // "
         "oom → halve_batch 32×2 cuda:0; oom → halve_batch 16×4; oom → halve_batch 8×8;"
         "oom → switch_gpu 16×4 cuda:1; oom → halve_batch 8×8 cuda:1; oom → cpu_fallback 64×1 cpu",
+        {"num_workers": 0},
     ),
     (
         "max_retries smaller batches",
+        "0:10 // oom → halve_batch 32×2; oom → halve_batch 16×4; oom → cpu_fallback 64×1",
         {"min_batch_size": 1, "max_retries": 2},
-        "0:10",
-        "oom → halve_batch 32×2; oom → halve_batch 16×4; oom → cpu_fallback 64×1",
     ),
     (
         "a batch that no smaller size divides",
+        "0:1 // oom → halve_batch 3×3 | effective batch size 7",
         {"batch_size": 7, "min_batch_size": 2},
-        "0:1",
-        "oom → halve_batch 3×3 | effective batch size 7",
     ),
     (
         "an effective batch that need not be preserved",
+        "0:1 // oom → halve_batch 4×1 | preserve_effective_batch_size is false",
         {"batch_size": 8, "min_batch_size": 4, "preserve_effective_batch_size": False},
-        "0:1",
-        "oom → halve_batch 4×1 | preserve_effective_batch_size is false",
     ),
     (
         "one GPU alike is a second opinion",
-        {"max_retries": 1},
-        "0:10 1:9.5 2:9.5 3:5",
+        "0:10 1:9.5 2:9.5 3:5 // "
         "oom → halve_batch; oom → switch_gpu 32×2 cuda:1; oom → cpu_fallback",
+        {"max_retries": 1},
     ),
     (
         "a second opinion that gets further is no proof",
+        "0:10 1:10 2:10 // oom → switch_gpu cuda:1; oom:step=900 → switch_gpu cuda:2",
         ONE_SIZE,
-        "0:10 1:10 2:10",
-        "oom → switch_gpu cuda:1; oom:step=900 → switch_gpu cuda:2",
     ),
-    ("no smaller GPU", ONE_SIZE, "0:10 3:5", "oom → cpu_fallback"),
+    ("no smaller GPU", "0:10 3:5 // oom → cpu_fallback", ONE_SIZE),
     (
         "not below the required memory",
+        "0:10 1:20 // oom → cpu_fallback",
         {**ONE_SIZE, "min_gpu_memory_mb": 30 * 1024},
-        "0:10 1:20",
-        "oom → cpu_fallback",
     ),
     (
         "the user's own GPU is not left",
+        "0:10 1:20 // oom → cpu_fallback",
         {**ONE_SIZE, "auto_device": False},
-        "0:10 1:20",
-        "oom → cpu_fallback",
     ),
     (
         "no CPU",
-        {"max_retries": 1, **NO_CPU},
-        "0:10",
+        "0:10 // "
         "oom → halve_batch; oom → give up | cuda:0 at micro-batch 64, 32 (allow_cpu_fallback is",
+        {"max_retries": 1, **NO_CPU},
     ),
     (
         "nothing fits before the first step",
+        "0:20 // oom → give up | model, optimizer and data do not fit",
         {"reports_start": True, **NO_CPU},
-        "0:20",
-        "oom → give up | model, optimizer and data do not fit",
     ),
-    ("a trainer without checkpointing", ONE_SIZE, "0:20", "oom:step=3 → cpu_fallback"),
+    ("a trainer without checkpointing", "0:20 // oom:step=3 → cpu_fallback", ONE_SIZE),
     (
         "fragmentation, once",
-        {"expandable_segments": False},
-        "0:20",
+        "0:20 // "
         "oom:fragmented → expandable_segments 64×1 | 3072 MiB reserved but unused;"
         "oom:fragmented → halve_batch",
+        {"expandable_segments": False},
     ),
     (
         "the user's setting of segments stays",
+        "0:20 // oom:fragmented → halve_batch",
         {"expandable_segments": False, "may_use_expandable_segments": False},
-        "0:20",
-        "oom:fragmented → halve_batch",
     ),
     (
         "others took it: where there is room",
-        {},
-        "(0:20) 1:30 0:14",
-        "oom:taken=6 → switch_gpu 64×1 cuda:1 | others took 6144 MiB",
+        "(0:20) 1:30 0:14 // oom:taken=6 → switch_gpu 64×1 cuda:1 | others took 6144 MiB",
     ),
     (
         "others took it: wait",
-        {},
-        "(0:20) 1:15 0:14",
-        "oom:taken=6 → wait 64×1 cuda:0 room=20GiB else=halve_batch",
+        "(0:20) 1:15 0:14 // oom:taken=6 → wait 64×1 cuda:0 room=20GiB else=halve_batch",
     ),
     (
         "others took it: no waiting",
+        "(0:20) 0:14 // oom:taken=6 → halve_batch",
         {"wait_for_gpu": False},
-        "(0:20) 0:14",
-        "oom:taken=6 → halve_batch",
     ),
     (
         "others take it again and again",
-        {},
-        "0:20",
+        "0:20 // "
         "oom:taken=6 → wait; oom:taken=6 → wait; oom:taken=6 → wait; oom:taken=6 → halve_batch",
     ),
     (
         "others take it again after progress",
+        "0:20 // oom:taken=5 → wait; oom:taken=5:saved=8 → wait; oom:taken=5 → halve_batch",
         {"max_retries": 1},
-        "0:20",
-        "oom:taken=5 → wait; oom:taken=5:saved=8 → wait; oom:taken=5 → halve_batch",
     ),
     (
         "a GPU that others filled is no proof that the batch fits on none",
-        {},
-        "(0:20) 1:20 2:20",
-        "oom:step=100:taken=6 → switch_gpu cuda:1; oom:step=100 → halve_batch",
+        "(0:20) 1:20 2:20 // oom:step=100:taken=6 → switch_gpu cuda:1; oom:step=100 → halve_batch",
     ),
-    ("too big anyhow", {}, "0:20", "oom:taken=6:requested=9:free=1 → halve_batch"),
+    ("too big anyhow", "0:20 // oom:taken=6:requested=9:free=1 → halve_batch"),
     (
         "our own limit",
-        {},
-        "(0:20) 1:30",
-        "oom:taken=6:own_limit → halve_batch | limit (memory.fraction)",
+        "(0:20) 1:30 // oom:taken=6:own_limit → halve_batch | limit (memory.fraction)",
     ),
-    ("where the trainer had come down to", {}, "0:20", "oom:at=16 → halve_batch 8×8"),
-    ("at the bottom in the step", {}, "0:20 1:40", "oom:at=8 → switch_gpu cuda:1"),
-    ("a model that does not fit", {}, "0:20 1:40", "oom:model → switch_gpu 64×1"),
-    ("no first step", {"reports_start": True}, "0:20 1:40", "oom → switch_gpu 64×1"),
+    ("where the trainer had come down to", "0:20 // oom:at=16 → halve_batch 8×8"),
+    ("at the bottom in the step", "0:20 1:40 // oom:at=8 → switch_gpu cuda:1"),
+    ("a model that does not fit", "0:20 1:40 // oom:model → switch_gpu 64×1"),
+    ("no first step", "0:20 1:40 // oom → switch_gpu 64×1", {"reports_start": True}),
     (
         "no first step, as an earlier attempt shows",
-        {},
-        "0:20 1:40",
-        "comm:began:step=40 → retry; oom → switch_gpu 64×1",
+        "0:20 1:40 // comm:began:step=40 → retry; oom → switch_gpu 64×1",
     ),
-    ("a first step", {"reports_start": True}, "0:20", "oom:began → halve_batch"),
+    ("a first step", "0:20 // oom:began → halve_batch", {"reports_start": True}),
     (
         "max_retries again after progress",
+        "(0:20) // oom:step=4 → halve_batch 32×2; oom:step=9:saved=8 → halve_batch 16×4",
         {"max_retries": 1},
-        "(0:20)",
-        "oom:step=4 → halve_batch 32×2; oom:step=9:saved=8 → halve_batch 16×4",
     ),
     (
         "a batch that changes nothing",
-        {},
-        "(0:20) 1:40",
+        "(0:20) 1:40 // "
         f"{FULL} → halve_batch 32×2 | no step was reported, so the batch may not matter: "
         f"micro-batch 64 → 32; {FULL}:free=1 → switch_gpu",
     ),
     *(
-        (f"a batch that may change something: {other}", {}, "0:20", f"{FULL} → halve_batch; {step}")
+        (f"a batch that may change something: {other}", f"0:20 // {FULL} → halve_batch; {step}")
         for other in ("requested=1", "used=1", "place=4", "step=3")
         for step in [f"{FULL}:{other} → halve_batch 16×4"]
     ),
     (
         "auto halves all the same",
+        f"0:20 // {FULL} → halve_batch; {FULL} → halve_batch",
         {"finds_batch_size": True},
-        "0:20",
-        f"{FULL} → halve_batch; {FULL} → halve_batch",
     ),
     (
         "a script without a traceback",
-        {},
-        "0:20",
-        "oom:requested=9 → halve_batch; oom:requested=9 → halve_batch",
+        "0:20 // oom:requested=9 → halve_batch; oom:requested=9 → halve_batch",
     ),
     # --- gradient checkpointing ---
     (
         "gradient checkpointing before another device",
-        {"can_checkpoint": True, "max_retries": 0},
-        "0:20 1:40",
+        "0:20 1:40 // "
         "oom:step=3 → gradient_checkpointing 8×8 cuda:0 checkpointing | third more time;"
         "oom:step=3 → switch_gpu cuda:1",
+        {"can_checkpoint": True, "max_retries": 0},
     ),
     (
         "no gradient checkpointing on the CPU",
-        {"can_checkpoint": True, "max_retries": 1},
-        "(0:20)",
+        "(0:20) // "
         "oom:step=3 → halve_batch; oom:step=3 → gradient_checkpointing 8×8;"
         "oom:step=3 → cpu_fallback 64×1 plain",
+        {"can_checkpoint": True, "max_retries": 1},
     ),
     (
         "it saves host memory on the CPU alone",
+        "cpu // host:step=3 → gradient_checkpointing",
         {"can_checkpoint": True, **LEAK},
-        "cpu",
-        "host:step=3 → gradient_checkpointing",
     ),
     (
         "it saves no host memory beside a GPU",
+        "0:20 // host:step=3 → give up",
         {"can_checkpoint": True, **LEAK},
-        "0:20",
-        "host:step=3 → give up",
     ),
     # --- memory of the host, workers ---
-    ("an import", {}, "cpu", "host:import → give up | while a module was imported"),
-    ("an import later", {}, "cpu", "host:import:step=7 → give up"),
+    ("an import", "cpu // host:import → give up | while a module was imported"),
+    ("an import later", "cpu // host:import:step=7 → give up"),
     (
         "fewer workers with less ahead, then half",
-        {},
-        "0:20 1:70",
+        "0:20 1:70 // "
         "host → fewer_workers workers=2 64×1; host → fewer_workers workers=1;"
         "host → fewer_workers workers=0; host → halve_batch 32×2 cuda:0",
     ),
-    ("no workers are read", {}, "cpu", "host:no_workers → halve_batch workers=4 32×2"),
+    ("no workers are read", "cpu // host:no_workers → halve_batch workers=4 32×2"),
     (
         "a worker that dies",
-        {},
-        "cpu",
+        "cpu // "
         "worker → fewer_workers workers=2; worker → fewer_workers workers=1;"
         "worker → fewer_workers workers=0; worker → give up",
     ),
     *(
         (
             f"a leak that gets further: {kind}",
-            LEAK,
-            "0:20",
-            "".join(
+            "0:20 // "
+            + "".join(
                 f"{kind}:start={week}00:step={week + 1}00:saved={week + 1}00 → retry 64×1;"
                 for week in range(8)
             )
             + f"{kind}:start=800:step=800 → give up",
+            LEAK,
         )
         for kind in ("oom", "host", "worker")
     ),
     # --- faults ---
     (
         "a fault of the context, then of the GPU, then of the program",
-        {},
-        "0:70 1:10",
+        "0:70 1:10 // "
         "fault:step=40 → retry cuda:0 64×1; fault:step=40 → switch_gpu cuda:1;"
         "fault:step=40 → give up | on two devices (cuda:0 and cuda:1) is not the device's",
     ),
     (
         "a fault of the program before the first step",
-        {},
-        "(0:9) 1:9 2:70",
+        "(0:9) 1:9 2:70 // "
         "fault → switch_gpu cuda:1;"
         "fault → give up | before the first step on two devices (cuda:0 and cuda:1)",
     ),
     (
         "a fault at the start in another week is no proof against the program",
-        {},
-        "(0:20) 1:20",
+        "(0:20) 1:20 // "
         "fault → switch_gpu cuda:1; comm:step=900:saved=890 → retry; fault → retry cuda:1",
     ),
     (
         "faults at other steps stay on the GPU while the job gets further",
-        {},
-        "0:70 1:60",
-        ";".join(f"fault:start={n}0:step={n}3 → retry cuda:0" for n in range(9)),
+        "0:70 1:60 // " + ";".join(f"fault:start={n}0:step={n}3 → retry cuda:0" for n in range(9)),
     ),
     (
         "faults at other steps without progress leave the GPU",
-        {},
-        "0:70 1:60",
+        "0:70 1:60 // "
         "fault:step=0 → retry cuda:0; fault:step=1 → retry cuda:0; fault:step=2 → retry cuda:0;"
         "fault:step=3 → switch_gpu cuda:1",
     ),
     (
         "hardware",
-        {},
-        "0:70 1:10 2:9",
+        "0:70 1:10 2:9 // "
         "fault:hardware:step=40 → switch_gpu cuda:1; fault:hardware:step=40 → switch_gpu cuda:2",
     ),
     (
         "hardware is not returned to, whatever came after",
-        {},
-        "0:20 1:20",
+        "0:20 1:20 // "
         "fault:hardware:step=3 → switch_gpu cuda:1;"
         "fault:hardware:step=500:saved=400 → cpu_fallback",
     ),
-    ("a GPU that is unusable", {}, "(0:70) 0:70! 1:10", "fault:step=40 → switch_gpu cuda:1"),
+    ("a GPU that is unusable", "(0:70) 0:70! 1:10 // fault:step=40 → switch_gpu cuda:1"),
     (
         "the CPU after waiting for others' GPUs",
-        {},
-        "(0:70) [1:3]",
-        "fault:hardware:step=4 → wait exclude=GPU-0 else=cpu_fallback",
+        "(0:70) [1:3] // fault:hardware:step=4 → wait exclude=GPU-0 else=cpu_fallback",
     ),
-    ("hardware is not waited for", {}, "(0:70) [0:3]", "fault:hardware:step=4 → cpu_fallback"),
-    ("a context is waited for", {}, "(0:70) [0:3]", "fault:step=4 → wait"),
+    ("hardware is not waited for", "(0:70) [0:3] // fault:hardware:step=4 → cpu_fallback"),
+    ("a context is waited for", "(0:70) [0:3] // fault:step=4 → wait"),
     (
         "a driver without segments",
-        {},
-        "0:70",
-        "fault:driver → no_expandable_segments 64×1; oom:fragmented → halve_batch",
+        "0:70 // fault:driver → no_expandable_segments 64×1; oom:fragmented → halve_batch",
     ),
-    ("a driver error in a step", {}, "0:70", "fault:driver:step=7 → retry"),
+    ("a driver error in a step", "0:70 // fault:driver:step=7 → retry"),
     (
         "segments that the user chose",
+        "0:70 // fault:driver → retry",
         {"may_use_expandable_segments": False},
-        "0:70",
-        "fault:driver → retry",
     ),
     (
         "an unavailable GPU",
-        {},
-        "0:70 1:60 2:50",
+        "0:70 1:60 2:50 // "
         "unavailable → switch_gpu cuda:1; unavailable → switch_gpu cuda:2;"
         "unavailable → cpu_fallback",
     ),
     (
         "a busy GPU that is free",
-        {},
-        "0:70",
+        "0:70 // "
         "unavailable:busy → retry pause=10; unavailable:busy → retry pause=20;"
         "unavailable:busy → retry pause=40; unavailable:busy → cpu_fallback",
     ),
-    ("a busy GPU that another job has", {}, "(0:20)", "unavailable:busy → wait"),
+    ("a busy GPU that another job has", "(0:20) // unavailable:busy → wait"),
     *(
         (
             f"after progress a GPU that was left is tried again: {kind}",
+            f"0:20 1:20 // {kind}:step=3 → switch_gpu cuda:1; {kind}:step=5{saved}",
             {**ONE_SIZE, "max_retries": 0},
-            "0:20 1:20",
-            f"{kind}:step=3 → switch_gpu cuda:1; {kind}:step=5{saved}",
         )
         for kind in ("fault", "unavailable", "oom")
         for saved in (" → cpu_fallback", ":saved=4 → switch_gpu cuda:0")
@@ -365,33 +319,31 @@ JOURNEYS: list[tuple[str, dict[str, Any], str, str]] = [
     # --- peers, stops ---
     (
         "peers",
-        {},
-        "0:20",
+        "0:20 // "
         "comm:step=3 → retry pause=10; comm:step=3 → retry pause=20; comm:step=3 → retry pause=40;"
         "comm:step=3 → give up",
     ),
-    ("no retries", {"max_retries": 0}, "0:20", "comm → give up | , 1 attempt without progress"),
+    ("no retries", "0:20 // comm → give up | , 1 attempt without progress", {"max_retries": 0}),
     (
         "pauses double up to an hour, or the first one",
+        "0:20 // comm → retry pause=5000; comm → retry pause=5000",
         {"max_retries": 99, "retry_pause_seconds": 5000.0},
-        "0:20",
-        "comm → retry pause=5000; comm → retry pause=5000",
     ),
     (
         "killed, as long as it gets further",
-        {"max_retries": 1},
-        "0:20 1:40",
+        "0:20 1:40 // "
         "stopped:killed:start=10 → retry cuda:0; stopped:killed:start=20 → retry cuda:0;"
         "stopped:killed:start=20 → give up | 2 times without progress",
+        {"max_retries": 1},
     ),
     *(
         (
             f"a checkpoint beyond the last failure renews all tries: {kind}, {further}",
-            NO_CPU,
-            offers,
+            f"{offers} // "
             f"{kind}:step=5:saved=3:file=last.pt → retry; {kind}:step=9 → retry;"
             f"{kind}:step=9 → retry; {kind}:step=9:{further} → retry; {kind}:step=9 → retry;"
             f"{kind}:step=9 → retry; {kind}:step=9 → give up",
+            NO_CPU,
         )
         for kind, offers in (
             ("stopped:killed", "0:9"),
@@ -402,121 +354,109 @@ JOURNEYS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "the same checkpoint again is no progress",
-        NO_CPU,
-        "0:9",
+        "0:9 // "
         "comm:saved=3:file=last.pt → retry; comm:saved=3:file=last.pt → retry; comm → retry;"
         "comm → give up",
+        NO_CPU,
     ),
-    ("a stop", {}, "0:20", "stopped → give up"),
-    ("a bug", {}, "0:20", "oom → halve_batch; bug → give up"),
+    ("a stop", "0:20 // stopped → give up"),
+    ("a bug", "0:20 // oom → halve_batch; bug → give up"),
     (
         "halved on request, which costs no retry",
+        "0:20 // asked → halve_batch_on_request 32×2 cuda:0; oom → halve_batch 16×4",
         {"max_retries": 1},
-        "0:20",
-        "asked → halve_batch_on_request 32×2 cuda:0; oom → halve_batch 16×4",
     ),
     (
         "not below the minimum on request",
+        "0:20 // asked → halve_batch_on_request 64×1 | is the smallest already",
         ONE_SIZE,
-        "0:20",
-        "asked → halve_batch_on_request 64×1 | is the smallest already",
     ),
     (
         "stops on request use up no try of a killed attempt",
-        {"max_retries": 1},
-        "0:20",
+        "0:20 // "
         "asked → halve_batch_on_request; asked → halve_batch_on_request;"
         "stopped:killed → retry cuda:0",
+        {"max_retries": 1},
     ),
     # --- several GPUs ---
     (
         "a group halves for all, and the CPU has the whole effective batch",
-        {**TWO, "gradient_accumulation_steps": 2, "max_retries": 1},
-        "(0:10) (1:9) 3:20",
+        "(0:10) (1:9) 3:20 // "
         "oom:rank=0 → halve_batch 4×4×2 cuda:0,cuda:1 | cuda:0 (rank 0);"
         "oom:rank=0 → cpu_fallback 8×4×1",
+        {**TWO, "gradient_accumulation_steps": 2, "max_retries": 1},
     ),
     (
         "every GPU of a group that has no more than the failed one is exchanged",
-        {**TWO, "max_retries": 1},
-        "(0:10) (1:9) 3:20 2:18",
+        "(0:10) (1:9) 3:20 2:18 // "
         "oom:rank=0 → halve_batch 4×2×2; oom:rank=0 → switch_gpu cuda:3,cuda:2",
+        {**TWO, "max_retries": 1},
     ),
     (
         "only the GPU that is short is exchanged",
+        "(0:10) (2:18) 3:20 // oom:rank=0 → switch_gpu cuda:3,cuda:2",
         {**TWO, "max_retries": 0},
-        "(0:10) (2:18) 3:20",
-        "oom:rank=0 → switch_gpu cuda:3,cuda:2",
     ),
     (
         "a faulty GPU of a group is exchanged",
+        "(0:20) (1:20) 2:20 // fault:rank=1 → switch_gpu cuda:0,cuda:2 | same batch on cuda:2",
         TWO,
-        "(0:20) (1:20) 2:20",
-        "fault:rank=1 → switch_gpu cuda:0,cuda:2 | same batch on cuda:2",
     ),
     (
         "the CPU in place of several GPUs",
+        "cpu // host:no_workers → halve_batch 8×6×1",
         {"num_gpus": 3, "batch_size": 16, "min_batch_size": 1},
-        "cpu",
-        "host:no_workers → halve_batch 8×6×1",
     ),
     (
         "several processes on the CPU, as requested",
+        "cpu // host:no_workers → halve_batch 4×2×2",
         {**TWO, "device": "cpu", "auto_device": False},
-        "cpu",
-        "host:no_workers → halve_batch 4×2×2",
     ),
     (
         "fewer GPUs, where the user allows it",
+        f"0:40 1:40 2:40 3:40 // {FAULTY} → fewer_gpus counts=3,2 exclude=GPU-3 else=cpu_fallback",
         {**FOUR, "min_num_gpus": 2},
-        "0:40 1:40 2:40 3:40",
-        f"{FAULTY} → fewer_gpus counts=3,2 exclude=GPU-3 else=cpu_fallback",
     ),
-    ("never fewer GPUs", FOUR, "0:40 1:40 2:40 3:40", f"{FAULTY} → cpu_fallback"),
+    ("never fewer GPUs", f"0:40 1:40 2:40 3:40 // {FAULTY} → cpu_fallback", FOUR),
     (
         "without the GPU that has too little memory",
-        {**FOUR, "min_num_gpus": 2, "max_retries": 0},
-        "0:40 1:40 2:40 3:20",
+        "0:40 1:40 2:40 3:20 // "
         "oom:rank=3:step=3 → fewer_gpus counts=3,2 exclude=GPU-3 room=20GiB else=cpu_fallback",
+        {**FOUR, "min_num_gpus": 2, "max_retries": 0},
     ),
     (
         "no GPU of the group has more",
+        "0:40 1:40 2:40 3:40 // oom:rank=0:step=3 → cpu_fallback",
         {**FOUR, "min_num_gpus": 2, "max_retries": 0},
-        "0:40 1:40 2:40 3:40",
-        "oom:rank=0:step=3 → cpu_fallback",
     ),
     (
         "waiting for another GPU comes before fewer",
+        f"0:40 1:40 2:40 3:40 [4:40] // {FAULTY} → wait counts=4 else=fewer_gpus",
         {**FOUR, "min_num_gpus": 3},
-        "0:40 1:40 2:40 3:40 [4:40]",
-        f"{FAULTY} → wait counts=4 else=fewer_gpus",
     ),
     # --- a batch that must not be split ---
     (
         "another device for a batch that must not be split",
-        {"can_checkpoint": True},
-        "0:10 1:20",
+        "0:10 1:20 // "
         "oom:kept:step=3 → switch_gpu 64×1 cuda:1; oom:kept:step=3 → cpu_fallback 64×1;"
         "oom:kept:step=3 → give up | the batch was not split: Gan does not accumulate",
+        {"can_checkpoint": True},
     ),
     (
         "fewer workers for a batch that must not be split",
+        "cpu // host:kept:step=3 → fewer_workers workers=0; host:kept:step=3 → give up",
         {"can_checkpoint": True, "num_workers": 1},
-        "cpu",
-        "host:kept:step=3 → fewer_workers workers=0; host:kept:step=3 → give up",
     ),
     (
         "a batch that must not be split gets further",
+        "cpu // host:kept:saved=3:saves=2 → retry 64×1",
         {"num_workers": 0},
-        "cpu",
-        "host:kept:saved=3:saves=2 → retry 64×1",
     ),
     *(
         (
             f"a batch that must not be split is not shared by fewer ranks: {kind}{kept}",
+            f"(0:10) (1:20) // {kind}:hardware:rank=0{kept} → {then}",
             {**TWO, "min_num_gpus": 1, "min_batch_size": 8},
-            "(0:10) (1:20)",
-            f"{kind}:hardware:rank=0{kept} → {then}",
         )
         for kind in ("oom", "fault")
         for kept, then in (("", "fewer_gpus"), (":kept", "give up"))
@@ -524,38 +464,37 @@ JOURNEYS: list[tuple[str, dict[str, Any], str, str]] = [
     # --- the user's own rules ---
     (
         "a bug that the user knows",
-        rules(RetryRule("retry", message="bug mess", times=2)),
-        "0:20",
+        "0:20 // "
         "bug:step=5 → retry pause=10 64×1 | retry.rules[0] (1 of 2);"
         "bug:step=5 → retry pause=20 | (2 of 2); bug:step=5:saved=4 → retry; bug → retry;"
         "bug → give up",
+        rules(RetryRule("retry", message="bug mess", times=2)),
     ),
     (
         "the next rule that fits has tries of its own",
+        "0:20 // "
+        "bug:exit=7 → retry | rules[0] (1 of 2); bug:exit=7 → retry | rules[0] (2 of 2);"
+        "bug:exit=7 → halve_batch 32×2 | rules[1] (1 of 1); bug:exit=7 → retry | rules[2] (1 of 1);"
+        "bug:exit=7 → give up",
         rules(
             RetryRule("retry", message="bug", times=2),
             RetryRule("smaller_batch", message="bug", times=1),
             RetryRule("retry", exit_code=7, times=1),
         ),
-        "0:20",
-        "bug:exit=7 → retry | rules[0] (1 of 2); bug:exit=7 → retry | rules[0] (2 of 2);"
-        "bug:exit=7 → halve_batch 32×2 | rules[1] (1 of 1); bug:exit=7 → retry | rules[2] (1 of 1);"
-        "bug:exit=7 → give up",
     ),
     (
         "a smaller batch down to the smallest and then the next rule",
-        rules(RetryRule("smaller_batch", exit_code=9), RetryRule("retry", message="bug")),
-        "0:20",
+        "0:20 // "
         "bug:exit=9 → halve_batch 32×2; bug:exit=9 → halve_batch 16×4; bug:exit=9 → retry | [1]",
+        rules(RetryRule("smaller_batch", exit_code=9), RetryRule("retry", message="bug")),
     ),
     (
         "a rule's pauses end at an hour",
+        "0:20 // " + "bug → retry;" * 30 + "bug → retry pause=3600",
         rules(RetryRule("retry", message="bug", times=99)),
-        "0:20",
-        "bug → retry;" * 30 + "bug → retry pause=3600",
     ),
     *(
-        (f"a rule fits by all that it names: {fits}", rules(rule), "0:20", journey)
+        (f"a rule fits by all that it names: {fits}", f"0:20 // {journey}", rules(rule))
         for rule, fits, other in (
             (RetryRule("stop", exit_code=7), "exit=7", "exit=0"),
             (RetryRule("stop", message="^gone$"), "printed=gone", "printed=gone by"),
@@ -570,27 +509,27 @@ JOURNEYS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "a GPU that the user blames is left like one whose hardware failed",
-        rules(RetryRule("exclude_gpu", message="bug", times=1)),
-        "0:20 1:20",
+        "0:20 1:20 // "
         "bug:step=3 → switch_gpu cuda:1 | retry.rules[0] (1 of 1): exclude_gpu;"
         "bug:step=3 → give up",
+        rules(RetryRule("exclude_gpu", message="bug", times=1)),
     ),
-    ("no GPU to blame", rules(RetryRule("exclude_gpu", message=".")), "cpu", "bug → give up"),
+    ("no GPU to blame", "cpu // bug → give up", rules(RetryRule("exclude_gpu", message="."))),
     (
         "what was stopped on request is no failure",
+        "0:20 // asked → halve_batch_on_request",
         rules(RetryRule("stop", message=".")),
-        "0:20",
-        "asked → halve_batch_on_request",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("given", "offers", "journey"),
-    [row[1:] for row in JOURNEYS],
+    ("row", "given"),
+    [(row[1], row[2] if len(row) > 2 else {}) for row in JOURNEYS],
     ids=[row[0] for row in JOURNEYS],
 )
-def test_each_failure_has_its_remedy(given: dict[str, Any], offers: str, journey: str):
+def test_each_failure_has_its_remedy(row: str, given: dict[str, Any]):
+    offers, _, journey = row.partition(" // ")
     settings = policy(**{"num_workers": 4, "min_batch_size": 8, **given})
     gpus, others, left = machine(offers)
     own = left or tuple(sorted(gpus, key=lambda one: one.index))[: settings.config.num_gpus]

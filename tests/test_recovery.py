@@ -52,12 +52,6 @@ def test_what_is_not_memory_is_raised_at_once():
     assert calls == [128]
 
 
-def test_min_batch_size_ends_it_with_every_attempt_listed():
-    handler = OOMHandler(initial_batch_size=16, min_batch_size=4)
-    with pytest.raises(AttemptsExhausted, match=r"tried \(16, 8, 4\)"):
-        handler.run(lambda batch_size: out_of_memory())
-
-
 def test_a_loop_of_ones_own_asks_the_handler():
     handler = OOMHandler(initial_batch_size=8)
     while True:
@@ -112,13 +106,7 @@ def test_retry_on_oom_ends_after_max_retries():
     assert calls == [64, 32, 16]
 
 
-def test_retry_on_oom_refuses_generators_and_unknown_arguments():
-    with pytest.raises(TypeError, match="plain function"):
-
-        @retry_on_oom()
-        def generate(batch_size):
-            yield batch_size
-
+def test_retry_on_oom_refuses_unknown_arguments():
     with pytest.raises(TypeError, match="no parameter 'batch_size'"):
 
         @retry_on_oom()
@@ -320,6 +308,7 @@ def test_every_attempt_is_listed_when_none_fits():
     with pytest.raises(AttemptsExhausted) as ended:
         adaptive_batch_training(lambda batch_size: out_of_memory(), 16, min_batch_size=8)
     lines = str(ended.value).splitlines()
+    assert "tried (16, 8)" in lines[0]
     assert lines[1].startswith("  attempt 1: batch size 16 × accumulation 1: ")
     assert lines[2].startswith("  attempt 2: batch size 8 × accumulation 2: ")
     assert "Tried to allocate 20.00 MiB" in lines[2]
