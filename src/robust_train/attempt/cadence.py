@@ -49,11 +49,11 @@ class SaveClock:
         self,
         plan: SavePlan,  # what the config demands
         *,
-        cost: float
-        | None = None,  # seconds that the job's last save has taken, None if not known
+        # seconds that the job's last save has taken, None if not known
+        cost: float | None = None,
         failures: int = 0,  # attempts of the job that have ended before this one
-        job_started: float
-        | None = None,  # first launch of the job, seconds since the epoch
+        # first launch of the job, seconds since the epoch
+        job_started: float | None = None,
         now: Callable[[], float] = time.monotonic,  # the clock, in seconds
     ) -> None:
         self._plan = plan
@@ -116,17 +116,15 @@ class Saving:
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
         self._job_started = None if identity is None else identity.started
-        self.plan = (
-            SavePlan()
-        )  # how often to save; to be set from the config before the first save
+        # how often to save; to be set from the config before the first save
+        self.plan = SavePlan()
 
     @cached_property
     def clock(self) -> SaveClock:
         """What measures the time between checkpoints, from its first use on."""
         known: list[Manifest] = []
-        with contextlib.suppress(
-            OSError
-        ):  # a disk that is away costs the figure, not training
+        # a disk that is away costs the figure, not training
+        with contextlib.suppress(OSError):
             known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,

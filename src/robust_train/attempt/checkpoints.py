@@ -35,14 +35,12 @@ log = logging.getLogger("robust_train")
 
 LARGEST_COPY = 0.25
 
-Share = Callable[
-    [str, Tensor], Tensor
-]  # What a rank keeps of a tensor in a checkpoint, by name
+Share = Callable[[str, Tensor], Tensor]
+"""What a rank keeps of a tensor in a checkpoint, by name."""
 
-VALUES, INDEX = (
-    "values.pt",
-    "index.pt",
-)  # in a folder of shards: all else, and where which shard is
+# in a folder of shards: all else, and where which shard is
+VALUES = "values.pt"
+INDEX = "index.pt"
 
 
 class CheckpointFolder:
@@ -75,17 +73,15 @@ class CheckpointFolder:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
-        copy = _host_copy(
-            content, self._copies
-        )  # other ranks may write without: all write
+        # other ranks may write without: all write
+        copy = _host_copy(content, self._copies)
         if copy is None:
             self.save(content, step)
             return
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing = step, thread.submit(self._write, copy, step)
-        thread.shutdown(
-            wait=False
-        )  # it ends with the write, and no process ends before it
+        # it ends with the write, and no process ends before it
+        thread.shutdown(wait=False)
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -99,9 +95,8 @@ class CheckpointFolder:
         """Remove what attempts have left that were killed while they wrote."""
         for leftover in self.path.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-            with contextlib.suppress(
-                OSError
-            ):  # a folder that is gone, or is in no one's way
+            # a folder that is gone, or is in no one's way
+            with contextlib.suppress(OSError):
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
             if not values.parent.with_name(values.parent.name + SUFFIX).exists():
@@ -124,9 +119,11 @@ def _host_copy(content: Content, copies: int) -> Content | None:
     """Return a copy with all tensors in host memory; None if ``copies`` like it would take more
     than a quarter of what is available."""
     tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
-    needed = copies * sum(
-        getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors
-    )
+    shares: list[Any] = [
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for tensor in tensors
+    ]
+    needed = copies * sum(share.nbytes for share in shares)
     if needed > LARGEST_COPY * read_host_memory().available:
         return None
     try:
@@ -144,23 +141,17 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     result, error = None, None
     try:
         result = act()
-    except (
-        OSError,
-        MemoryError,
-        RuntimeError,
-        _Unusable,
-    ) as raised:  # not all can be sent
+    except (OSError, MemoryError, RuntimeError, _Unusable) as raised:
         error = raised
     for rank, found in enumerate(gather(error)):
-        if found is not None:
-            if error is not None and found is not error:
-                found.__cause__ = error  # with its stack
-            is_elsewhere = error is None and not isinstance(found, (OSError, _Unusable))
-            if is_elsewhere:
-                raise RankFailure(
-                    rank, classify_failure(found), is_elsewhere
-                ) from found
-            raise found
+        if found is None:
+            continue
+        if error is None and not isinstance(found, (OSError, _Unusable)):
+            failure = classify_failure(found)
+            raise RankFailure(rank, failure, is_elsewhere=True) from found
+        if error is not None and found is not error:
+            found.__cause__ = error  # with its stack
+        raise found
     return result
 
 
@@ -203,10 +194,8 @@ def read_newest(
     older.sort(key=lambda one: one.order, reverse=True)
 
     def compare() -> None:
-        if (
-            len({*gather(wait_until_readable(lambda: path.exists() and size_of(path)))})
-            > 1
-        ):
+        here = wait_until_readable(lambda: path.exists() and size_of(path))
+        if len(set(gather(here))) > 1:
             why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
             raise OSError(ESTALE, why, str(path.parent))
 
@@ -268,11 +257,8 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
         raise
     except Exception as error:
         # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
-        is_away = isinstance(error, OSError) and error.errno not in (
-            None,
-            EINVAL,
-            ENOENT,
-        )
+        of_the_file = (None, EINVAL, ENOENT)
+        is_away = isinstance(error, OSError) and error.errno not in of_the_file
         if is_away or classify_failure(error).kind.is_memory:
             raise
         raise _Unusable(first_line(error)) from None

@@ -249,9 +249,8 @@ def _watched_signals(
 ) -> tuple[list[signal.Signals], list[signal.Signals]]:
     """Return the signals that ask for a stop, and of these the ones that change nothing."""
     watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-    return watched, [
-        signal.SIGTERM
-    ] if UNDER_SUBMITIT in os.environ and not is_script else []
+    is_preempted_by_it = UNDER_SUBMITIT in os.environ and not is_script
+    return watched, [signal.SIGTERM] if is_preempted_by_it else []
 
 
 def shield_workers(*, is_script: bool = False) -> None:

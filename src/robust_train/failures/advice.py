@@ -37,20 +37,22 @@ _MORE_MEMORY = (
 _MORE_SHARED_MEMORY = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
-_NEEDS_WORKERS = frozenset({_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD})
-_OF_ANY_MODEL = (
-    "train with mixed precision or gradient checkpointing: activations take less memory"
-)
-_OF_A_SCRIPT = {
-    _SMALLER_BATCH[
-        0
-    ]: "use a smaller --batch-size: activations take memory for each sample",
-    _SMALLER_BATCH[
-        1
-    ]: "accumulate gradients over more of them: the effective batch stays the same",
-    _OF_THE_MODEL[0]: _OF_ANY_MODEL,
+_NEEDS_WORKERS = (_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD)
+_FOR_A_SCRIPT = {
+    _SMALLER_BATCH[0]: (
+        "use a smaller --batch-size: activations take memory for each sample"
+    ),
+    _SMALLER_BATCH[1]: (
+        "accumulate gradients over more of them: the effective batch stays the same"
+    ),
 }
-"""What to say instead where the trainer is a script."""
+_FOR_ANY_MODEL = {
+    _OF_THE_MODEL[0]: (
+        "train with mixed precision or gradient checkpointing: activations take less memory"
+    ),
+    **dict.fromkeys(_OF_THE_MODEL[1:], ""),
+}
+"""What to say instead where the trainer is a script, or not ours; nothing if empty."""
 
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
@@ -135,22 +137,17 @@ def with_advice(attempt: Attempt, *, is_script: bool, is_built_in: bool) -> Atte
     failure = attempt.failure
     if failure is None:
         return attempt
-    unfit: frozenset[str] = frozenset()
+    instead: dict[str, str] = {}
     if attempt.spec.num_workers == 0 or is_script or failure.evidence.no_workers:
-        unfit |= _NEEDS_WORKERS
+        instead |= dict.fromkeys(_NEEDS_WORKERS, "")
+    if is_script:
+        instead |= _FOR_A_SCRIPT
     if not is_built_in:
-        unfit |= frozenset(_OF_THE_MODEL[1:])
+        instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
-        unfit |= frozenset((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]))
-    others = (
-        _OF_A_SCRIPT
-        if is_script
-        else {}
-        if is_built_in
-        else {_OF_THE_MODEL[0]: _OF_ANY_MODEL}
-    )
+        instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
     advice = failure.advice or advice_for(failure.kind, failure.evidence)
-    fitting = tuple(others.get(one, one) for one in advice if one not in unfit)
+    fitting = tuple(filter(None, (instead.get(one, one) for one in advice)))
     return replace(attempt, failure=replace(failure, advice=fitting))
 
 

@@ -63,9 +63,8 @@ def _follow(
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
         yield replace(report, in_group=in_group, exception=raised)
-    members = getattr(
-        exception, "exceptions", None
-    )  # exception groups, also the backport's
+    # exception groups, also the backport's
+    members = getattr(exception, "exceptions", None)
     if isinstance(members, (tuple, list)):
         for member in members:
             if isinstance(member, BaseException):
