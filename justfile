@@ -84,6 +84,10 @@ keys:
 docs:
     {{ python }} -m mkdocs build --strict
 
+# The pictures of README and docs, from real runs; needs Chromium, nbconvert and ipykernel
+pictures:
+    {{ python }} docs/images/make.py
+
 # Lint, format check, types, and what may import what
 lint:
     {{ python }} -m ruff check .
