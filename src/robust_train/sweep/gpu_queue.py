@@ -92,15 +92,16 @@ class LaunchedJob:
     status: str = _PENDING
     config: DictConfig | None = None
     folder: Path | None = None
-    process: ForkProcess | None = None
+    process: ForkProcess | None = None  # while it runs
+    pid: int | None = None
     result: JobReturn | None = None
     state: RunState | None = None
 
     def look(self) -> None:
         """Read its state again; that of an earlier launch does not count."""
-        if self.folder is not None and self.process is not None:
+        if self.folder is not None and self.pid is not None:
             found = read_state(self.folder)
-            is_own = found is not None and found.pid == self.process.pid
+            is_own = found is not None and found.pid == self.pid
             self.state = found if is_own else None
 
     def cells(self) -> list[str]:
@@ -248,7 +249,7 @@ class GpuQueue:
             return
         work, output = partial(self._work, job.config), job.folder / LOG_FILE
         job.process = start_job(work, output, self._detach)
-        job.status = "running"
+        job.pid, job.status = job.process.pid, "running"
         self._running.append(job)
         log.info("job %d starts: %s", job.number, job.shown)
 
@@ -291,10 +292,13 @@ class GpuQueue:
                 "robust-train run stop: no more jobs start, running ones are stopped"
             )
         for job in list(self._running):
-            code = None if job.process is None else job.process.exitcode
-            if code is not None:
-                self._running.remove(job)
-                self._take_result(job, code)
+            if job.process is None or job.process.exitcode is None:
+                continue
+            code = job.process.exitcode
+            job.process.close()  # or a long sweep runs out of descriptors
+            job.process = None
+            self._running.remove(job)
+            self._take_result(job, code)
 
     def _take_result(self, job: LaunchedJob, returncode: int) -> None:
         assert job.folder is not None
@@ -337,9 +341,10 @@ class GpuQueue:
     def _stop(self, why: str, signum: int) -> None:
         self._stopping = why
         for job in self._running:
-            if job.process is not None and job.process.exitcode is None:
+            is_there = job.process is not None and job.process.exitcode is None
+            if is_there and job.pid is not None:
                 # one that it has received as well counts once
-                os.kill(job.process.pid or 0, forwarded(signum))
+                os.kill(job.pid, forwarded(signum))
 
     def _end_all(self, table: LiveTable) -> None:
         """Leave no job behind, except processes that even SIGKILL does not end."""
