@@ -81,7 +81,7 @@ _LONG = (
     "test_lightning.py",
 )
 _APART = (
-    "test_worst_days.py",
+    "test_conformance.py",
     "test_run_command.py",
     "test_built_in_jobs.py",
     "test_attempts.py",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from command_world import CommandWorld, script
-from world import wait_until
 
 RESUME = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--resume {checkpoint}")
 
@@ -48,28 +46,6 @@ def test_a_completed_job_in_the_same_folder_starts_afresh(scripts: CommandWorld,
     ended = scripts.run(*ckpt)
     assert ended.returncode == 0, ended.output
     assert "from step 0" in (scripts.run_dir / "attempt-3.log").read_text()
-
-
-@pytest.mark.parametrize(("resume", "step"), [("true", "3"), ("false", "")])
-def test_the_same_command_goes_on_after_its_launcher_was_killed(
-    scripts: CommandWorld, resume: str, step: str
-):
-    (scripts.folder / "ckpt").mkdir()
-    code = (
-        "echo from <$ROBUST_TRAIN_CHECKPOINT>; [ $ROBUST_TRAIN_ATTEMPT = 2 ] && exit; "
-        "echo 3 > ckpt/3.pt; touch ready; exec sleep 1000"
-    )
-    code = code.replace("<", "'<'").replace(">;", "'>';", 1)
-    arguments = [f"resume={resume}", "--checkpoint", "ckpt/*.pt", "--", "sh", "-c", code]
-    process = scripts.start(*arguments)
-    wait_until((scripts.folder / "ready").exists, "the script has saved")
-    process.send_signal(signal.SIGKILL)
-    scripts.world.end(process)
-    ended = scripts.run(*arguments)
-    assert ended.returncode == 0, ended.output
-    path = scripts.folder / "ckpt" / f"{step}.pt"
-    expected = f"from <{path if step else ''}>"
-    assert expected in (scripts.run_dir / "attempt-2.log").read_text()
 
 
 def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWorld):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -114,28 +113,3 @@ def test_train_py_hands_sigterm_on(scripts: CommandWorld):
     assert ended.returncode == 143, ended.output
     assert saved.read_text() == "saved"
     all_gone([pid])
-
-
-def test_half_the_batch_can_be_asked_for_while_a_script_runs(scripts: CommandWorld):
-    """``robust-train run halve-batch`` talks to live runs, ``run … --`` starts one."""
-    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
-    words = " ".join(script("polite.py", str(ready), str(saved)))
-    code = (
-        f"if [ {{batch_size}} = 8 ]; then echo goes on with {{checkpoint}}; else exec {words}; fi"
-    )
-    options = ["--batch-size", "16", "--checkpoint", "save?", "--name", "halved"]
-    process = scripts.start(*options, "--", "sh", "-c", code)
-    scripts.started_script(ready)
-    main = [sys.executable, "-m", "robust_train.cli.main", "run"]
-    asked = subprocess.run(
-        [*main, "halve-batch", str(scripts.run_dir)],
-        env=scripts.world.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    ended = scripts.world.end(process)
-    assert asked.returncode == 0, asked.stdout + asked.stderr
-    assert ended.returncode == 0, ended.output
-    assert [a["batch_size"] for a in ended.attempts] == [16, 8]
-    assert f"goes on with {saved}" in ended.stdout

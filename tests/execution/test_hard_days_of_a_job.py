@@ -32,11 +32,13 @@ def start(world: World, trainer: str, *arguments: str) -> subprocess.Popen[str]:
     return world.start(f"trainer._target_=hard_days.{trainer}", *arguments)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGHUP, signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(
     world: World, signum: int
 ):
-    """SIGTERM, and other kinds of trainers: see test_worst_days.py."""
+    """SIGTERM, and other kinds of trainers: see tests/conformance."""
     process = start(world, "saves_when_stopped")
     ready(world)
     for one in reversed(tree(process.pid)):

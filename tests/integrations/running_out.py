@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from framework_config import framework_config
+from memory_limit import limited_growth
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
@@ -22,23 +23,7 @@ SAMPLE_BYTES = 64 << 20
 
 RUN_OUT = "can't allocate memory"
 
-CFG = OmegaConf.create(
-    {
-        "device": "cpu",
-        "min_batch_size": 1,
-        "training": {
-            "batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "num_workers": 0,
-            "prefetch_factor": 2,
-            "seed": 3,
-            "checkpoint_every_minutes": 60,
-            "checkpoint_every_steps": None,
-            "keep_checkpoints": 2,
-            "log_every_steps": 1,
-        },
-    }
-)
+CFG = framework_config(4, 2, checkpoint_every_steps=None, keep_checkpoints=2)
 
 
 def allocate(samples: int, fits: int) -> None:
@@ -46,14 +31,8 @@ def allocate(samples: int, fits: int) -> None:
 
     The limit is there for this moment alone, so that memory runs out here and nowhere else.
     """
-    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    room = fits * SAMPLE_BYTES + SAMPLE_BYTES // 2
-    resource.setrlimit(resource.RLIMIT_DATA, (held + room, before[1]))
-    try:
+    with limited_growth(fits * SAMPLE_BYTES + SAMPLE_BYTES // 2):
         torch.empty(samples * SAMPLE_BYTES, dtype=torch.uint8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 class _Fuse(torch.autograd.Function):

@@ -9,20 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import (
-    TWO_RANKS,
-    WIDE,
     Example,
-    differ_by_rounding_alone,
     events,
-    stopped_and_resumed,
 )
-from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 import preloaded
+from framework_config import framework_config
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
-from robust_train.model.errors import Interrupted, UserError
+from robust_train.model.errors import UserError
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
 
@@ -75,34 +71,6 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     same_weights(example.run_here(monkeypatch), ended.journal)
 
 
-@pytest.mark.proves("accelerate", "several GPUs", "in the step")
-@pytest.mark.slow
-def test_memory_that_runs_out_on_one_of_two_ranks_repeats_the_step_of_both(
-    example: Example, monkeypatch: pytest.MonkeyPatch
-):
-    ended = example.run("limited", "ranks", *TWO_RANKS, "training.batch_size=256", WIDE)
-    assert ended.returncode == 0, ended.output
-    assert [(a["outcome"], a["ranks"]) for a in ended.attempts] == [("completed", 2)]
-    changes = events(ended.journal, "micro_batch_changed")
-    assert (changes[0]["before"], changes[0]["rank"]) == (256, 1)
-    # AdamW makes whole steps of rounding errors where a gradient is nearly zero
-    here = weights(example.run_here(monkeypatch, WIDE))
-    differ_by_rounding_alone(weights(ended.journal), here, within=1e-3)
-
-
-@pytest.mark.proves("accelerate", "several GPUs", "new attempt")
-@pytest.mark.slow
-def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
-    ended = example.run(
-        "out_of_memory_between_steps", "ranks-between", *TWO_RANKS, "training.batch_size=256"
-    )
-    assert ended.returncode == 0, ended.output
-    sizes = [(a["ranks"], a["batch_size"], a["effective_batch_size"]) for a in ended.attempts]
-    assert sizes == [(2, 256, 512), (2, 128, 512)]
-    assert "(rank 1)" in ended.attempts[0]["reason"]
-    assert events(ended.journal, "training_started")[1]["step"] > 0
-
-
 @pytest.mark.proves("accelerate", "FSDP2", "in the step")
 @pytest.mark.proves("accelerate", "FSDP2", "new attempt")
 @pytest.mark.slow
@@ -129,51 +97,6 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     assert "can't allocate memory" in ran_out["error"]
     assert seen["next"][0]["started"] > [0]
     assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
-
-
-@pytest.mark.proves("accelerate", "one GPU", "new attempt")
-@pytest.mark.slow
-def test_where_it_runs_out_outside_of_a_step_the_next_attempt_goes_on_with_half(
-    example: Example, monkeypatch: pytest.MonkeyPatch
-):
-    ended = example.run("out_of_memory_between_steps", "between")
-    assert ended.returncode == 0, ended.output
-    assert [(a["batch_size"], a["effective_batch_size"]) for a in ended.attempts] == [
-        (512, 512),
-        (256, 512),
-    ]
-    assert "allocate memory" in ended.attempts[0]["message"]
-    started = [event["step"] for event in events(ended.journal, "training_started")]
-    assert started[0] == 0
-    assert started[1] > 0
-    same_weights(example.run_here(monkeypatch), ended.journal)
-
-
-@pytest.mark.slow
-def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
-    """With dropout, so with the random numbers as well."""
-    dropout = "model.dropout=0.3"
-    whole = example.run("example", "whole", dropout)
-    assert whole.returncode == 0, whole.output
-    ended = stopped_and_resumed(example, "stopped", "example", 4, dropout)
-    for name, weight in weights(whole.journal).items():
-        assert torch.equal(weights(ended.journal)[name], weight)
-
-
-def _cfg(batch_size: int = 8, accumulation: int = 1):
-    return OmegaConf.create(
-        {
-            "training": {
-                "batch_size": batch_size,
-                "gradient_accumulation_steps": accumulation,
-                "seed": 3,
-                "checkpoint_every_minutes": 60,
-                "checkpoint_every_steps": 1,
-                "keep_checkpoints": 20,
-                "log_every_steps": 1,
-            },
-        }
-    )
 
 
 def _train(
@@ -223,41 +146,14 @@ def _train(
     return accelerator.unwrap_model(model).weight.detach(), seen, reports
 
 
-def test_any_checkpoint_can_be_resumed_from_with_another_micro_batch(tmp_path: Path):
-    """At any step of three epochs, the samples that follow and the weights are the same."""
-    whole, seen, reports = _train(tmp_path / "whole", _cfg(8))
-    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
-    assert set(saved) == set(range(1, 10))
-    for step, path in saved.items():
-        weight, rest, again = _train(tmp_path / f"from-{step}", _cfg(2, 4), path)
-        behind = (step - 1) // 3 * 22 + min(((step - 1) % 3 + 1) * 8, 22)
-        assert rest == seen[behind:], step
-        assert [e["step"] for e in again if e["event"] == "training_started"] == [step]
-        torch.testing.assert_close(weight, whole)
-
-
-def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path):
-    cfg = _cfg(8)
-    cfg.training.checkpoint_every_steps = None
-    whole, seen, _ = _train(tmp_path / "whole", cfg)
-    reports: list[dict] = []
-    with pytest.raises(Interrupted, match="stopped after step 5"):
-        _train(tmp_path / "run", cfg, stop_at=5, reports=reports)
-    last = [e for e in reports if e["event"] == "checkpoint"][-1]
-    assert last["step"] == 5
-    weight, rest, _ = _train(tmp_path / "run", cfg, Path(last["path"]))
-    assert rest == seen[22 + 16 :]
-    assert torch.equal(weight, whole)
-
-
 def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.FixtureRequest):
-    exact, _, _ = _train(tmp_path / "float32", _cfg(2, 4))
+    exact, _, _ = _train(tmp_path / "float32", framework_config(2, 4))
     # accelerate keeps its settings for as long as the process lives
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     request.addfinalizer(
         lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     )
-    coarse, _, _ = _train(tmp_path / "bfloat16", _cfg(2, 4), mixed_precision="bf16")
+    coarse, _, _ = _train(tmp_path / "bfloat16", framework_config(2, 4), mixed_precision="bf16")
     assert not torch.equal(exact, coarse)
     torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)
 
@@ -266,7 +162,7 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Pa
     leftover = tmp_path / "checkpoints" / ".step-00000002.tmp"
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"half")
-    _, _, reports = _train(tmp_path, _cfg(8))
+    _, _, reports = _train(tmp_path, framework_config(8))
     assert not leftover.exists()
     assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
 
@@ -285,7 +181,7 @@ def test_a_checkpoint_appears_once_every_rank_has_written_its_files(
 
     module = importlib.import_module("robust_train.integrations.accelerate")
     monkeypatch.setattr(module, "of_all_ranks", meet)
-    _, _, reports = _train(tmp_path, _cfg(8))
+    _, _, reports = _train(tmp_path, framework_config(8))
     assert published[:6] == ([0, 0, 1, 1, 1, 2] if elsewhere is None else [0] * 6)
     saved = [e for e in reports if e["event"] == "checkpoint"]
     assert len(saved) == (9 if elsewhere is None else 0)
@@ -293,14 +189,14 @@ def test_a_checkpoint_appears_once_every_rank_has_written_its_files(
 
 def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"set training.gradient_accumulation_steps"):
-        _train(tmp_path, _cfg(8), gradient_accumulation_steps=2)
+        _train(tmp_path, framework_config(8), gradient_accumulation_steps=2)
 
 
 def test_machines_that_would_write_the_same_files_are_refused(tmp_path: Path, monkeypatch):
     wanted = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"save_on_each_node=True: .* which they share"):
-        _train(tmp_path, _cfg(8), project_config=wanted)
+        _train(tmp_path, framework_config(8), project_config=wanted)
 
 
 def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
@@ -312,24 +208,16 @@ def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
             accelerate.Accelerator(cpu=True),
             torch.nn.Linear(1, 1),
             loader,
-            cfg=_cfg(8, 2),
+            cfg=framework_config(8, 2),
             run=Run(run_dir=tmp_path),
         )
-
-
-def test_a_requested_checkpoint_is_saved_and_answered(tmp_path: Path):
-    cfg = _cfg(8)
-    cfg.training.checkpoint_every_steps = None
-    answers: list[dict] = []
-    _train(tmp_path, cfg, asks=answers)
-    assert [answer["answer"]["step"] for answer in answers] == [1]
 
 
 def test_accelerates_own_lines_about_checkpoints_are_quiet(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level("INFO"):
-        _train(tmp_path, _cfg(8))
+        _train(tmp_path, framework_config(8))
     assert not [one for one in caplog.records if one.name.startswith("accelerate")]
 
 
@@ -337,6 +225,6 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    _, _, reports = _train(tmp_path, _cfg(8))
+    _, _, reports = _train(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text
     assert not [e for e in reports if e["event"] == "checkpoint"]

@@ -10,16 +10,12 @@ import pytest
 import torch
 from jobs import (
     Example,
-    both_ranks_go_on_with_half,
     events,
     recorded,
     repeated_the_step,
-    stopped_and_resumed,
-    two_ranks_repeat_the_step,
-    went_on,
 )
-from omegaconf import OmegaConf
 
+from framework_config import framework_config
 from robust_train.attempt.run import Run
 from robust_train.model.errors import UserError
 
@@ -56,22 +52,12 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.proves("transformers", "one GPU", "in the step")
-@pytest.mark.proves("transformers", "one GPU", "new attempt")
-@pytest.mark.parametrize(
-    ("how", "isolation", "goes_on"),
-    [
-        ("limited", "none", repeated_the_step),
-        pytest.param(
-            "out_of_memory_between_steps", "process", went_on, marks=pytest.mark.slow, id="attempt"
-        ),
-    ],
-)
-def test_where_memory_runs_out_it_goes_on_to_the_same_weights(
-    example: Example, how: str, isolation: str, goes_on, monkeypatch: pytest.MonkeyPatch
+def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
+    example: Example, monkeypatch: pytest.MonkeyPatch
 ):
-    """By the real command, in the step and by an attempt; what the Trainer logs is recorded."""
-    ended = example.run(how, how, f"isolation={isolation}")
-    goes_on(ended)
+    """By the real command; what the Trainer logs is recorded."""
+    ended = example.run("limited", "limited", "isolation=none")
+    repeated_the_step(ended)
     journal = ended.journal
     (speed,) = ended.attempts[-1]["speed"]
     assert 0 < speed["data_share"] < 1
@@ -84,29 +70,6 @@ def test_where_memory_runs_out_it_goes_on_to_the_same_weights(
     assert {"training begins", "first step done"} <= milestones
     for name, weight in weights(example.run_here(monkeypatch)).items():
         torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.proves("transformers", "several GPUs", "in the step")
-@pytest.mark.slow
-def test_two_ranks_stop_at_the_same_step_and_repeat_one_where_memory_runs_out_on_one(
-    example: Example,
-):
-    two_ranks_repeat_the_step(example, weights, "training.batch_size=64")
-
-
-@pytest.mark.proves("transformers", "several GPUs", "new attempt")
-@pytest.mark.slow
-def test_memory_that_runs_out_between_steps_of_one_rank_ends_the_attempt_of_both(example: Example):
-    both_ranks_go_on_with_half(example, "training.batch_size=64")
-
-
-@pytest.mark.slow
-def test_a_job_stopped_by_sigterm_resumes_to_the_very_same_weights(example: Example):
-    whole = example.run("example", "whole")
-    assert whole.returncode == 0, whole.output
-    ended = stopped_and_resumed(example, "stopped", "example", 9)
-    for name, weight in weights(whole.journal).items():
-        assert torch.equal(weights(ended.journal)[name], weight)
 
 
 class _Line(torch.nn.Module):
@@ -122,24 +85,6 @@ class _Line(torch.nn.Module):
             self.seen += x.flatten().tolist()
         errors = (self.layer(x) - labels) ** 2
         return {"loss": errors.sum() / (num_items_in_batch or len(x))}
-
-
-def _cfg(batch_size: int = 8, accumulation: int = 1):
-    return OmegaConf.create(
-        {
-            "device": "cpu",
-            "training": {
-                "batch_size": batch_size,
-                "gradient_accumulation_steps": accumulation,
-                "num_workers": 0,
-                "prefetch_factor": 2,
-                "seed": 3,
-                "checkpoint_every_minutes": 60,
-                "checkpoint_every_steps": 1,
-                "keep_checkpoints": 20,
-            },
-        }
-    )
 
 
 def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
@@ -172,22 +117,10 @@ def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
     return model, result, reports
 
 
-def test_any_checkpoint_can_be_resumed_from_with_another_micro_batch(tmp_path: Path):
-    """At any step of three epochs, the samples that follow and the weights are the same."""
-    whole, _, reports = _fit(tmp_path / "whole", _cfg(8))
-    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
-    assert set(saved) == set(range(1, 10))
-    for step, path in saved.items():
-        rest, _, _ = _fit(tmp_path / f"from-{step}", _cfg(2, 4), path)
-        behind = (step - 1) // 3 * 22 + min(((step - 1) % 3 + 1) * 8, 22)
-        assert rest.seen == whole.seen[behind:], step
-        torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
-
-
 def test_gradient_checkpointing_is_turned_on_where_the_model_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    cfg, turned_on = _cfg(8), []
+    cfg, turned_on = framework_config(8), []
     _fit(tmp_path / "off", cfg)
     cfg.training.gradient_checkpointing = True
     _fit(tmp_path / "cannot", cfg)
@@ -201,9 +134,9 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(
 
 
 def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path: Path):
-    whole, result, reports = _fit(tmp_path / "whole", _cfg(8), max_steps=4)
+    whole, result, reports = _fit(tmp_path / "whole", framework_config(8), max_steps=4)
     last = Path([e["path"] for e in reports if e["event"] == "checkpoint"][-1])
-    rest, again, _ = _fit(tmp_path / "rest", _cfg(4, 2), last, max_steps=4)
+    rest, again, _ = _fit(tmp_path / "rest", framework_config(4, 2), last, max_steps=4)
     assert not rest.seen
     assert torch.equal(rest.layer.weight, whole.layer.weight)
     assert again["eval_loss"] == pytest.approx(result["eval_loss"])
@@ -214,10 +147,10 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(
     tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
 ):
     folder = tmp_path / "job"
-    _, _, reports = _fit(folder, _cfg(8))
+    _, _, reports = _fit(folder, framework_config(8))
     saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
     damage(saved[-1] / "robust_train.json")
-    _, _, again = _fit(folder, _cfg(8), saved[-1])
+    _, _, again = _fit(folder, framework_config(8), saved[-1])
     assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
     assert "is incomplete" in caplog.text
 
@@ -230,7 +163,7 @@ def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
     mark.parent.mkdir()
     meet = lambda value: seen.append(mark.exists()) or [value]  # noqa: E731
     monkeypatch.setattr(module, "of_all_ranks", meet)
-    callback = module.RobustCallback(_cfg(8), Run(run_dir=tmp_path))
+    callback = module.RobustCallback(framework_config(8), Run(run_dir=tmp_path))
     state = SimpleNamespace(global_step=3)
     callback.saved(SimpleNamespace(output_dir=tmp_path), state)
     assert (seen, mark.exists()) == ([False], True)
@@ -244,22 +177,22 @@ def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
 def test_whether_to_resume_is_what_rank_0_found_on_the_disk(
     tmp_path: Path, is_rank_0s: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    _, _, reports = _fit(tmp_path, _cfg(8))
+    _, _, reports = _fit(tmp_path, framework_config(8))
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     module = importlib.import_module("robust_train.integrations.transformers")
     first: list = [8 if is_rank_0s else None]
     monkeypatch.setattr(module, "of_all_ranks", lambda value: first[:1] or [value])
     if is_rank_0s:  # the mark has not come to this rank's machine
         (saved / "robust_train.json").unlink()
-    _, _, again = _fit(tmp_path / "again", _cfg(8), saved)
+    _, _, again = _fit(tmp_path / "again", framework_config(8), saved)
     assert again[0]["event"] == "training_started"
     assert again[0]["step"] == (1 if is_rank_0s else 0)
 
 
 def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    _, _, reports = _fit(tmp_path / "job", _cfg(8))
+    _, _, reports = _fit(tmp_path / "job", framework_config(8))
     first = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
-    _fit(tmp_path / "other", _cfg(3, 2), first)
+    _fit(tmp_path / "other", framework_config(3, 2), first)
     assert "effective batch size of 8, now it is 6" in caplog.text
 
 
@@ -281,7 +214,7 @@ def test_what_would_change_the_training_is_refused_in_one_line(
     if "save_on_each_node" in option:
         monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said) as refused:
-        _fit(tmp_path, _cfg(8), **option)
+        _fit(tmp_path, framework_config(8), **option)
     assert "\n" not in str(refused.value)
 
 
@@ -299,7 +232,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     from robust_train.integrations.transformers import fit, training_arguments
     from robust_train.model.errors import Interrupted
 
-    cfg = _cfg(8)
+    cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None
     reports: list[dict] = []
     run = Run(run_dir=tmp_path, report=lambda event: reports.append(event.as_json()))
@@ -325,14 +258,6 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
     assert not [e for e in recorded(reports, "metrics") if "eval_loss" in e]
 
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
-    rest, _, _ = _fit(tmp_path / "rest", _cfg(8), saved)
-    whole, _, _ = _fit(tmp_path / "whole", _cfg(8))
+    rest, _, _ = _fit(tmp_path / "rest", framework_config(8), saved)
+    whole, _, _ = _fit(tmp_path / "whole", framework_config(8))
     assert rest.seen == whole.seen[22:]
-
-
-def test_a_requested_checkpoint_is_saved_and_answered(tmp_path: Path):
-    cfg = _cfg(8)
-    cfg.training.checkpoint_every_steps = None
-    answers: list[dict] = []
-    _fit(tmp_path, cfg, asks=answers)
-    assert [answer["answer"]["step"] for answer in answers] == [1]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from terminal_screen import lines_shown
-from world import ROOT, World, is_running, parent_of, wait_until
+from world import ROOT, World, is_running, wait_until
 
 
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
@@ -41,35 +41,6 @@ def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World
     assert "in _deep_down" in ended.stderr
     frames = [line for line in ended.stderr.splitlines() if line.strip().startswith("File ")]
     assert all("trainers.py" in frame for frame in frames), "frames of the launcher are shown"
-
-
-def test_an_attempt_that_somebody_kills_is_started_again_from_its_checkpoint(world: World):
-    world.environ["DIES_OF"] = "SIGKILL"
-    ended = world.train("resumes")
-    assert ended.returncode == 0, ended.output
-    assert [(a["start_step"], a["outcome"]) for a in ended.attempts] == [
-        (0, "interrupted"),
-        (5, "completed"),
-    ]
-    assert {(a["device"], a["batch_size"]) for a in ended.attempts} == {("cpu", 64)}
-    assert "killed by SIGKILL (sender unknown)" in ended.attempts[0]["reason"]
-
-
-@pytest.mark.proves("functions (`run.backward`)", "one GPU", "new attempt")
-def test_the_next_attempt_resumes_from_the_last_checkpoint(world: World):
-    attempts = world.folder / "attempts"
-    world.environ["ATTEMPTS_FILE"] = str(attempts)
-    ended = world.train("resumes")
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["result"] == 5
-    assert len(attempts.read_text().splitlines()) == 2
-    assert len(set(attempts.read_text().splitlines())) == 1, "both are forks of one server"
-    assert [(a["start_step"], a["end_step"]) for a in ended.attempts] == [(0, 7), (5, 10)]
-    assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
-    events = [event["event"] for event in ended.journal]
-    assert events[0] == "job_started"
-    assert events[-1] == "job_ended"
-    assert events.index("attempt_started") < events.index("checkpoint")
 
 
 def test_what_a_trainer_prints_is_shown_and_kept(world: World):
@@ -144,19 +115,6 @@ def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World
     assert ended.returncode == 143, ended.output
     for pid in text.split():
         wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
-
-
-def test_a_killed_reaper_takes_its_attempt_along_and_is_an_outcome(world: World):
-    ready = world.folder / "ready"
-    world.environ["READY_FILE"] = str(ready)
-    trainer = "trainer._target_=trainers.never_looks_whether_to_stop"
-    process = world.start(trainer, "max_retries=0")
-    child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
-    os.kill(parent_of(child), signal.SIGKILL)
-    ended = world.end(process)
-    assert ended.returncode == 1, ended.output
-    assert "SIGKILL" in ended.attempts[0]["message"]
-    wait_until(lambda: not is_running(child), "the attempt ends")
 
 
 def test_the_launcher_itself_never_imports_torch(world: World):

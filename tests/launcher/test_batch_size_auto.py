@@ -30,7 +30,7 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
     )
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     world.environ["DATA_LIMIT_BYTES"] = str(300 * MIB)
-    first = world.train("within_a_data_limit", *arguments)
+    first = world.run("trainer._target_=limited_trainers.built_in", *arguments)
     assert first.returncode == 0, first.output
     (found,) = [e for e in first.journal if e["event"] == "batch_size_found"]
     size = found["batch_size"]

@@ -110,23 +110,21 @@ def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
 
 @pytest.mark.proves("built-in trainer", "one GPU", "in the step")
 def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
-    """The limit is between what the whole batch needs and what half of it does."""
-    arguments = ("model.width=40", "training.batch_size=1024", "training.epochs=1")
-    # freed blocks go back at once, so that the limit is one on what is held
-    world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    world.environ["GROWTH_FILE"] = str(world.folder / "growth")
-    ended = world.train("measures_its_growth", *arguments)
+    world.environ |= {
+        # freed blocks go back at once, so that the limit is one on what is held
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "EXAMPLE": "robust_train.vision.trainer.train",
+        "AT_STEP": "4",
+        "GROWTH_FILE": str(world.folder / "growth"),
+    }
+    batch = ("model.width=40", "training.batch_size=512", "training.epochs=2")
+    ended = world.run("trainer._target_=integration_trainers.limited", *batch)
     assert ended.returncode == 0, ended.output
-    growth = int((world.folder / "growth").read_text())
-
-    world.environ["DATA_LIMIT_BYTES"] = str(int(growth * 0.75))
-    ended = world.train("within_a_data_limit", *arguments)
-    assert ended.returncode == 0, ended.output
-    assert [(a["outcome"], a["batch_size"]) for a in ended.attempts] == [("completed", 1024)]
+    assert [(a["outcome"], a["batch_size"]) for a in ended.attempts] == [("completed", 512)]
     changes = [event for event in ended.journal if event["event"] == "micro_batch_changed"]
-    assert changes[0]["before"] == 1024
-    assert changes[0]["step"] == 1
-    assert changes[-1]["last_micro_batch"] < 1024
+    assert changes[0]["before"] == 512
+    assert changes[0]["step"] > 4
+    assert changes[-1]["last_micro_batch"] < 512
     assert "memory" in changes[0]["reason"]
     assert "the step is repeated" in ended.output
 
@@ -136,9 +134,7 @@ def test_a_real_out_of_memory_error_outside_of_the_step_halves_the_batch_and_fin
     world: World,
 ):
     """A trainer that splits nothing itself: the launcher starts it again."""
-    ended = world.run(
-        "trainer._target_=trainers_of_their_own.a_plain_loop", "training.batch_size=64"
-    )
+    ended = world.run("trainer._target_=limited_trainers.a_plain_loop", "training.batch_size=64")
     assert ended.returncode == 0, ended.output
     attempts = [(a["outcome"], a["batch_size"], a["action"]) for a in ended.attempts]
     workers = [a for a in attempts if a[2] == "fewer_workers"]

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,14 +164,6 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(
     assert "others took 8000 MiB" in ended.attempts[0]["reason"]
 
 
-def test_a_step_that_is_split_needs_no_new_attempt(world: World):
-    world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 16})
-    ended = world.train("splits_within_a_budget")
-    assert ended.returncode == 0, ended.output
-    assert len(ended.attempts) == 1
-    assert ended.summary["result"] == {"repeats": 2, "part": 16}
-
-
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: World, isolation: str):
     world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 1})
@@ -192,17 +183,6 @@ def test_a_dead_peer_is_tried_again_after_growing_pauses(script: Script):
     assert times[2] - times[1] >= 0.2
 
 
-def test_an_attempt_that_stalls_is_ended_with_its_stacks_in_the_journal(script: Script):
-    ended = script.run("7 stall", overrides=("stall_timeout_minutes=0.03",))
-    assert ended.returncode == 0, ended.output
-    assert [attempt["outcome"] for attempt in ended.attempts] == ["comm", "completed"]
-    assert "stalled: no progress for " in ended.attempts[0]["reason"]
-    assert "failing_trainers.py:" in ended.attempts[0]["message"]
-    assert "in _hangs_for_ever" in ended.attempts[0]["message"]
-    stalled = next(event for event in ended.journal if event["event"] == "stalled")
-    assert "_hangs_for_ever" in stalled["stacks"]
-
-
 def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
     ended = world.train("dies_of_segfault")
     evidence = next(e["record"] for e in ended.journal if e["event"] == "attempt_ended")
@@ -210,34 +190,6 @@ def test_the_stack_of_a_segfault_is_in_the_journal(world: World):
     assert "dies_of_segfault" in evidence["traceback"]
     assert "robust_train" not in ended.stderr.partition("Fatal Python error")[2]
     assert ended.output.index("ended by SIGSEGV: ") < ended.output.index("Fatal Python error")
-
-
-def test_a_schedulers_warning_saves_a_checkpoint_and_ends_as_preempted(world: World):
-    ready = world.folder / "ready"
-    world.environ["READY_FILE"] = str(ready)
-    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
-    wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
-    process.send_signal(signal.SIGUSR1)
-    ended = world.end(process)
-    assert ended.returncode == 143, ended.output
-    assert ended.summary["status"] == "interrupted"
-    assert Path(ended.summary["checkpoint"]).exists()
-
-
-def test_the_same_command_goes_on_with_an_unfinished_job_in_its_run_folder(world: World):
-    world.environ["READY_FILE"] = str(world.folder / "ready")
-    process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
-    wait_until((world.folder / "ready").exists, "the trainer runs")
-    process.send_signal(signal.SIGTERM)
-    checkpoint = world.end(process).summary["checkpoint"]
-
-    again = world.train("uses_run")
-    assert again.summary["result"]["resume_checkpoint"] == checkpoint
-    assert again.summary["result"]["attempt"] == 2
-    assert (world.run_dir / "attempt-1.log").exists()
-    assert (world.run_dir / "attempt-2.log").exists()
-    # the job is complete now, the next one in this folder is a new one
-    assert world.train("uses_run").summary["result"]["resume_checkpoint"] is None
 
 
 def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world: World):
@@ -282,7 +234,7 @@ def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_t
 ):
     """Real limits of memory; the trainer says by its source that it heeds the key."""
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    target = "trainer._target_=checkpointing_trainers.within_a_limit"
+    target = "trainer._target_=limited_trainers.checkpoints_within_a_limit"
     batch = ("training.batch_size=8", "min_batch_size=8", "training.num_workers=0")
     ended = world.run(target, *batch)
     assert ended.returncode == 0, ended.output

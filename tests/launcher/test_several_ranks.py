@@ -77,24 +77,6 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
     assert "speed: " in ended.output
 
 
-def test_all_go_on_with_half_the_batch_from_the_same_checkpoint(tight_world: World):
-    ended = tight_world.run(
-        *ranks(4, "does_not_split", "training.batch_size=32", "training.num_workers=0")
-    )
-    assert ended.returncode == 0, ended.output
-    first, second = ended.attempts
-    assert (first["outcome"], first["action"]) == ("host_oom", "halve_batch")
-    assert "rank 2" in first["reason"]
-    assert (first["batch_size"], second["batch_size"]) == (32, 16)
-    assert first["effective_batch_size"] == second["effective_batch_size"] == 128
-    assert (second["start_step"], second["end_step"]) == (2, 4)
-    result = ended.summary["result"]
-    assert result["sum_of_starts_and_sizes"] == [4 * 2, 4 * 16], "all four from there, with half"
-    assert result["total"] == 4 * 16
-    failure = next(e for e in ended.journal if e["event"] == "attempt_ended")
-    assert "MemoryError" in failure["record"]["traceback"] or "allocate" in first["message"]
-
-
 def test_ctrl_c_stops_all_ranks_at_the_same_step_with_a_checkpoint(world: World):
     process = world.start(*ranks(3, "stops_when_asked"))
     journal = world.run_dir / "journal.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -11,12 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-MIB = 1024**2
-
-
-def _data_bytes():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+from memory_limit import MIB, limit_growth
 
 
 def _number_of_samples(run):
@@ -91,15 +85,13 @@ def _outer(weights):
 
 def _inner(activations):
     gradients = torch.ones(4 * MIB)
-    limit = _data_bytes() + 64 * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    limit_growth(64 * MIB)
     return torch.ones(200 * MIB), gradients, activations
 
 
 def fills_the_memory_to_the_last_byte(cfg, run):
     """Leaves no room for another tensor, nor for another list."""
-    limit = _data_bytes() + 64 * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    limit_growth(64 * MIB)
     kept, small = [], []
     try:
         while True:

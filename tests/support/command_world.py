@@ -37,9 +37,7 @@ class CommandWorld:
         """``train_robust.py trainer=command``, to its end."""
         return self.world.run("trainer=command", argv(*words), *overrides)
 
-    def start(
-        self, *arguments: str, stdin: Any = subprocess.DEVNULL
-    ) -> subprocess.Popen[str] | warm.Command:
+    def start(self, *arguments: str, stdin: Any = subprocess.DEVNULL) -> subprocess.Popen[str]:
         """Start ``robust-train run``; the caller waits for it."""
         words = ["-m", "robust_train.cli.main", "run", "--run-dir", str(self.run_dir), *arguments]
         if stdin == subprocess.DEVNULL and not self.world.alone:

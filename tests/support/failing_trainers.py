@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -14,8 +13,7 @@ def fails_by_script(cfg, run):
     """Does what the script in the environment says for this attempt's number, then succeeds.
 
     A line is ``<step> <message>``: progress to that step (``-``: training does not even begin),
-    then an error with that message; the message ``stall`` hangs instead, ``worker`` kills a
-    data-loader worker.
+    then an error with that message; the message ``worker`` kills a data-loader worker instead.
     """
     lines = Path(os.environ["FAILURES_FILE"]).read_text().splitlines()
     with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
@@ -33,15 +31,11 @@ def fails_by_script(cfg, run):
     if step != "-":
         run.started(0)
         run.progress(int(step))
-    if message == "stall":
-        _hangs_for_ever()
     if message == "worker":
         import torch
 
         workers = cfg.training.num_workers
         list(torch.utils.data.DataLoader(_KillsItsWorker(), num_workers=workers))
-    if "out of memory" in message:
-        raise RuntimeError(message)
     raise RuntimeError(message)
 
 
@@ -52,10 +46,6 @@ def fails_by_script_when_told(cfg, run):
         while not Path(os.environ["GO_FILE"]).exists():
             time.sleep(0.01)
     return fails_by_script(cfg, run)
-
-
-def _hangs_for_ever():
-    threading.Event().wait()
 
 
 class _KillsItsWorker:

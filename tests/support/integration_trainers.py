@@ -1,32 +1,17 @@
-"""The examples' trainers under a real limit of memory, and stopped."""
+"""The examples' trainers under a real limit of memory."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import resource
-import signal
 import threading
 from pathlib import Path
 
-
-def _data_bytes():
-    """Private writable memory of this process, which is what RLIMIT_DATA limits."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+from memory_limit import data_bytes, lift_limit, limit_growth
 
 
 def preload_modules(cfg):
     return ["torch._dynamo", os.environ["EXAMPLE"].rpartition(".")[0]]
-
-
-def as_told(cfg, run):
-    """The example in the way that the environment names; its first attempt may be stopped."""
-    stop_step = int(os.environ.get("STOP_STEP", 0))
-    if stop_step and run.is_main and run.resume_checkpoint is None:
-        launcher = int(Path(os.environ["LAUNCHER_FILE"]).read_text())
-        after_step(run, stop_step, lambda: os.kill(launcher, signal.SIGTERM))
-    return globals()[os.environ["HOW"]](cfg, run)
 
 
 def example(cfg, run):
@@ -47,18 +32,17 @@ def limited(cfg, run):
         nonlocal most
         while not done.wait(0.0005):
             if start is not None:
-                most = max(most, _data_bytes() - start)
+                most = max(most, data_bytes() - start)
 
     def begin():
         nonlocal start
-        start = _data_bytes()
+        start = data_bytes()
 
     def limit():
         done.set()
         if not growth.exists():
             growth.write_text(str(most))
-        bound = _data_bytes() + int(growth.read_text()) * 7 // 10
-        resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.RLIM_INFINITY))
+        limit_growth(int(growth.read_text()) * 7 // 10)
 
     after_step(run, int(os.environ["AT_STEP"]), limit)
     after_step(run, 2, begin)
@@ -67,7 +51,7 @@ def limited(cfg, run):
         return example(cfg, run)
     finally:
         done.set()
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+        lift_limit()
 
 
 def out_of_memory_between_steps(cfg, run):

@@ -30,4 +30,4 @@ def run(
     if environ is None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environ = {**environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    return warm.run(("-c", program, *arguments), environ, cwd, timeout_seconds, kind="trainer")
+    return warm.run(("-c", program, *arguments), environ, cwd, timeout_seconds, kind="vision")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -14,16 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memory_limit import MIB, limit_growth
 from robust_train.model.errors import Interrupted
 
 WIDE = 1 << 18
 """Numbers of one sample's activation: 1 MiB."""
-
-
-def limit_memory(growth_mib):
-    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    limit = data + (growth_mib << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
 
 def splits_in_its_own_loop(cfg, run):
@@ -37,10 +31,12 @@ def splits_in_its_own_loop(cfg, run):
     run.started(0)
     told = {"at_ease": _train(cfg, run)}
     if run.rank == 1:
-        limit_memory(cfg.training.batch_size + 10)  # and what it takes to look for what is held
+        limit_growth(
+            (cfg.training.batch_size + 10) * MIB
+        )  # and what it takes to look for what is held
     told |= {"short_of_memory": _train(cfg, run), "size": run.micro_batcher.size}
     if run.rank == 1:
-        limit_memory(6)
+        limit_growth(6 * MIB)
     try:
         _train(cfg, run)
     except (MemoryError, RuntimeError) as error:
@@ -67,32 +63,6 @@ def _train(cfg, run):
                 parameter.grad = None
         run.progress(step)
     return [p.item() for p in model.module.weight[0]]
-
-
-def does_not_split(cfg, run):
-    """Four steps with a checkpoint after each; in the third rank 2 needs room for its batch."""
-    dist.init_process_group("gloo")
-    start = 0
-    if run.resume_checkpoint is not None:
-        start = int(Path(run.resume_checkpoint).read_text())
-    run.started(start)
-    starts = torch.tensor([start, cfg.training.batch_size])
-    dist.all_reduce(starts)
-    if run.rank == 2:  # now that the collective's threads have their stacks
-        limit_memory(24)
-    for step in range(start + 1, 5):
-        batch = torch.ones(cfg.training.batch_size if step >= 3 else 1, WIDE)
-        total = batch[:, 0].sum()
-        del batch
-        dist.all_reduce(total)
-        run.progress(step)
-        if run.is_main:
-            run.checkpoint_dir.mkdir(exist_ok=True)
-            path = run.checkpoint_dir / str(step)
-            path.write_text(str(step))
-            run.checkpoint_saved(path, step)
-    dist.destroy_process_group()
-    return {"sum_of_starts_and_sizes": starts.tolist(), "total": total.item()}
 
 
 def stops_when_asked(cfg, run):

@@ -6,11 +6,9 @@ import ctypes
 import functools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -200,43 +198,6 @@ class Callable:
 
 
 instance = Callable()
-
-
-def _data_bytes():
-    """Private writable memory of this process, which is what RLIMIT_DATA limits."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-
-
-def measures_its_growth(cfg, run):
-    """The built-in trainer, which tells how much its private memory grew at most."""
-    from robust_train.vision.trainer import train
-
-    start, most = _data_bytes(), 0
-
-    def watch():
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, _data_bytes())
-
-    done = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        return train(cfg, run)
-    finally:
-        done.set()
-        watcher.join()
-        Path(os.environ["GROWTH_FILE"]).write_text(str(most - start))
-
-
-def within_a_data_limit(cfg, run):
-    """The built-in trainer, with so much private memory to grow into and no more."""
-    from robust_train.vision.trainer import train
-
-    limit = _data_bytes() + int(os.environ["DATA_LIMIT_BYTES"])
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    return train(cfg, run)
 
 
 def sees_through_torch(cfg):

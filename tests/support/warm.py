@@ -27,10 +27,10 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _REQUEST_BYTES = 1 << 17
@@ -43,12 +43,10 @@ _IMPORTS = (
 _LARGE_IMPORTS = {
     # the latter is imported when an optimizer is built
     "": ("torch", "torch._dynamo"),
-    # what the built-in trainer's default imports
-    "vision": ("torch.utils.tensorboard", "sklearn.datasets"),
-    # and the trainer itself, for programs without a launcher (see preloaded)
-    "trainer": ("robust_train.vision.trainer",),
+    # what the built-in trainer's default imports; and the trainer itself, for programs without a
+    # launcher (see preloaded)
+    "vision": ("torch.utils.tensorboard", "sklearn.datasets", "robust_train.vision.trainer"),
 }
-_FORKED_FROM = {"vision": "", "trainer": "vision"}
 _SHOW_STACKS = signal.SIGRTMAX - 1  # of no use to anybody else
 _LAST_WORDS_SECONDS = 1.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -67,84 +65,31 @@ _large: dict[str, types.ModuleType] = {}
 _read_before: dict[str, str] = {}
 
 
-class Command:
-    """A command that was started, with the methods of :class:`subprocess.Popen` that tests use."""
+class Forked(subprocess.Popen):
+    """A process that is a fork: ``fork(stdin, stdout, stderr)`` returns its id."""
 
-    def __init__(self, args: list[str], pid: int, stdout: IO[str], stderr: IO[str]) -> None:
-        self.args, self.pid, self.stdout, self.stderr = args, pid, stdout, stderr
-        self.returncode: int | None = None
+    def __init__(self, fork: Callable[[int, int, int], int], args: Any, **options: Any) -> None:
+        self._fork = fork
+        super().__init__(args, **options)
 
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+    def _execute_child(self, *given: Any) -> None:
+        pipes = stdin, _, _, stdout, _, stderr = given[10:16]
+        self.pid = self._fork(stdin, stdout, stderr)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return the exit code."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            time.sleep(0.005)
-        assert self.returncode is not None
-        return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str, str]:
         """Read all that it prints until it ends. Where that takes too long, it is killed with all
         that it has started, and the error says where each of them stood."""
-        texts = {}
-        streams = (self.stdout, self.stderr)
-        readers = [
-            threading.Thread(target=lambda s=stream: texts.update({s: s.read()}), daemon=True)
-            for stream in streams
-            if not stream.closed
-        ]
-        for reader in readers:
-            reader.start()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for reader in readers:
-            reader.join(None if deadline is None else max(deadline - time.monotonic(), 0))
-        if any(reader.is_alive() for reader in readers):
+        try:
+            return super().communicate(input, timeout)
+        except subprocess.TimeoutExpired:
             code = self.poll()
             how = "ran on" if code is None else f"had ended with {code}"
-            about = (
-                f"{self.args}: after {timeout:g} s it {how}; who can print: {_who_has(self.stdout)}"
-            )
             _show_where_they_stand_and_kill(self.pid)
-            for reader in readers:
-                reader.join(_LAST_WORDS_SECONDS)
-            raise AssertionError("\n".join((about, *map(str, texts.values()))))
-        self.wait(None if deadline is None else max(deadline - time.monotonic(), 0.1))
-        for stream in streams:
-            stream.close()
-        return texts.get(self.stdout, ""), texts.get(self.stderr, "")
-
-    def send_signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-
-def _who_has(stream: IO[str]) -> list[str]:
-    """Return the other processes that have a pipe open."""
-    pipe, found = os.readlink(f"/proc/self/fd/{stream.fileno()}"), []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(one) == pipe for one in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found += (
-                    [f"{process.name} {command[:120]}"] if int(process.name) != os.getpid() else []
-                )
-    return found
+            texts = super().communicate(timeout=_LAST_WORDS_SECONDS)
+            about = f"{self.args}: after {timeout:g} s it {how}"
+            raise AssertionError("\n".join((about, *texts))) from None
 
 
 def _show_where_they_stand_and_kill(pid: int) -> None:
@@ -168,16 +113,16 @@ def _show_where_they_stand_and_kill(pid: int) -> None:
 
 def start(
     argv: Sequence[str], cwd: Path, environ: Mapping[str, str], kind: str | None = None
-) -> Command:
+) -> Forked:
     """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it."""
-    (stdout, stdout_there), (stderr, stderr_there) = os.pipe(), os.pipe()
     argv = [str(one) for one in argv]
     request = {"is": "command", "argv": argv, "cwd": str(cwd), "environ": dict(environ)}
-    with _adopting_orphans():
-        pid = _fork_there(request, [stdout_there, stderr_there], kind or _kind(argv))
-    os.close(stdout_there)
-    os.close(stderr_there)
-    return Command(argv, pid, os.fdopen(stdout), os.fdopen(stderr))
+
+    def fork(stdin: int, stdout: int, stderr: int) -> int:
+        with _adopting_orphans():
+            return _fork_there(request, [stdout, stderr], kind or _kind(argv))
+
+    return Forked(fork, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def run(
@@ -189,7 +134,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python argv…`` to its end."""
     command = start(argv, cwd or Path.cwd(), environ, kind)
-    stdout, stderr = command.communicate(timeout)
+    stdout, stderr = command.communicate(timeout=timeout)
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
 
 
@@ -240,21 +185,17 @@ class Reapers:
             "environ": dict(options["env"]),
             "cwd": os.getcwd(),
         }
-        null = os.open(os.devnull, os.O_RDONLY)
-        descriptors = [options["pass_fds"][0], null, options["stdout"], options["stderr"]]
-        if self._twins:
+
+        def fork(*streams: int) -> int:
+            descriptors = [options["pass_fds"][0], *streams]
+            if not self._twins:
+                return _fork_there(request, descriptors)  # its caller is a subreaper by now
             pid, twin = self._twins.pop()
             socket.send_fds(twin, [json.dumps(request).encode()], descriptors)
             twin.close()
-        else:
-            pid = _fork_there(request, descriptors)  # its caller is a subreaper by now
-        os.close(null)
-        process = subprocess.Popen.__new__(subprocess.Popen)
-        process.args, process.pid, process.returncode = args, pid, None
-        process.stdin = process.stdout = process.stderr = None
-        process.__dict__ |= {"_child_created": True, "_waitpid_lock": threading.Lock()}
-        process.__dict__ |= {"_sigint_wait_secs": 0.25, "_communication_started": False}
-        return process
+            return pid
+
+        return Forked(fork, args, **options)
 
 
 def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
@@ -288,7 +229,7 @@ def _server(kind: str = "") -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if kind:
             request = {"is": "server", "imports": _LARGE_IMPORTS[kind]}
-            _fork_there(request, [theirs.fileno()], _FORKED_FROM[kind])
+            _fork_there(request, [theirs.fileno()])
         else:
             source = Path(__file__).resolve().parents[2] / "src"
             process = subprocess.Popen(

@@ -118,7 +118,7 @@ class World:
 
     def start(
         self, *arguments: str, script: str = "train_robust.py", **options: Any
-    ) -> subprocess.Popen[str] | warm.Command:
+    ) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
         command = self.command(*arguments, script=script)
         if not self.alone and not options:
@@ -134,7 +134,7 @@ class World:
             **options,
         )
 
-    def end(self, process: subprocess.Popen[str] | warm.Command) -> Ended:
+    def end(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for a command that was started."""
         stdout, stderr = process.communicate(timeout=240)
         return Ended(process.returncode, stdout, stderr, self.run_dir)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training_world import config, write_image_folder
 
 from forked_ranks import of_forks, of_ranks
+from memory_limit import MIB, lift_limit, limit_growth
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
 from robust_train.model.errors import ConfigError, Interrupted, UserError
@@ -57,16 +57,6 @@ def data(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 4, generator=generator)
     return x, x.sum(dim=1, keepdim=True)
-
-
-def limit_memory(growth_mib: int) -> None:
-    data_bytes = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    limit = data_bytes + (growth_mib << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
-
-
-def lift_limit() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def train(batcher: MicroBatcher, net: nn.Module, rank: int, ranks: int, *, own: bool = False):
@@ -214,7 +204,7 @@ def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
     seen["own"] = train(MicroBatcher(), Net(), rank, ranks, own=True)
     batcher, net = MicroBatcher(), Net()
     if rank == 1:
-        limit_memory(3 if ranks == 4 else 9)
+        limit_growth((3 if ranks == 4 else 9) * MIB)
     seen["short_of_memory"] = train(batcher, net, rank, ranks)
     seen["exhausted"] = exhausted(MicroBatcher(min_batch_size=100), Net())
     lift_limit()

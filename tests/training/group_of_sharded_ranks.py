@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from group_of_ranks import attempt, lift_limit, limit_memory, of_forks
+from group_of_ranks import attempt, of_forks
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from training_world import write_image_folder
 
+from memory_limit import MIB, lift_limit, limit_growth
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import Models
@@ -285,7 +286,7 @@ def short_of_memory(rank: int, mesh) -> list[object]:
             part.activation = WIDE
     batcher = MicroBatcher()
     if rank == 1:
-        limit_memory(28)
+        limit_growth(28 * MIB)
     _, repeated = step(batcher, model, SHARES[rank])
     lift_limit()
     expected = network()

@@ -42,7 +42,7 @@ from robust_train import find_batch_size
 from robust_train.policy.batch_search import BatchSearch
 from robust_train.memory.clearing import return_memory
 from robust_train.attempt.run import MicroBatchPlan, Run
-from trainers_of_their_own import limit_growth
+from memory_limit import limit_growth
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from robust_train.attempt.run import Run
-from trainers_of_their_own import limit_growth
+from memory_limit import limit_growth
 
 torch.set_num_threads(1)
 STEPS, LONG, BATCH, CHANNELS = 60, range(40, 42), 32, 48

@@ -203,7 +203,7 @@ class Machine:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
         return {**kept, **self.environ, **more}
 
-    def start(self, snippet: str, **more: str) -> subprocess.Popen[str] | warm.Command:
+    def start(self, snippet: str, **more: str) -> subprocess.Popen[str]:
         """Start an interpreter on this machine that runs a snippet of Python."""
         arguments, environ = ["-c", textwrap.dedent(snippet)], self.environment(**more)
         if not self.alone:

@@ -1,0 +1,203 @@
+"""Kinds of jobs, and one of them as a test runs it; their trainers: ``conformance_trainers``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import warm
+from robust_train.folder.checkpoints import SUFFIX
+from simulated_nvml import Machine
+from world import SUPPORT, Ended, World, wait_until
+
+BOUND_SECONDS = 90
+
+COMMON = (
+    "min_batch_size=1",
+    "retry_pause_seconds=0.1",
+    "training.num_workers=0",
+    "training.seed=3",
+)
+SMALL = (*COMMON, "training.checkpoint_every_steps=2")
+DIGITS = (
+    *COMMON,
+    "model.width=8",
+    "model.dropout=0",
+    "training.epochs=1",
+    "training.checkpoint_every_steps=6",
+)
+SCRIPT = (
+    *COMMON,
+    "trainer=command",
+    f"trainer.argv=[{sys.executable},{SUPPORT / 'conformance_trainers.py'},"
+    "'{batch_size}','{run_dir}/checkpoints']",
+    "trainer.checkpoint_glob='{run_dir}/checkpoints/*.json'",
+    "trainer.resume_argv=['{checkpoint}']",
+)
+RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
+
+
+def trainer(name: str) -> str:
+    return f"trainer._target_=conformance_trainers.{name}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of job.
+
+    Attributes:
+        arguments: those of its command.
+        batch_size: micro-batch of its first attempt.
+        like: the kind, without GPUs and ranks, that learns the same; by default itself.
+        needs: the package without which it is skipped.
+        on_gpus: it runs on simulated GPUs.
+        is_launched_like_others: what concerns the launcher alone need not happen to it as well.
+        splits: it repeats a step in parts when memory runs out, and saves on request.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    batch_size: int = 8
+    like: str = ""
+    needs: str = ""
+    on_gpus: bool = False
+    is_launched_like_others: bool = False
+    splits: bool = True
+
+    @property
+    def words(self) -> list[str]:
+        return [*self.arguments, f"training.batch_size={self.batch_size}"]
+
+    @property
+    def is_sweep(self) -> bool:
+        return "-m" in self.arguments
+
+
+def in_ranks(one: Kind, how: str = "ranks", *words: str) -> Kind:
+    """The same job in two ranks, which together learn what one does."""
+    return replace(
+        one,
+        name=f"{one.name} in {how}",
+        arguments=(*one.arguments, *RANKS, *words),
+        batch_size=one.batch_size // 2,
+        like=one.name,
+        is_launched_like_others=True,
+    )
+
+
+def of_framework(name: str) -> Kind:
+    return Kind(name, (trainer(name), *SMALL), needs=name, is_launched_like_others=True)
+
+
+FUNCTION = (trainer("function"), *SMALL)
+VISION = Kind("vision", (trainer("vision"), *DIGITS), 64)
+FRAMEWORKS = [of_framework(name) for name in ("lightning", "transformers", "accelerate")]
+KINDS = [
+    Kind("function", FUNCTION, on_gpus=True),
+    Kind("ranks", (*FUNCTION, "num_gpus=2"), 4, like="function", on_gpus=True),
+    Kind("sweep", ("-m", *FUNCTION, "hydra/launcher=gpu_queue"), like="function", on_gpus=True),
+    Kind("script", SCRIPT, on_gpus=True, splits=False),
+    VISION,
+    in_ranks(VISION),
+    in_ranks(VISION, "shards", "training.sharding=fsdp"),
+    *FRAMEWORKS,
+    *(in_ranks(one) for one in FRAMEWORKS),
+]
+
+
+class Day:
+    """One job, what happens to it, and what is true afterwards."""
+
+    def __init__(
+        self, world: World, kind: Kind, *words: str, machine: Machine | None = None
+    ) -> None:
+        self.world = world
+        self.kind = kind
+        if machine is not None:
+            world.with_environ(machine.environ)
+        self.words = [*kind.words, *words]
+        self.run_dir = world.run_dir
+        if kind.is_sweep:
+            self.words.append(f"hydra.sweep.dir={world.folder / 'sweep'}")
+            self.run_dir = world.folder / "sweep" / "0"
+        self.ready_file = world.folder / "ready"
+        self.hold = world.folder / "ready.hold"
+        self.weights_file = world.folder / "weights"
+        world.environ |= {
+            "READY_FILE": str(self.ready_file),
+            "WEIGHTS_FILE": str(self.weights_file),
+        }
+        self.pids: list[int] = []
+        self.chain: list[int] = []
+        """Process ids from the trainer outwards to the command."""
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that was reported whole."""
+        manifests = sorted((self.run_dir / "checkpoints").glob(f"*{SUFFIX}"))
+        return manifests[-1] if manifests else None
+
+    def start(self) -> None:
+        """Start the command and wait until it trains and has saved; there it is held."""
+        self.hold.touch()
+        self.world.alone = self.kind.is_sweep
+        self.process = self.world.start(*self.words)
+        wait_until(self._trains, "the job trains")
+        root = psutil.Process(self.process.pid)
+        self.pids = [root.pid, *(one.pid for one in root.children(recursive=True))]
+        self.chain = [int(self.ready_file.read_text())]
+        while self.chain[-1] != self.process.pid:
+            parent = psutil.Process(self.chain[-1]).parent()
+            assert parent is not None
+            self.chain.append(parent.pid)
+
+    def _trains(self) -> bool:
+        assert self.process.poll() is None, self.process.communicate()
+        return self.ready_file.exists() and self.newest() is not None
+
+    def end(self) -> Ended:
+        """Let it go on, and wait for the command, which has a bound."""
+        self.hold.unlink(missing_ok=True)
+        return self._ended(self.process)
+
+    def meets(self, what: str) -> Ended:
+        """Run the command, whose first attempt meets this once it has saved."""
+        self.world.environ["MEETS"] = what
+        ended = self._ended(self.world.start(*self.words))
+        del self.world.environ["MEETS"]
+        return ended
+
+    def requests(self, verb: str) -> str:
+        """Have the held job answer ``robust-train run …``; return what that printed."""
+        argv = ("-m", "robust_train.cli.main", "run", verb, str(self.run_dir))
+        asking = warm.start(argv, self.world.folder, self.world.environ)
+        requests = self.run_dir / "requests"
+        wait_until(lambda: list(requests.glob("*.taken")), "the request is taken")
+        self.hold.unlink()
+        stdout, stderr = asking.communicate(timeout=BOUND_SECONDS)
+        assert asking.returncode == 0, stdout + stderr
+        return stdout
+
+    def completes(self, *words: str) -> Ended:
+        """Run the same command to its end."""
+        return self._ended(self.world.start(*self.words, *words))
+
+    def _ended(self, process: subprocess.Popen[str]) -> Ended:
+        stdout, stderr = process.communicate(timeout=BOUND_SECONDS)
+        return Ended(process.returncode, stdout, stderr, self.run_dir)
+
+    def journal(self, event: str) -> list[dict[str, Any]]:
+        """The journal's events of this name."""
+        return [one for one in self.events() if one["event"] == event]
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for line in (self.run_dir / "journal.jsonl").open():
+            with contextlib.suppress(ValueError):  # torn where the disk was full
+                yield json.loads(line)

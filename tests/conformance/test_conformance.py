@@ -1,0 +1,211 @@
+"""Whatever happens to a job of whatever kind: it ends or goes on, leaves nothing behind, and the
+same command completes it with the weights of a job that nothing happened to.
+
+One table: kinds of jobs × events. Every test starts the real command. The default suite runs
+:data:`DIAGONAL`, ``just test-all`` all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs_of_each_kind import KINDS, Day, Kind
+from what_happens import EVENTS
+
+import warm
+from robust_train.folder.checkpoints import SUFFIX
+from simulated_nvml import Gpu, Machine
+from two_gpu_machine import A, B
+from world import World, is_running, wait_until
+
+ROUNDING = 1e-3  # of the weights' length; Adam divides small differences by small gradients
+
+DIAGONAL = {
+    ("accelerate in ranks", "SIGTERM then half the batch"),
+    ("function", "SIGKILL of process 0"),
+    ("function", "SIGTERM then a new job"),
+    ("function", "SIGKILL of process 1"),
+    ("function", "blocked stdout"),
+    ("function", "bug"),
+    ("function", "full disk"),
+    ("function", "hang"),
+    ("function", "out of memory"),
+    ("function", "second launcher"),
+    ("function", "unreadable folder"),
+    ("lightning", "out of memory in a step"),
+    ("ranks", "SIGTERM to all"),
+    ("ranks", "out of memory in a step"),
+    ("ranks", "out of memory"),
+    ("script", "SIGKILL of process 2"),
+    ("script", "SIGSTOP of process 3"),
+    ("script", "requested half batch"),
+    ("sweep", "requested checkpoint"),
+    ("transformers", "requested half batch"),
+    ("vision in ranks", "SIGTERM then one rank"),
+    ("vision", "SIGKILL to all"),
+}
+"""The cheapest cells that have every kind and every sort of event."""
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def leaves_nothing(day: Day) -> None:
+    """No process, lock or reservation is left."""
+    for pid in day.pids:
+        wait_until(lambda pid=pid: not is_running(pid), f"process {pid} ends")
+    wait_until(lambda: not list(processes_of(day)), "all that it started ends")
+    queue = warm.robust_train("queue", "--json", environ=day.world.environ)
+    assert "GPU-" not in queue.stdout.replace('"gpus"', ""), queue.stdout
+
+
+def processes_of(day: Day) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            # an environment cannot be read off a fork of a warm interpreter
+            is_here = process.cwd() == str(day.world.folder)
+            if is_here or process.environ().get("READY_FILE") == str(day.ready_file):
+                yield process
+
+
+def is_completed_by_the_same_command(day: Day) -> None:
+    """From its newest whole checkpoint, unless it is complete."""
+    summary = day.run_dir / "summary.json"
+    if summary.exists() and json.loads(summary.read_text())["status"] == "completed":
+        return
+    newest = day.newest()
+    assert newest is not None
+    ended = day.completes()
+    assert ended.returncode == 0, ended.output
+    last = day.journal("attempt_started")[-1]
+    assert last["resume_checkpoint"] == str(newest).removesuffix(SUFFIX)
+
+
+def has_one_story(day: Day) -> None:
+    """In the journal: attempts follow each other, from what was saved, to one completed end."""
+    started, has_saved, job = 0, False, ""
+    for event in day.events():
+        if event["event"] == "job_started":
+            has_saved &= event["job"] == job  # nothing is saved of a new one
+            job = event["job"]
+        elif event["event"] == "attempt_started":
+            started += 1
+            assert event["attempt"] == started
+            assert event["resume_checkpoint"] is not None or not has_saved
+        elif event["event"] == "attempt_ended":
+            assert event["attempt"] == started
+        has_saved |= event["event"] == "checkpoint"
+    assert event["event"] == "job_ended"
+    assert event["status"] == "completed"
+
+
+def has_the_weights(day: Day, expected: list[float], *, is_exact: bool) -> None:
+    """Those of a job that nothing happened to; other sizes and ranks differ by rounding."""
+    found = json.loads(day.weights_file.read_text())
+    if is_exact and not day.kind.like:
+        assert found == expected
+        return
+    distance = sum((a - b) ** 2 for a, b in zip(found, expected, strict=True)) ** 0.5
+    assert distance <= ROUNDING * sum(b**2 for b in expected) ** 0.5
+
+
+Undisturbed = Callable[[Kind], list[float]]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The weights of a job of each kind that nothing happened to, on one rank without a GPU."""
+    known: dict[str, list[float]] = {}
+
+    def weights(kind: Kind) -> list[float]:
+        name = kind.like or kind.name
+        if name not in known:
+            (alone,) = (one for one in KINDS if one.name == name)
+            day = Day(World(tmp_path_factory.mktemp("undisturbed")), alone)
+            inline = ("isolation=none",) if alone.splits else ()
+            ended = day.world.run(*day.words, *inline)
+            assert ended.returncode == 0, ended.output
+            known[name] = json.loads(day.weights_file.read_text())
+        return known[name]
+
+    return weights
+
+
+@pytest.mark.proves("built-in trainer", "one GPU", "in the step")
+@pytest.mark.proves("built-in trainer", "one GPU", "new attempt")
+@pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
+@pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
+@pytest.mark.proves("built-in trainer", "FSDP2", "in the step")
+@pytest.mark.proves("built-in trainer", "FSDP2", "new attempt")
+@pytest.mark.proves("functions (`run.backward`)", "one GPU", "in the step")
+@pytest.mark.proves("functions (`run.backward`)", "one GPU", "new attempt")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "in the step")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "new attempt")
+@pytest.mark.proves("accelerate", "one GPU", "in the step")
+@pytest.mark.proves("accelerate", "one GPU", "new attempt")
+@pytest.mark.proves("accelerate", "several GPUs", "in the step")
+@pytest.mark.proves("accelerate", "several GPUs", "new attempt")
+@pytest.mark.proves("Lightning", "one GPU", "in the step")
+@pytest.mark.proves("Lightning", "one GPU", "new attempt")
+@pytest.mark.proves("Lightning", "several GPUs", "in the step")
+@pytest.mark.proves("Lightning", "several GPUs", "new attempt")
+@pytest.mark.proves("transformers", "one GPU", "in the step")
+@pytest.mark.proves("transformers", "one GPU", "new attempt")
+@pytest.mark.proves("transformers", "several GPUs", "in the step")
+@pytest.mark.proves("transformers", "several GPUs", "new attempt")
+@pytest.mark.proves("scripts", "one GPU", "new attempt")
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        pytest.param(
+            kind,
+            name,
+            id=f"{kind.name}-{name}",
+            marks=[] if (kind.name, name) in DIAGONAL else [pytest.mark.slow],
+        )
+        for kind in KINDS
+        for name, event in EVENTS.items()
+        if event.can_happen_to(kind)
+    ],
+)
+def test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_command(
+    world: World,
+    kind: Kind,
+    event: str,
+    cuda_machine_with: Callable[..., Machine],
+    undisturbed: Undisturbed,
+):
+    if kind.needs:
+        pytest.importorskip(kind.needs, reason=f"the extra [{kind.needs}] is not installed")
+    gpus = [Gpu(uuid=uuid, total_mib=24000, free_mib=20000) for uuid in (A, B)]
+    what = EVENTS[event]
+    machine = cuda_machine_with(*gpus) if kind.on_gpus else None
+    day = Day(world, kind, *what.words, machine=machine)
+    with small_disk(day.run_dir) if event == "full disk" else contextlib.nullcontext():
+        if what.is_held:
+            day.start()
+        what.happens(day)
+        leaves_nothing(day)
+        is_completed_by_the_same_command(day)
+        if event != "full disk":
+            has_one_story(day)
+        has_the_weights(day, undisturbed(kind), is_exact=what.is_exact)

@@ -1,0 +1,267 @@
+"""What happens to a job, each as a function of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from jobs_of_each_kind import BOUND_SECONDS, Day, Kind
+
+from robust_train.folder.checkpoints import SUFFIX
+from world import wait_until
+
+STOPPED_SECONDS = 1.0
+
+
+def sigterm(day: Day) -> None:
+    """To the command, as a scheduler sends it: the last step is saved."""
+    day.process.terminate()
+    ended = day.end()
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["status"] == "interrupted"
+    if day.kind.splits:
+        saved = day.journal("checkpoint")[-1]["step"]
+        assert saved == ended.attempts[-1]["end_step"]
+
+
+def sigterm_then_half_the_batch(day: Day) -> None:
+    """Stopped; the next launch has half the micro-batch and twice the accumulation."""
+    sigterm(day)
+    half = day.kind.batch_size // 2
+    ended = day.completes(f"training.batch_size={half}", "training.gradient_accumulation_steps=2")
+    assert ended.returncode == 0, ended.output
+    assert ended.attempts[-1]["start_step"] > 0
+
+
+def sigterm_then_one_rank(day: Day) -> None:
+    """Stopped; the next launch has one GPU for all that several have done."""
+    sigterm(day)
+    ended = day.completes("num_gpus=1", f"training.batch_size={day.kind.batch_size * 2}")
+    assert ended.returncode == 0, ended.output
+    assert ended.attempts[-1]["ranks"] == 1
+    assert ended.attempts[-1]["start_step"] > 0
+
+
+def sigterm_then_a_new_job(day: Day) -> None:
+    """Stopped; the user wants no more of it."""
+    sigterm(day)
+    ended = day.completes("resume=false")
+    assert ended.returncode == 0, ended.output
+    assert day.journal("attempt_started")[-1]["resume_checkpoint"] is None
+
+
+def sigterm_to_all(day: Day) -> None:
+    """As a logout, ``pkill -f`` or a batch system sends it."""
+    for pid in reversed(day.pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert day.end().returncode == 143
+
+
+def sigkill_to_all(day: Day) -> None:
+    for pid in day.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    day.end()
+
+
+def sigkill(depth: int) -> Callable[[Day], None]:
+    def event(day: Day) -> None:
+        if depth >= len(day.chain):
+            pytest.skip("this kind of job has fewer processes")
+        os.kill(day.chain[depth], signal.SIGKILL)
+        ended = day.end()
+        if depth == 0:
+            assert ended.returncode == 0, ended.output
+            assert [one["outcome"] for one in ended.attempts] == ["interrupted", "completed"]
+            assert "SIGKILL" in ended.attempts[0]["message"]
+
+    return event
+
+
+def sigstop(depth: int) -> Callable[[Day], None]:
+    def event(day: Day) -> None:
+        if depth >= len(day.chain):
+            pytest.skip("this kind of job has fewer processes")
+        process = psutil.Process(day.chain[depth])
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "it is stopped")
+        time.sleep(STOPPED_SECONDS)
+        process.resume()
+        ended = day.end()
+        assert ended.returncode == 0, ended.output
+
+    return event
+
+
+def full_disk(day: Day) -> None:
+    """The run folder is on a disk of its own (see :func:`small_disk`), and now it is full."""
+    filler = day.run_dir / "filler"
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(b"x" * 4096)
+    ended = day.end()
+    filler.unlink()
+    if ended.returncode == 0:  # what it had to write was small enough for the last blocks
+        return
+    # a sweep's job has its own log, on the same full disk
+    assert day.kind.is_sweep or "No space left" in ended.output
+
+
+def unreadable_folder(day: Day) -> None:
+    """Killed; then what its checkpoints are cannot be read for a while."""
+    sigkill_to_all(day)
+    manifests = sorted((day.run_dir / "checkpoints").glob(f"*{SUFFIX}"))
+    away = [path.rename(path.with_name(f"{path.name}.away")) for path in manifests]
+    for path in manifests:
+        path.mkdir()
+    again = day.world.start(*day.words)
+    log = day.run_dir / "train_robust.log"
+    wait_until(lambda: "trying again" in log.read_text(), "the launcher waits for them")
+    for path, aside in zip(manifests, away, strict=True):
+        path.rmdir()
+        aside.rename(path)
+    stdout, stderr = again.communicate(timeout=BOUND_SECONDS)
+    assert again.returncode == 0, stdout + stderr
+
+
+def blocked_stdout(day: Day) -> None:
+    """No one reads what it prints, which is more than a pipe holds."""
+    day.hold.unlink()
+    assert day.process.wait(BOUND_SECONDS) == 0
+    day.end()
+
+
+def second_launcher(day: Day) -> None:
+    second = day.world.run(*day.words)
+    assert second.returncode == 2, second.output
+    ended = day.end()
+    assert ended.returncode == 0, ended.output
+
+
+def requested_checkpoint(day: Day) -> None:
+    answer = day.requests("checkpoint")
+    ended = day.end()
+    assert ended.returncode == 0, ended.output
+    assert any(Path(one["path"]).name in answer for one in day.journal("checkpoint")), answer
+
+
+def requested_half_batch(day: Day) -> None:
+    day.requests("halve-batch")
+    ended = day.end()
+    assert ended.returncode == 0, ended.output
+    half = day.kind.batch_size // 2
+    changed = [one["after"] for one in day.journal("micro_batch_changed")]
+    assert half in [*changed, ended.attempts[-1]["batch_size"]]
+    assert len(ended.attempts) == 1 or not day.kind.splits
+
+
+def out_of_memory_in_a_step(day: Day) -> None:
+    """The step is repeated in parts, by all ranks; no other step and no attempt is lost."""
+    ended = day.meets("out of memory in a step")
+    assert ended.returncode == 0, ended.output
+    (attempt,) = ended.attempts
+    assert attempt["outcome"] == "completed"
+    first = day.journal("micro_batch_changed")[0]
+    assert (first["before"], first["after"]) == (day.kind.batch_size, day.kind.batch_size // 2)
+    assert "allocate memory" in first["reason"]
+    assert first["rank"] in (None, attempt["ranks"] - 1)
+    assert not day.journal("memory_held")
+
+
+def out_of_memory(day: Day) -> None:
+    """Between two steps of the last rank: the next attempt of all has half the batch."""
+    ended = day.meets("out of memory")
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert (first["outcome"], first["action"]) == ("host_oom", "halve_batch")
+    assert second["batch_size"] == first["batch_size"] // 2 == day.kind.batch_size // 2
+    assert second["effective_batch_size"] == first["effective_batch_size"]
+    assert second["ranks"] == first["ranks"]
+    assert first["ranks"] == 1 or "(rank 1)" in first["reason"]
+
+
+def hang(day: Day) -> None:
+    """Of the last rank: ended without progress, and tried again."""
+    ended = day.meets("a hang")
+    assert ended.returncode == 0, ended.output
+    assert [one["outcome"] for one in ended.attempts] == ["comm", "completed"]
+    assert "stalled: no progress for " in ended.attempts[0]["reason"]
+    (stalled,) = day.journal("stalled")
+    assert "conformance_trainers.py" in stalled["stacks"]
+
+
+def bug(day: Day) -> None:
+    """Of the last rank: the job ends at once, with the trainer's own traceback."""
+    ended = day.meets("a bug")
+    assert ended.returncode == 1, ended.output
+    assert [one["outcome"] for one in ended.attempts] == ["bug"]
+    assert "a bug of mine" in ended.attempts[0]["message"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to a job.
+
+    Attributes:
+        is_of_launcher: it concerns what is the same for all frameworks.
+        needs_splitting: it happens to trainers that :attr:`Kind.splits`.
+        needs_ranks: it happens to jobs of two ranks.
+        is_exact: the job ends with the same weights to the bit.
+        is_held: the job is started, and held once it has saved.
+        words: more arguments of the command.
+    """
+
+    happens: Callable[[Day], None]
+    is_of_launcher: bool = False
+    needs_splitting: bool = False
+    needs_ranks: bool = False
+    is_exact: bool = True
+    is_held: bool = True
+    words: tuple[str, ...] = ()
+
+    def can_happen_to(self, kind: Kind) -> bool:
+        if self.is_of_launcher and kind.is_launched_like_others:
+            return False
+        if self.needs_ranks and "num_gpus=2" not in kind.arguments:
+            return False
+        return kind.splits or not self.needs_splitting
+
+
+EVENTS = {
+    "SIGTERM": Event(sigterm),
+    "SIGTERM then half the batch": Event(sigterm_then_half_the_batch, is_exact=False),
+    "SIGTERM then one rank": Event(sigterm_then_one_rank, needs_ranks=True, is_exact=False),
+    "SIGTERM then a new job": Event(sigterm_then_a_new_job, is_of_launcher=True),
+    "SIGTERM to all": Event(sigterm_to_all),
+    "SIGKILL to all": Event(sigkill_to_all),
+    "SIGKILL of process 0": Event(sigkill(0)),
+    **{
+        f"SIGKILL of process {depth}": Event(sigkill(depth), is_of_launcher=True)
+        for depth in (1, 2, 3)
+    },
+    **{
+        f"SIGSTOP of process {depth}": Event(sigstop(depth), is_of_launcher=True)
+        for depth in (0, 1, 2, 3)
+    },
+    "full disk": Event(full_disk, is_of_launcher=True),
+    "unreadable folder": Event(unreadable_folder, is_of_launcher=True),
+    "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
+    "second launcher": Event(second_launcher, is_of_launcher=True),
+    "requested checkpoint": Event(requested_checkpoint, needs_splitting=True),
+    "requested half batch": Event(requested_half_batch, is_exact=False),
+    "out of memory in a step": Event(
+        out_of_memory_in_a_step, needs_splitting=True, is_exact=False, is_held=False
+    ),
+    "out of memory": Event(out_of_memory, is_exact=False, is_held=False),
+    "hang": Event(hang, needs_splitting=True, is_held=False, words=("stall_timeout_minutes=0.05",)),
+    "bug": Event(bug, is_held=False),
+}
+"""Process 0 is the innermost: the script, else the trainer's own process."""

@@ -1,0 +1,29 @@
+"""What the integrations read of a job's config."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+
+def framework_config(batch_size: int = 8, accumulation: int = 1, **training: object) -> DictConfig:
+    """A checkpoint after every step; ``training`` has other keys and values of that group."""
+    return OmegaConf.create(
+        {
+            "device": "cpu",
+            "min_batch_size": 1,
+            "num_gpus": 1,
+            "training": {
+                "batch_size": batch_size,
+                "gradient_accumulation_steps": accumulation,
+                "epochs": 1,
+                "num_workers": 0,
+                "prefetch_factor": 2,
+                "seed": 3,
+                "checkpoint_every_minutes": 60,
+                "checkpoint_every_steps": 1,
+                "keep_checkpoints": 20,
+                "log_every_steps": 1,
+                **training,
+            },
+        }
+    )

@@ -1,0 +1,68 @@
+"""Training loops as users write them, on the CPU and under real limits of memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memory_limit import MIB, limit_growth, limited_growth
+
+_BLOCKS = 8
+_LAYERS = 4
+
+
+def built_in(cfg, run):
+    """The built-in trainer, with so much private memory to grow into and no more."""
+    from robust_train.vision.trainer import train
+
+    limit_growth(int(os.environ["DATA_LIMIT_BYTES"]))
+    return train(cfg, run)
+
+
+def a_plain_loop(cfg):
+    """Needs 4 MiB for each sample of its micro-batch, and knows nothing of micro_batches."""
+    model = nn.Sequential(nn.Linear(1, 2**20, bias=False), nn.Flatten(), nn.Linear(2**20, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    torch.set_num_threads(1)
+    model(torch.zeros(1, 1)).sum().backward()
+    limit_growth(32 * 10 * MIB)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(cfg.training.gradient_accumulation_steps):
+            loss = model(torch.ones(cfg.training.batch_size, 1)).mean()
+            (loss / cfg.training.gradient_accumulation_steps).backward()
+        optimizer.step()
+    return cfg.training.batch_size
+
+
+def checkpoints_within_a_limit(cfg, run):
+    """Heed ``cfg.training.gradient_checkpointing``: each layer keeps 4 MiB of activations, 128 MiB
+    in all, 48 with checkpointing."""
+    torch.set_num_threads(1)
+    is_on = bool(cfg.training.gradient_checkpointing)
+    run.started(0)
+    _gradient(1, is_on)  # what the first pass of all takes
+    with limited_growth(90 * MIB):
+        found = _gradient(cfg.training.batch_size, is_on)
+    run.progress(1)
+    at_ease = _gradient(cfg.training.batch_size, not is_on)
+    return {"short_of_memory": found, "at_ease": at_ease, "checkpointed": is_on}
+
+
+def _gradient(batch_size: int, is_on: bool) -> list[float]:
+    """Return the gradients of a deep net's scales."""
+    scales = torch.linspace(0.5, 1.5, _BLOCKS * _LAYERS, requires_grad=True)
+    x = torch.linspace(-1, 1, batch_size << 17).reshape(batch_size, -1)
+
+    def block(x, number):
+        for scale in scales[number * _LAYERS : (number + 1) * _LAYERS]:
+            x = torch.tanh(x * scale)
+        return x
+
+    for number in range(_BLOCKS):
+        x = checkpoint(block, x, number, use_reentrant=False) if is_on else block(x, number)
+    x.mean().backward()
+    return scales.grad.tolist()
