@@ -54,7 +54,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
     pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
     alone = statistics.median(
-        seconds(lambda: ranks.agree(group.gather(report))) for _ in range(chosen.steps)
+        seconds(lambda: group.exchange(report)) for _ in range(chosen.steps)
     )
     if rank == 0:
         print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")

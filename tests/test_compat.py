@@ -156,11 +156,11 @@ def test_a_group_that_counts_no_collectives_has_nobody_refused(tmp_path, monkeyp
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ranks, "collectives_begun", lambda group: 0)
             step.begin_part(training=True)
-            group.gather(False)
+            group.figures(0)
             group.ledger.sent += 1
             step.end_part(ran_out=False)
         step.begin_part(training=True)
-        group.gather(False)
+        group.figures(0)
         dist.all_reduce(torch.ones(1))
         with pytest.raises(UserError, match="a collective of your own"):
             step.end_part(ran_out=False)

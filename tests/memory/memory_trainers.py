@@ -8,50 +8,8 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from memory_limit import MIB, limit_growth
-
-
-def _number_of_samples(run):
-    path = run.run_dir / "memory.jsonl"
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-
-def _trains(run, steps, leak_bytes):
-    """Real steps of a small network whose activations are large beside it: so many, and on until
-    there are samples enough, which on a busy machine come rarely.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    kept = []
-    run.started(0)
-    step = 0
-    while step < steps or (step < 20 * steps and _number_of_samples(run) < 100):
-        step += 1
-        x = torch.randn(2048, 64)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), x).backward()
-        optimizer.step()
-        if leak_bytes:
-            kept.append(torch.ones(leak_bytes // 4))
-        if step % 50 == 0:
-            run.checkpoint_dir.mkdir(exist_ok=True)
-            path = run.checkpoint_dir / f"{step}.pt"
-            torch.save({"model": model.state_dict()}, path)
-            run.checkpoint_saved(path, step)
-        run.progress(step)
-    return len(kept)
-
-
-def leaks(cfg, run):
-    """Keeps a quarter of a MiB of every step."""
-    return _trains(run, 400, MIB // 4)
-
-
-def is_healthy(cfg, run):
-    return _trains(run, 400, 0)
 
 
 def is_killed(cfg, run):

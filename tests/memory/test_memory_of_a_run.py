@@ -121,16 +121,6 @@ def test_memory_that_is_full_to_the_last_byte_leaves_room_to_record_it(own_train
     assert written_down(ended)["kind"] == "host_oom"
 
 
-@pytest.mark.slow
-def test_what_cannot_be_written_does_not_hide_why_memory_ran_out(own_trainers: World):
-    (own_trainers.run_dir / "oom-attempt-1.json").mkdir(parents=True)
-    ended = run(own_trainers, "runs_out_in_a_function", *ON_CPU, "min_batch_size=64")
-    assert "cannot write " in ended.output
-    assert "oom-attempt-1.json: Is a directory" in ended.output
-    assert "out of memory: the largest tensors are 20.0 MiB" in ended.output
-    assert ended.attempts[0]["outcome"] == "host_oom"
-
-
 @pytest.mark.parametrize(
     ("error", "setting", "files"),
     [
@@ -190,26 +180,6 @@ def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path: Path, caplo
     [warning] = caplog.records
     assert warning.levelname == "WARNING"
     assert "attempt 1: memory is growing (leak suspected: +100.0" in warning.getMessage()
-
-
-@pytest.mark.slow
-def test_a_leak_is_suspected_with_its_rate(own_trainers: World):
-    # a heap with holes would grow by more than what is held
-    own_trainers.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    ended = run(own_trainers, "leaks", *ON_CPU, "memory.sample_interval_ms=10")
-    assert ended.returncode == 0, ended.output
-    found = ended.attempts[0]["memory_stability"]
-    assert found["kind"] == "growing", found
-    assert found["mib_per_100_steps"] == pytest.approx(25, rel=0.3)
-    assert "attempt 1: memory is growing (leak suspected: " in ended.output
-
-
-@pytest.mark.slow
-def test_a_healthy_run_is_stable(own_trainers: World):
-    ended = run(own_trainers, "is_healthy", *ON_CPU, "memory.sample_interval_ms=10")
-    assert ended.returncode == 0, ended.output
-    found = ended.attempts[0]["memory_stability"]
-    assert found == {"kind": "stable", "sentence": "stable", "mib_per_100_steps": None}
 
 
 def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers: World):

@@ -7,14 +7,13 @@ import json
 import os
 import resource
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from memory_world import ON_CPU, run, start
 
-from robust_train.memory.samples import FILE_NAME, Sample, SampleFile, Sampler, encode, read_samples
+from robust_train.memory.samples import FILE_NAME, Sample, SampleFile, encode, read_samples
 from robust_train.readable import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -23,23 +22,6 @@ from world import World, wait_until
 
 def samples_of(world: World) -> list[Sample]:
     return read_samples(world.run_dir / FILE_NAME)
-
-
-@pytest.mark.slow
-def test_a_run_of_the_built_in_trainer_leaves_memory_over_time(world: World):
-    ended = world.run(*ON_CPU, "training.epochs=1", "memory.sample_interval_ms=20")
-    assert ended.returncode == 0, ended.output
-    samples = samples_of(world)
-    assert {(s.attempt, s.device) for s in samples} == {(1, "cpu")}
-    assert samples[-1].step == ended.attempts[0]["end_step"]
-    assert all(0 < s.anonymous <= s.resident for s in samples)
-    # the kernel counts in batches of pages, and so a little late
-    assert max(s.resident for s in samples) < ended.attempts[0]["peak_memory_bytes"] + MIB
-    times = [s.time for s in samples]
-    assert times == sorted(times)
-    marks = {event["event"] for event in ended.journal}
-    assert {"attempt_started", "memory", "checkpoint", "epoch", "memory_cleared"} <= marks
-    assert all("time" in event for event in ended.journal)
 
 
 def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers: World):
@@ -125,17 +107,6 @@ def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
     assert all(gap <= 0.11 + 0.01 * time for gap, time in gaps), "spread over the time"
     assert [s.step for s in own][-3:] == [99_997, 99_998, 99_999], "the newest at the end"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_sampler_ends_with_its_last_sample(tmp_path: Path):
-    path = tmp_path / FILE_NAME
-    # as fast as it can: the share of the time is what the benchmark is about
-    sampler = Sampler(tmp_path, 2, "cpu", 0.0, lambda: 1, cost_share=1.0)
-    sampler.start()
-    wait_until(lambda: len(read_samples(path)) > 20, "enough samples")
-    sampler.stop()
-    assert not any(thread.name == "memory sampler" for thread in threading.enumerate())
-    assert path.read_text().endswith("}\n")
 
 
 def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path: Path, caplog):

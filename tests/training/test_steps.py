@@ -126,16 +126,6 @@ def test_the_size_that_fits_is_kept_for_the_following_steps():
     assert model.sizes == [3, 3, 3, 3]
 
 
-def test_sizes_go_down_the_ladder_of_the_launcher():
-    model = Network(most=1)
-    events = []
-    batcher = MicroBatcher(
-        12, gradient_accumulation_steps=2, on_event=lambda event: events.append(event.as_json())
-    )
-    step(batcher, model)
-    assert [(e["before"], e["after"]) for e in events] == [(12, 6), (6, 3), (3, 1)]
-
-
 def test_a_change_is_recorded_with_its_reason(tmp_path):
     run_events = []
     run = Run(run_dir=tmp_path, report=lambda event: run_events.append(event.as_json()))
@@ -149,13 +139,6 @@ def test_a_change_is_recorded_with_its_reason(tmp_path):
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
     assert "out of memory" in event["reason"]
     assert run.last_micro_batch == event["last_micro_batch"] == 6
-
-
-@pytest.mark.parametrize("micro_batch", [1, 5, 11])
-def test_uneven_parts_are_weighted_by_their_samples(micro_batch):
-    model = Network()
-    step(MicroBatcher(micro_batch), model)
-    assert_same(gradients(model), gradients(unlimited()))
 
 
 def test_a_mean_over_tokens_is_weighted_by_tokens():
@@ -372,17 +355,6 @@ def test_each_failure_of_a_size_doubles_the_wait_until_it_is_tried_again():
     assert batcher.size == 6
 
 
-def test_a_size_that_fits_again_is_grown_up_to_the_one_asked_for():
-    model = Network(most=3)
-    batcher = MicroBatcher(12, regrow_after_steps=2)
-    step(batcher, model)
-    assert batcher.size == 3
-    model.most = 100
-    for _ in range(20):
-        step(batcher, model)
-    assert batcher.size == 12
-
-
 def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoint():
     model, events = Network(), []
     batcher = MicroBatcher(
@@ -398,18 +370,6 @@ def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoi
         step(again, model)
     assert again.size == 6
     assert [(e["before"], e["after"], e["reason"]) for e in events] == [(12, 6, "wished")]
-
-
-def test_below_the_wished_size_memory_still_decides():
-    batcher = MicroBatcher(12, regrow_after_steps=2)
-    batcher.shrink("wished")
-    model = Network(most=3)
-    step(batcher, model)
-    assert batcher.size == 3
-    model.most = 100
-    for _ in range(20):
-        step(batcher, model)
-    assert batcher.size == 6
 
 
 def test_a_wish_halves_what_is_really_in_use():
@@ -605,17 +565,6 @@ def test_several_models_learn_in_one_step():
     cross_entropy(head(whole(x)), y).backward()
     assert_same(gradients(body), gradients(whole))
     assert_same([p.recovered for p in head.parameters()], gradients(head))
-
-
-def test_what_the_function_returns_with_the_loss_comes_back_once_and_in_order():
-    model = Network(most=4)
-
-    def loss_of(batch):
-        return loss_with(model)(batch), batch[0][:, 0].tolist()
-
-    loss, kept = MicroBatcher(6).backward(loss_of, data(), model)
-    assert [value for part in kept for value in part] == data()[0][:, 0].tolist()
-    assert loss.ndim == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -96,7 +96,9 @@ class Ranks:
         # its own: the default group counts the collectives of a user
         self._group: Any = dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
-        self.ledger = sharded.Ledger(self.gather)
+        self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures(ran_out).any()))
+        self._reported: RankReport | None = None  # without the items
+        self._agreed: Agreement | None = None
 
     def foreign(self) -> int:
         """Return how many collectives were begun that neither this class nor FSDP2 knows of.
@@ -104,8 +106,30 @@ class Ranks:
         It falls where the group counts none, or only those of its default backend."""
         return collectives_begun(self.world) - self.ledger.sent
 
+    def figures(self, *mine: float) -> Tensor:
+        """Return every rank's figures, a row each, by one small message. All have to call it."""
+        # on the host whatever the default device is
+        rows = torch.zeros(self.size, len(mine), dtype=torch.float64, device="cpu")
+        rows[self.rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        dist.all_reduce(rows, group=self._group)
+        return rows
+
+    def exchange(self, report: RankReport) -> Agreement:
+        """Send this rank's report and receive the others'. All ranks have to call it.
+
+        Reports go around only if one of them has news; else the last agreement holds.
+        """
+        counts = replace(report, items=0.0)
+        has_news = report.ran_out is not None or counts != self._reported
+        rows = self.figures(has_news or self._agreed is None, report.items)
+        self._reported = counts
+        if self._agreed is None or rows[:, 0].any():
+            self._agreed = agree(self.gather(report))
+            return self._agreed
+        return replace(self._agreed, ran_out=None, items=float(rows[:, 1].sum()))
+
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank. All ranks have to call it."""
+        """Return every rank's value, by rank, in several messages. All have to call it."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -179,9 +203,8 @@ class SharedStep:
         FSDP takes the mean of the ranks' gradients, whatever their shares in the items are.
         """
         assert self._group is not None
-        counts = self._group.gather((parts, items))
-        of_all = sum(items for _, items in counts)
-        most = max(parts for parts, _ in counts)
+        rows = self._group.figures(parts, items)
+        most, of_all = int(rows[:, 0].max()), float(rows[:, 1].sum())
         return most, items * self._group.size / of_all if of_all else 0.0
 
     def begin_part(self, *, training: bool) -> None:
@@ -227,7 +250,7 @@ class SharedStep:
         self._items = items
         present = tuple(parameter.grad is not None for parameter in self._parameters)
         report = RankReport(ran_out, size, items, present, returns_more)
-        return agree(self._group.gather(report))
+        return self._group.exchange(report)
 
     def sum_gradients(
         self, agreed: Agreement | None, loss: Tensor | None

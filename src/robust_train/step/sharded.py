@@ -60,11 +60,11 @@ class Ledger:
     plays on. Until then each collective is preceded by a vote.
 
     Args:
-        gather: returns every rank's value; all of them call it.
+        vote: send all ranks whether this one ran out; returns whether any did.
     """
 
-    def __init__(self, gather: Callable[[bool], list[bool]]) -> None:
-        self._gather = gather
+    def __init__(self, vote: Callable[[bool], bool]) -> None:
+        self._vote = vote
         self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = (
             weakref.WeakKeyDictionary()
         )
@@ -106,7 +106,7 @@ class Ledger:
             return
         record = self._records.get(self._part)
         if record is None:
-            if not any(self._gather(ran_out)):  # the end counts as one more collective
+            if not self._vote(ran_out):  # the end counts as one more collective
                 self._records[self._part] = now
         elif ran_out:
             for collective in record[len(now) :]:
@@ -143,7 +143,7 @@ class Ledger:
         if (
             self._now is not None
             and self._part not in self._records
-            and any(self._gather(False))
+            and self._vote(False)
         ):
             self._now = None
             raise RanOutElsewhere
