@@ -173,7 +173,7 @@ def _be_attempt(
                 request,
                 report.load,
                 report,
-                stopping=partial(stop_on_signals, is_script=request.runs_script),
+                stopping=partial(stop_on_signals, is_script=request.config.is_script),
             )
             status = int(error is not None)
             send.flush()

@@ -72,7 +72,7 @@ class Run:
         speed: measures how fast the steps follow each other.
         trackers: notes which run of an experiment tracker is this job's.
         steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
-        keeps_batch: why no attempt may split the batch in another way, None if it may.
+        keeps_batch: why no attempt may split the batch in another way; empty if it may.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
             for another attempt.
@@ -119,7 +119,7 @@ class Run:
         self.steps_before = 0
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
-        self.keeps_batch: str | None = None
+        self.keeps_batch = ""
         self.memory_keeper: AttemptMemory | None = None
         self.batch_search: BatchSearch | None = None
         self.logs_memory = False

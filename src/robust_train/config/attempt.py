@@ -107,11 +107,6 @@ class AttemptRequest:
         return 1 if self.config.is_script else self.spec.ranks
 
     @property
-    def runs_script(self) -> bool:
-        """Whether the trainer is a program of the user's."""
-        return self.config.is_script
-
-    @property
     def log_file(self) -> Path:
         """What the attempt prints."""
         return self.run_dir / f"attempt-{self.attempt}.log"

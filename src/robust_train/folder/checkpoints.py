@@ -19,11 +19,11 @@ import time
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from robust_train.files import replacing, sync, write_json
+from robust_train.files import from_json, replacing, sync, write_json
 
 log = logging.getLogger("robust_train")
 
@@ -168,14 +168,11 @@ def state_of(manifest: Manifest) -> State:
 def _read(file: Path) -> Manifest | None:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        content = json.loads(text)
-        known = {item.name: content[item.name] for item in fields(Manifest)}
-        manifest = replace(Manifest(**known), path=file.parent / known["path"])
-        sum(manifest.order)  # its types are right
-    except (ValueError, TypeError, KeyError, RecursionError):
-        log.warning("%s is no manifest of a checkpoint; it is passed over", file)
+        manifest = from_json(Manifest, json.loads(text))
+    except (ValueError, RecursionError):  # MalformedEvent among them
+        log.warning("%s is not a manifest of a checkpoint; it is passed over", file)
         return None
-    return manifest
+    return replace(manifest, path=file.parent / manifest.path)
 
 
 def _sync_all(path: Path) -> None:

@@ -161,7 +161,9 @@ class ProcessExecutor:
         if was_interrupted:
             _await_signal(signals)
         stalled = None if running is None else running.stalled
-        stacks = _stacks(request, keep=not request.runs_script or stalled is not None)
+        stacks = _stacks(
+            request, keep=not request.config.is_script or stalled is not None
+        )
         if stalled is not None:
             on_event(Stalled(round(stalled.seconds, 1), stacks))
         return replace(

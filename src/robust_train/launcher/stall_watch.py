@@ -223,7 +223,7 @@ def _trainers_processes(
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(pid)
-            found += [] if request.runs_script else [one]
+            found += [] if request.config.is_script else [one]
             found += one.children(recursive=True)
     return found
 
@@ -244,7 +244,7 @@ def dump_stacks(
     """Write what the processes of an attempt do; return the seconds that they need for theirs."""
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
-    own = {} if request.runs_script else pids
+    own = {} if request.config.is_script else pids
     silent = [
         one
         for one in _trainers_processes(tuple(pids.values()), request)

@@ -81,7 +81,7 @@ class Attempt:
     saves: int = 0  # number of checkpoints it reported
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
-    keeps_batch: str | None = None  # why no attempt may split the batch in another way
+    keeps_batch: str = ""  # why no attempt may split the batch in another way
     # what probes before training have found
     batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak

@@ -144,7 +144,7 @@ class Retry:
     spec: AttemptSpec  # what to use
     action: str  # the remedy's name, as `summary.json` spells it
     reason: str  # one sentence
-    warning: str | None = None  # what the user should know besides, or None
+    warning: str = ""  # what the user should know besides
     pause_seconds: float = 0.0  # to let pass before
     room: Room | None = None  # to wait for before, or None
     otherwise: Decision | None = None  # what to do if there is no room in time

@@ -53,9 +53,9 @@ class FailureContext:
         return spec.with_batch(batch_size, accumulation)
 
     @property
-    def keeps_batch(self) -> str | None:
-        """Why no attempt may split the batch in another way, None if it may."""
-        return next((a.keeps_batch for a in self.history if a.keeps_batch), None)
+    def keeps_batch(self) -> str:
+        """Why no attempt may split the batch in another way; empty if it may."""
+        return next((a.keeps_batch for a in self.history if a.keeps_batch), "")
 
     @property
     def sizes(self) -> PolicySettings:
@@ -267,12 +267,12 @@ class FailureContext:
             room,
         )
 
-    def warning_about(self, spec: AttemptSpec) -> str | None:
+    def warning_about(self, spec: AttemptSpec) -> str:
         """Return a sentence if the effective batch is no longer the requested one, once."""
         wanted = self.settings.asked.effective_batch_size
         now = spec.effective_batch_size
         if now in (wanted, self.attempt.spec.effective_batch_size):
-            return None
+            return ""
         if not self.config.preserve_effective_batch_size:
             return (
                 f"the effective batch size is now {now} instead of {wanted}: "

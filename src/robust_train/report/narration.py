@@ -187,7 +187,7 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         return
     if isinstance(decision, Retry):
         log.warning("attempt %d: %s", attempt.number, decision.reason)
-        if decision.warning is not None:
+        if decision.warning:
             log.warning("%s", decision.warning)
         return
     if decision.action == "stopped":  # by its user

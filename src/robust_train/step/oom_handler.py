@@ -154,7 +154,7 @@ class OOMHandler:
                 return False
             raise AttemptsExhausted(self._account()) from error
         for line in (decision.reason, decision.warning, left):
-            if line is not None:
+            if line:
                 log.warning("%s", line)
         self._spec = decision.spec
         return True
