@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from robust_train.host.waiting import readable
+from robust_train.host.linux import readable
 from robust_train.launcher.interpreters import (
     Interpreter,
     Interpreters,

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from another_user import ANOTHER_USER, needs_root
 from robust_train.cli.main import main
 from robust_train.gpu.visible import Visible
-from robust_train.host.locks import is_locked, lock
+from robust_train.host.linux import is_locked, lock
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue import queue_dir
 from robust_train.queue.host_queue import HostQueue

@@ -38,10 +38,10 @@ from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
+from robust_train.host.linux import FOREVER_SECONDS, readable
 from robust_train.host.memory import own_memory
 from robust_train.host.screen import flush_output
 from robust_train.host.votes import Votes
-from robust_train.host.waiting import FOREVER_SECONDS, readable
 from robust_train.host.wire import EventSender
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import (

@@ -20,7 +20,7 @@ import psutil
 
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import is_there, started_at, user_name
-from robust_train.host.locks import is_flocked, is_locked, lock, unlock
+from robust_train.host.linux import is_flocked, is_locked, lock, unlock
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import from_json
 

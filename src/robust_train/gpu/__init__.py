@@ -1,1 +1,1 @@
-"""The machine's GPUs: what there is, what we may use, which to take, how to wait for one."""
+"""The machine's GPUs: what there is, what we may use, which to take."""

@@ -88,7 +88,7 @@ def ask_health_again() -> None:
         session.health.clear()
 
 
-def known_session() -> Session | None:
+def known_session() -> NvmlSession | None:
     """Return this process's session, None if it has none."""
     session = _session  # another thread may forget it
     return session if session is not None and session.pid == os.getpid() else None
@@ -119,7 +119,7 @@ def _read_inventory(processes: bool) -> Inventory:
     return Inventory(problem=problem, may_have_gpus=problem != NO_DRIVER)
 
 
-def _open_session() -> Session:
+def _open_session() -> NvmlSession:
     global _session
     try:
         import pynvml
@@ -132,7 +132,7 @@ def _open_session() -> Session:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         raise _no_gpus(pynvml, error) from None
-    _session = Session(pynvml)
+    _session = NvmlSession(pynvml)
     return _session
 
 
@@ -169,7 +169,7 @@ class _Device:
     parent: _Device | None = None  # the GPU of which it is a slice
 
 
-class Session:
+class NvmlSession:
     """An open NVML session of this process."""
 
     def __init__(self, nvml: Any) -> None:
@@ -425,4 +425,4 @@ _RECOVERY = {
     7: "the whole system has to be rebooted, all nodes that share its NVLink switches",
 }
 
-_session: Session | None = None
+_session: NvmlSession | None = None

@@ -17,6 +17,9 @@ from robust_train.model.gpu import GpuInfo, Inventory
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
 _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)
+_NOT_AN_ENTRY = (
+    "ends the list (a list holds numbers from 0, or GPU- UUIDs, or MIG- UUIDs)"
+)
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,10 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
         return Visible(tuple(cuda_order))
     if _hides_all(mask):
         return Visible(hidden_on_purpose=True)
-    there = _Machine(cuda_order)
     kind = mask[:4] if mask.startswith(("GPU-", "MIG-")) else ""
     entries = mask.split(",")
     keys: list[int | str] = []
+    shown: list[GpuInfo] = []
     for entry in entries:
         key = (entry if entry.startswith(kind) else None) if kind else _number(entry)
         if key is None:
@@ -143,56 +146,49 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
             # CUDA then shows nothing at all
             return Visible(warning=_mistake(mask, entry, "is named twice", 0))
         keys.append(key)
-    shown: list[GpuInfo] = []
-    for key, entry in zip(keys, entries, strict=False):
-        found = there.find(key)
-        if isinstance(found, str):
-            return Visible(
-                tuple(shown), warning=_mistake(mask, entry, found, len(shown))
-            )
+    for entry, key in zip(entries, keys, strict=False):
+        try:
+            found = _find(key, cuda_order)
+        except _NotThere as error:
+            mistake = _mistake(mask, entry, str(error), len(shown))
+            return Visible(tuple(shown), warning=mistake)
         if found in shown:
-            return Visible(
-                warning=_mistake(mask, entry, "names a GPU for the second time", 0)
-            )
+            repeated = "names a GPU for the second time"
+            return Visible(warning=_mistake(mask, entry, repeated, 0))
         shown.append(found)
     ignored = entries[len(keys) :]
     # a trailing comma hides nothing
-    if any(entry.strip() for entry in ignored) or not shown:
-        fault = (
-            "ends the list (a list holds numbers from 0, or GPU- UUIDs, or MIG- UUIDs)"
-        )
-        return Visible(
-            tuple(shown), warning=_mistake(mask, ignored[0], fault, len(shown))
-        )
-    return Visible(tuple(shown))
+    if shown and not any(entry.strip() for entry in ignored):
+        return Visible(tuple(shown))
+    mistake = _mistake(mask, ignored[0], _NOT_AN_ENTRY, len(shown))
+    return Visible(tuple(shown), warning=mistake)
 
 
-class _Machine:
-    """Finds GPUs by the entries of a mask; ``find`` returns the reason where there is none."""
+class _NotThere(Exception):
+    """There is no GPU by an entry of a mask; the message is what is wrong with the entry."""
 
-    def __init__(self, cuda_order: Sequence[GpuInfo]) -> None:
-        self._slices = {
-            gpu.uuid: gpu for gpu in cuda_order if gpu.parent_uuid is not None
-        }
-        self._first_parts: dict[str, GpuInfo] = {}
-        for gpu in cuda_order:
-            self._first_parts.setdefault(gpu.parent_uuid or gpu.uuid, gpu)
 
-    def find(self, key: int | str) -> GpuInfo | str:
-        if isinstance(key, int):
-            gpus = list(self._first_parts.values())
-            out_of_range = f"is out of range (the number of GPUs here is {len(gpus)})"
-            return gpus[key] if key < len(gpus) else out_of_range
-        if key.startswith("MIG-"):
-            # CUDA's documentation allows a unique prefix for whole GPUs only
-            found = self._slices.get(key)
-            return "is the whole UUID of no MIG slice here" if found is None else found
-        matches = [uuid for uuid in self._first_parts if uuid.startswith(key)]
-        if len(matches) > 1:
-            return f"begins the UUIDs of {len(matches)} GPUs"
-        return (
-            self._first_parts[matches[0]] if matches else "is the UUID of no GPU here"
-        )
+def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
+    """Return the GPU that an entry of a mask names, or its first slice."""
+    first_parts: dict[str, GpuInfo] = {}
+    for gpu in cuda_order:
+        first_parts.setdefault(gpu.parent_uuid or gpu.uuid, gpu)
+        # CUDA's documentation allows a unique prefix for whole GPUs only
+        if gpu.parent_uuid is not None and gpu.uuid == key:
+            return gpu
+    if isinstance(key, int):
+        if key >= len(first_parts):
+            count = len(first_parts)
+            raise _NotThere(f"is out of range (the number of GPUs here is {count})")
+        return list(first_parts.values())[key]
+    if key.startswith("MIG-"):
+        raise _NotThere("is the whole UUID of no MIG slice here")
+    matches = [gpu for uuid, gpu in first_parts.items() if uuid.startswith(key)]
+    if not matches:
+        raise _NotThere("is the UUID of no GPU here")
+    if len(matches) > 1:
+        raise _NotThere(f"begins the UUIDs of {len(matches)} GPUs")
+    return matches[0]
 
 
 def _mistake(mask: str, entry: str, fault: str, shown: int) -> str:

@@ -1,12 +1,15 @@
-"""What the kernel offers and ``psutil`` lacks: parent-death signals, subreapers, ending a tree."""
+"""What the kernel offers and ``psutil`` lacks: subreapers, ending a tree, polling, write locks."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import select
+import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -14,10 +17,16 @@ import psutil
 JOB_MARKER = "ROBUST_TRAIN_JOB"
 """Environment variable of every process of a job: a token by which leftovers are recognised."""
 
+TICK_SECONDS = 0.5
+FOREVER_SECONDS = 1e6
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PUNCH_HOLE_AND_KEEP_SIZE = 3
 _KILL_SECONDS = 5.0  # a process may hang in the kernel
+
+# struct flock: type, whence, start, length (0: to the end), pid; padded as the compiler does
+_FLOCK = struct.Struct("hhqqi0q")
 
 # looked up here and not at its call, which may be between fork and exec
 _libc_prctl = ctypes.CDLL(None).prctl
@@ -116,3 +125,75 @@ def _is_killed(
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+# --- polling ---------------------------------------------------------------------------------
+
+
+def sleep_with_ticks(seconds: float, tick: Callable[[], None]) -> None:
+    """Sleep, calling ``tick`` at least twice a second."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        tick()
+        time.sleep(min(left, TICK_SECONDS))
+
+
+def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
+    """Wait for one of the descriptors to become readable; return those that are."""
+    poll = select.poll()  # not select.select: descriptors may be above 1023
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+
+
+# --- write locks -----------------------------------------------------------------------------
+#
+# These are open-file-description locks on whole files: one belongs to an opened file, so children
+# inherit it with the descriptor, and it is free once the last process has closed that, however it
+# ended. Unlike `flock` a write lock needs a descriptor that may write, so who may only read a file
+# cannot hold it. A read lock of a stranger would still keep us from *taking* a write lock: take it
+# before others can open the file, or keep the file private.
+
+
+def lock(fd: int) -> bool:
+    """Take the write lock; return False if another opened file has a lock on it.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(fd: int) -> None:
+    """Release the lock, also for the processes that have inherited the descriptor."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK))
+
+
+def is_locked(fd: int) -> bool:
+    """Return whether another opened file holds the write lock. Read locks do not count.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_RDLCK))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def is_flocked(fd: int) -> bool:
+    """Return whether another opened file holds an exclusive ``flock``, as version 0.2 did."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such locks here
+        return False
+    return False
+
+
+def _request(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)

@@ -26,12 +26,13 @@ from robust_train.folder import trackers
 from robust_train.host import reaper
 from robust_train.host.linux import (
     JOB_MARKER,
+    TICK_SECONDS,
     become_subreaper,
     kill_descendants,
+    readable,
     shared_machine_environment,
 )
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
-from robust_train.host.waiting import TICK_SECONDS, readable
 from robust_train.host.wire import read_events
 from robust_train.launcher.attempt_output import OutputPump, has_input
 from robust_train.model.events import Event, Prepared

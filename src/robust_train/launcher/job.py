@@ -40,8 +40,8 @@ from robust_train.folder.provenance import how_to_go_on
 from robust_train.folder.state import Summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen
+from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
-from robust_train.host.waiting import sleep_with_ticks
 from robust_train.launcher import detach
 from robust_train.launcher.ending import ended, error_of
 from robust_train.launcher.hydra_state import (

@@ -22,11 +22,11 @@ from robust_train.config.attempt import (
 )
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.shortage import no_room_to_import
+from robust_train.host.linux import TICK_SECONDS, readable
 from robust_train.host.memory import OomKillWatch, read_host_memory
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
-from robust_train.host.waiting import TICK_SECONDS, readable
 from robust_train.launcher.ending import RankEnd, event_of
 from robust_train.launcher.interpreters import (
     Interpreter,

@@ -26,7 +26,7 @@ from typing import Any
 
 from robust_train.files import from_json, parse_json
 from robust_train.gpu.processes import started_at
-from robust_train.host.locks import is_flocked, is_locked, lock
+from robust_train.host.linux import is_flocked, is_locked, lock
 from robust_train.queue.queue_dir import QueueDir, QueueProblem, why_not_written
 
 IDLE_SECONDS = 3600

@@ -34,8 +34,7 @@ from robust_train.config.placeholders import (
 from robust_train.config.schema import RobustConfig
 from robust_train.files import write_json
 from robust_train.folder.checkpoints import SUFFIX, UNFINISHED, files_in, is_whole
-from robust_train.host.linux import shared_machine_environment
-from robust_train.host.waiting import TICK_SECONDS
+from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
 from robust_train.model.errors import ConfigError, Interrupted, UserError
 from robust_train.model.events import (
     CheckpointSaved,

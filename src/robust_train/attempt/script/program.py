@@ -16,13 +16,14 @@ from pathlib import Path
 
 from robust_train.attempt.run import Run
 from robust_train.host.linux import (
+    TICK_SECONDS,
     become_subreaper,
     children,
     collect,
     kill_descendants,
+    readable,
 )
 from robust_train.host.signals import wakeup_descriptor
-from robust_train.host.waiting import TICK_SECONDS, sleep_until_readable
 from robust_train.model.errors import ConfigError
 
 log = logging.getLogger("robust_train")
@@ -132,7 +133,7 @@ def _woken_by_signals() -> Iterator[Callable[[float], None]]:
     with wakeup_descriptor() as wakeup:
 
         def sleep(seconds: float) -> None:
-            sleep_until_readable(seconds, wakeup)
+            readable([wakeup], seconds)
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
 
