@@ -140,16 +140,6 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(
     assert time.monotonic() - started < 60
 
 
-def test_an_unfinished_collective_does_not_keep_a_failed_attempt(
-    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
-):
-    """A thread that never ends, as one that waits for a peer, holds the process up as well."""
-    monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
-    outcome = attempts.run("hard_days.fails_while_a_thread_waits", stop_grace_seconds=1000)
-    assert outcome.failure is not None
-    assert "why it failed" in outcome.failure.message
-
-
 def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ):

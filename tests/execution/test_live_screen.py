@@ -188,19 +188,6 @@ def test_a_terminal_that_became_narrower_keeps_its_lines(
     assert lines_shown(reflowed + seen, 40) == ["a line", "", "s" * 30]
 
 
-def test_a_terminal_that_nobody_reads_holds_nobody_up(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("TERM", "xterm")
-    reads, descriptor = terminal
-    area = LiveArea(descriptor)
-    with area:
-        for number in range(2000):
-            screen.show(descriptor, b"z" * 1000 + b"\n")
-            area.show([Text(f"step {number}")])
-        assert "Output truncated: no one was reading" in shown_on(reads)
-
-
 def test_the_status_goes_on_where_somebody_reads_again(
     terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):

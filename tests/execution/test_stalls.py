@@ -149,16 +149,13 @@ class Watched:
     Five seconds pass between two polls.
     """
 
-    def __init__(
-        self, folder: Path, clock: Clock, longest: float = 0.0, runs: str = "sleep 1000"
-    ) -> None:
+    def __init__(self, folder: Path, clock: Clock, runs: str = "sleep 1000") -> None:
         code = f"{runs} & echo $!; sleep 1000 & echo $!; wait"
         self.shell = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True)
         assert self.shell.stdout is not None
         self.pids = [int(self.shell.stdout.readline()) for _ in range(2)]
         self.events: list[Event] = []
-        request = replace(request_in(folder), longest_pause=longest)
-        self.watch = StallWatch(request, self.pids, self.events.append)
+        self.watch = StallWatch(request_in(folder), self.pids, self.events.append)
         self._clock = clock
 
     def signal(self, signum: int, *pids: int) -> None:
@@ -274,16 +271,6 @@ def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched: W
     watched.watch.on_event(Progress(1))
     assert watched.wait(3990) is None
     assert watched.wait(100) is not None
-
-
-def test_a_pause_of_earlier_attempts_counts_from_the_start(tmp_path: Path, clock: Clock):
-    watched = Watched(tmp_path, clock, 1000.0)
-    try:
-        watched.watch.on_event(Progress(1))
-        assert watched.wait(4900) is None
-        assert watched.wait(200) is not None
-    finally:
-        watched.close()
 
 
 def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(

@@ -104,13 +104,6 @@ def fails_but_does_not_end(cfg):
     raise KeyError("why it failed")
 
 
-def fails_while_a_thread_waits(cfg):
-    import threading
-
-    threading.Thread(target=threading.Event().wait).start()
-    raise KeyError("why it failed")
-
-
 def prints_a_lot(cfg, run):
     run.started(0)
     for step in range(1, 401):
