@@ -24,7 +24,6 @@ from robust_train.sweep.gpu_queue import (
     table_lines,
 )
 from robust_train.sweep.job_process import start_job
-from robust_train.sweep.plugins_of_others import misplaced_launcher
 from robust_train.sweep.record import (
     JobStart,
     SweepJob,
@@ -201,14 +200,6 @@ def test_the_live_table_fits_its_terminal():
     assert len(lines) == 8, "and a line for the cursor"
     assert lines[0].split() == ["job", "overrides", "status", "attempt", "device", "batch", "step"]
     assert lines[-1] == "9 jobs: 9 pending (3 not shown)"
-
-
-def test_a_launcher_counts_only_where_hydra_reads_it_in_time():
-    typed = ["hydra/launcher=joblib"]
-    assert misplaced_launcher("joblib", None, typed, in_sweep=False) is not None
-    assert misplaced_launcher("joblib", None, [], in_sweep=False) is None
-    assert misplaced_launcher("joblib", "joblib", typed, in_sweep=True) is None
-    assert misplaced_launcher("joblib", "basic", [], in_sweep=True) is not None
 
 
 def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
