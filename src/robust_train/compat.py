@@ -176,7 +176,7 @@ def replace_node(config: Any, name: str, node: Any) -> None:
 
 
 def format_of(handler: logging.Handler) -> str | None:
-    """Return the format of a handler's lines, None for the default."""
+    """Return the format of a handler's lines, None if it is the default."""
     return getattr(handler.formatter, "_fmt", None)
 
 

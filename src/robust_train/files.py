@@ -216,7 +216,7 @@ _DECODER = json.JSONDecoder(
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Json] | None]:
-    """Yield the JSON object in each line of a file, None for a line without one; nothing of a
+    """Yield the JSON object in each line of a file, None if a line has none; nothing of a
     device or pipe, which may have no end. Raises OSError: it is not there, or cannot be read."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         return

@@ -65,7 +65,7 @@ class Run:
         attempt: number of this attempt, counted from 1.
         run_dir: the job's run folder.
         checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
-        resume_checkpoint: the checkpoint to go on from, None for a fresh start.
+        resume_checkpoint: the checkpoint to go on from, None if it starts afresh.
         is_cooperative: the trainer has read :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.

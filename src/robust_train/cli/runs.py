@@ -314,7 +314,7 @@ def output_of(
 
     Args:
         run_dir: the run folder.
-        attempt: the attempt's number; None for the last one, and with ``follow`` those after it.
+        attempt: the attempt's number; the last one if None, and with ``follow`` those after it.
         follow: continue until the job ends.
         last_bytes: begin at most this many bytes before the end.
     """

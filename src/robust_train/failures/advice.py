@@ -108,7 +108,7 @@ _BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
 
 
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
-    """Return short sentences, most promising first; none for bugs and interruptions."""
+    """Return short sentences, most promising first; none after bugs and interruptions."""
     advice = _BY_CLUE.get((kind, evidence.clue or ""), _ADVICE.get(kind, ()))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
         return (

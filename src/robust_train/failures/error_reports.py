@@ -38,7 +38,7 @@ class ErrorReport:
     headline: str  # the one line to show people
     errno: int | None = None  # the operating system's error number, where it is one
     in_group: bool = False  # one of several that failed at the same time
-    # the exception itself, None for one that is only quoted
+    # the exception itself, None if it is only quoted
     exception: BaseException | None = field(default=None, compare=False)
 
     @property

@@ -181,7 +181,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
 
     Args:
         which: a run's id, its folder or a path inside, its job's name, or the process id of its
-            launcher or attempt; None for the only live one (on this host, if one is here).
+            launcher or attempt; the only live one if None (on this host, if one is here).
         dead_too: an id or folder may be that of a run that has ended.
 
     Raises:

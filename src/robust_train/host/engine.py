@@ -45,7 +45,7 @@ class GuestRank:
 
 
 def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
-    """Return which rank of an engine's job this process is; None for an ordinary launcher.
+    """Return which rank of an engine's job this process is; None if it is an ordinary launcher.
 
     Raises:
         ConfigError: the engine's variables contradict each other.

@@ -301,7 +301,7 @@ class RankDevices(Devices):
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Return that GPU; none for the CPU."""
+        """Return that GPU; none if it trains on the CPU."""
         group = self._find_gpu()
         self._config = replace(
             self._config,

@@ -114,7 +114,7 @@ def launch(
     """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
 
     Args:
-        trainer: a callable, its dotted path, or None for ``cfg.trainer._target_``.
+        trainer: a callable, its dotted path, or None: ``cfg.trainer._target_``.
         cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
         run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
 

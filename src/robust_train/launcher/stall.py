@@ -72,7 +72,7 @@ def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
     evaluation may be slower than all that was learned.
 
     Args:
-        limit_seconds: what the user demands; 0 for never, None for what the job's pauses teach.
+        limit_seconds: what the user demands; 0 for never; learned from the job's pauses if None.
         pulse: what is known.
     """
     if limit_seconds == 0:

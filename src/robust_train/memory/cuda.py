@@ -44,7 +44,7 @@ def started_torch() -> Any:
 
 
 def device_index(device: str) -> int | None:
-    """Return the number in ``cuda:1`` (``cuda`` is 0), None for any other device."""
+    """Return the number in ``cuda:1`` (``cuda`` is 0), None if it names another device."""
     kind, _, number = device.partition(":")
     return int(number or 0) if kind == "cuda" else None
 
@@ -187,7 +187,7 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    ``setting`` is ``memory.expandable_segments``, None for ``auto``; the user's environment
+    ``setting`` is ``memory.expandable_segments``, None if ``auto``; the user's environment
     overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
     under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
     all-reduce: so ``auto`` leaves scripts and several GPUs alone.

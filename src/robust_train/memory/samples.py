@@ -37,7 +37,7 @@ _STOP_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at one moment of an attempt; None for what is unknown or absent."""
+    """Memory at one moment of an attempt; None if unknown or absent."""
 
     time: float  # seconds since the epoch
     attempt: int  # number of the attempt

@@ -314,7 +314,7 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:
-    """Return the UUID of the GPU that ``device`` names among the visible ones; none for any."""
+    """Return the UUID of the GPU that ``device`` names among the visible ones, if it names one."""
     if device == "auto":
         return ()
     if device.startswith("cuda"):

@@ -41,7 +41,7 @@ class HostQueue:
 
     def __init__(
         self,
-        directory: Path | None,  # the queue directory; None for no reservations at all
+        directory: Path | None,  # the queue directory; None: no reservations at all
         *,
         name: str,  # of the job, for people
         run_dir: str,

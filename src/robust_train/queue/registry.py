@@ -129,7 +129,7 @@ def encode(job: QueuedJob) -> bytes:
 
 @functools.lru_cache(maxsize=256)  # most records are the same at the next poll
 def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | None:
-    """Return the job in a record's content; None for anything else."""
+    """Return the job in a record's content; None if it is anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
         checksum = int(data[: _CHECKSUM - 1], 16)

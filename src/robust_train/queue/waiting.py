@@ -39,7 +39,7 @@ class GpuRequest:
     wait: bool = True  # whether to wait if there is not that much now
     timeout_seconds: float = 3600.0  # how long at most
     interval_seconds: float = 30.0  # between two polls of the GPUs
-    only: frozenset[str] | None = None  # UUIDs of the GPUs that will do, None for any
+    only: frozenset[str] | None = None  # UUIDs of the GPUs that will do, None if any
     count: int = 1  # GPUs that it needs at once
     exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
 

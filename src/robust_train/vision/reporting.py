@@ -141,7 +141,7 @@ class _Curves:
 
 
 def _open_curves(cfg: DictConfig, run: Run, step: int) -> _Curves | None:
-    """Return what draws the curves of a run that resumes from ``step``; None for nothing."""
+    """Return what draws the curves of a run that resumes from ``step``; None if nothing does."""
     name = logger_of(cfg)
     if name == "wandb":
         wandb: Any = require("wandb", "logger=wandb", extra="wandb")
