@@ -370,7 +370,7 @@ class RunningAttempt:
                 while not self._poll(wakeup):
                     show_waiting()
                     tick()
-                return self._exit()
+                return self._as_exit()
         finally:
             if self._votes is not None:
                 self._votes.close()
@@ -465,7 +465,7 @@ class RunningAttempt:
         know = all(end.others_know for end in failed)
         self._kill_in(self._grace_seconds if know else _LAST_REPORT_SECONDS)
 
-    def _exit(self) -> Exit:
+    def _as_exit(self) -> Exit:
         interpreters, own = self._interpreters, self._processes
         kept = [one for one in interpreters.running.values() if one not in own]
         left = interpreters.kill_leftovers(kept)
