@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.gpu.visible import Visible, mask_for, names_integers, resolve_mask, visible_gpus
+from robust_train.gpu.visible import (
+    Visible,
+    allocated_by,
+    mask_for,
+    names_integers,
+    resolve_mask,
+    visible_gpus,
+)
 from robust_train.model.gpu import GpuInfo, Inventory, SkippedGpu
 from simulated_nvml import Gpu, Machine
 
@@ -310,3 +317,22 @@ def test_gpus_are_named_by_number_only_where_every_number_is_known() -> None:
     assert mask_for((second, first), by_index=False) == "GPU-1,GPU-0"
     assert mask_for((first, replace(second, cuda_index=None)), by_index=True) == "GPU-0,GPU-1"
     assert mask_for((), by_index=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("environ", "owner"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "3"}, "Slurm"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_GPUS": "0,1"}, "Slurm"),
+        ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}, "Slurm"),
+        ({"SLURM_JOB_ID": "7"}, None),  # GPUs that Slurm knows nothing of
+        ({"SLURM_JOB_GPUS": "3"}, None),
+        ({"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": "1"}, "Ray"),
+        ({"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"RAY_RAYLET_PID": "1"}, None),  # a task that asked for no GPU
+    ],
+)
+def test_who_has_allocated_the_gpus(environ: dict[str, str], owner: str | None):
+    assert allocated_by(environ) == owner

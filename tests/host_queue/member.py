@@ -47,7 +47,7 @@ def main() -> None:
         wait=options.get("wait", "yes") == "yes",
         timeout_seconds=float(options.get("timeout", 300)),
         interval_seconds=float(options.get("interval", 600)),
-        only=frozenset({options["only"]}) if "only" in options else None,
+        only=frozenset(filter(None, [options.get("only")])),
         count=int(options.get("count", 1)),
     )
 

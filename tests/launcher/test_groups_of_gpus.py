@@ -76,7 +76,7 @@ seen["free_after"] = job.ended(attempt).gpu_free_after_bytes // 1024**2
 registry = Registry(directory_for(None, os.environ))
 seen["sick"] = [one.uuid for one in registry.exclusions()] == [group[1].uuid]
 seen["state"] = records()[0].state
-offers = job.candidates()
+offers = job.offers().gpus
 seen["candidates"] = indexes(offers)
 exchanged = (group[0], next(gpu for gpu in offers if gpu.index == 3))
 seen["took"] = job.take(exchanged)

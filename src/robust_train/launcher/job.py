@@ -458,10 +458,7 @@ class Job:
         if not self._has_remedies and last.stopped_for is None:
             hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
             return GiveUp(failure.message + hint)
-        offers = Offers()
-        if last.spec.gpus:
-            gpus = self.devices.candidates()
-            offers = Offers(gpus, self.devices.held_by_others(gpus))
+        offers = self.devices.offers() if last.spec.gpus else Offers()
         return decide(self.policy, tuple(history), offers)
 
     def _on_event(self, event: Event) -> None:

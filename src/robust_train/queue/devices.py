@@ -25,6 +25,7 @@ from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.spec import Room
 from robust_train.policy.context import excluded_after
+from robust_train.policy.decide import Offers
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.waiting import (
@@ -110,8 +111,8 @@ class Devices:
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
         if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
             least = replace(request, count=min((request.count, *fewer)))
-            pointless = None if changes else why_pointless(least, visible)
-            if pointless is not None:
+            pointless = "" if changes else why_pointless(least, visible)
+            if pointless:
                 raise ConfigError(pointless)
         group = self._wait(request, (request.count, *fewer))
         if isinstance(group, NoGpu):
@@ -126,23 +127,22 @@ class Devices:
         log.info("using %s", ", ".join(names))
         return group
 
-    def candidates(self) -> Group:
-        """Return the GPUs that could be taken right now, best first; ``free_bytes`` as usable."""
-        gpus = self.queue.open_gpus()
-        possible = [gpu for gpu in gpus if can_be_one_of(gpu, self._config.num_gpus)]
-        return tuple(rank(possible, self._config.min_gpu_memory_bytes))
-
-    def held_by_others(self, candidates: Group) -> Group:
-        """Return the healthy GPUs that the job may use and that are not among the candidates."""
-        have = {gpu.uuid for gpu in candidates}
-        return tuple(
+    def offers(self) -> Offers:
+        """Return what the next attempt may have now: the GPUs that could be taken, best first and
+        ``free_bytes`` as usable, and the healthy ones that others have."""
+        count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
+        free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
+        gpus = tuple(rank(free, least))
+        uuids = {gpu.uuid for gpu in gpus}
+        held = (
             gpu
             for gpu in self.queue.read().gpus
-            if gpu.uuid not in have
+            if gpu.uuid not in uuids
             and gpu.unusable is None
-            and gpu.total_bytes >= self._config.min_gpu_memory_bytes
-            and can_be_one_of(gpu, self._config.num_gpus)
+            and gpu.total_bytes >= least
+            and can_be_one_of(gpu, count)
         )
+        return Offers(gpus, tuple(held))
 
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
@@ -218,7 +218,7 @@ class Devices:
             wait=self._config.wait_for_gpu,
             timeout_seconds=60 * self._config.gpu_wait_timeout_minutes,
             interval_seconds=self._config.gpu_check_interval_seconds,
-            only=frozenset(only) if only else None,
+            only=frozenset(only),
             exclude=frozenset(exclude),
             count=len(only) or self._config.num_gpus,
         )

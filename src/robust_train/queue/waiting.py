@@ -39,13 +39,13 @@ class GpuRequest:
     wait: bool = True  # whether to wait if there is not that much now
     timeout_seconds: float = 3600.0  # how long at most
     interval_seconds: float = 30.0  # between two polls of the GPUs
-    only: frozenset[str] | None = None  # UUIDs of the GPUs that will do, None if any
+    only: frozenset[str] = frozenset()  # UUIDs of the GPUs that will do; none: any
     count: int = 1  # GPUs that it needs at once
     exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
 
     def allows(self, gpu: GpuInfo) -> bool:
         """Return whether the job may use a GPU at all."""
-        is_named = self.only is None or gpu.uuid in self.only
+        is_named = not self.only or gpu.uuid in self.only
         return (
             is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
         )
@@ -122,8 +122,9 @@ class Waiting:
         Raises:
             QueueProblem: the queue directory cannot be used any more.
         """
-        if why := why_pointless(self._request, self._read(False)):
-            return NoGpu(why)
+        pointless = why_pointless(self._request, self._read(False))
+        if pointless:
+            return NoGpu(pointless)
         while not (group := self.poll()):
             now, wait = time.monotonic(), self._request.wait
             has_moved = self._position != self._status.position
@@ -247,10 +248,10 @@ class Waiting:
         return NoGpu(reason, timed_out)
 
 
-def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
-    """Return why no amount of waiting would help, or None."""
+def why_pointless(request: GpuRequest, visible: Visible) -> str:
+    """Return why no amount of waiting would help, empty if it could."""
     if not visible.answered:
-        return None
+        return ""
     if not visible.gpus:
         return visible.why_none
     count, need = request.count, mib(request.min_bytes)
@@ -261,11 +262,11 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
         )
     gpus = [gpu for gpu in visible.gpus if request.allows(gpu)]
     if not gpus:
-        named = ", ".join(sorted(request.only or ()))
+        named = ", ".join(sorted(request.only))
         return f"{named} is not among the GPUs that may be used here"
     possible = sum(could_ever_fit(gpu, request.min_bytes) for gpu in gpus)
     if possible >= count:
-        return None
+        return ""
     if possible:
         is_sliced = any(gpu.parent_uuid is not None for gpu in visible.gpus)
         slices = " (MIG slices do not count for num_gpus)" if is_sliced else ""
@@ -278,7 +279,7 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str | None:
         barred = "; ".join(f"{label(gpu)}: {gpu.unusable}" for gpu in gpus)
         return f"no GPU here can be used: {barred}"
     largest = max(fitting, key=lambda gpu: gpu.total_bytes)
-    who = "no GPU here could ever" if request.only is None else "this GPU could never"
+    who = "this GPU could never" if request.only else "no GPU here could ever"
     return (
         f"{who} give {need}: the largest is {label(largest)}; ask for at most "
         f"min_gpu_memory_mb={largest.total_bytes // MIB}"
