@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.policy.batch_search import (
+from robust_train.policy.sizes import (
     MARGIN,
     MOST_PROBES,
     BatchSearch,

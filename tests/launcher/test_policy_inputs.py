@@ -16,9 +16,8 @@ from robust_train.model.events import BatchSizeFound
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec, Retry
-from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.decide import first_attempt, first_decision
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.readable import GIB
 
 GPU = GpuInfo("GPU-1", "NVIDIA H200", 0, "0:1", 140 * GIB, 139 * GIB, GIB)

@@ -19,7 +19,7 @@ import preloaded
 from robust_train import find_batch_size
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.model.errors import AttemptsExhausted
-from robust_train.policy.batch_search import BatchSearch
+from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import (
     HostMeter,
     device_of,
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from robust_train import find_batch_size
-from robust_train.policy.batch_search import BatchSearch
+from robust_train.policy.sizes import BatchSearch
 from robust_train.memory.clearing import return_memory
 from robust_train.attempt.run import MicroBatchPlan, Run
 from memory_limit import limit_growth

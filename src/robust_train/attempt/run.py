@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from robust_train.attempt.memory_upkeep import AttemptMemory
     from robust_train.config.schema import RobustConfig
-    from robust_train.policy.batch_search import BatchSearch
+    from robust_train.policy.sizes import BatchSearch
     from robust_train.step.batcher import MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
     from robust_train.step.splitting import Length, Split

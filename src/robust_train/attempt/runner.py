@@ -41,7 +41,7 @@ from robust_train.host.votes import Flags
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
 from robust_train.model.events import Event, Failed, Finished, TrainerSupports
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
-from robust_train.policy.batch_search import BatchSearch
+from robust_train.policy.sizes import BatchSearch
 
 log = logging.getLogger("robust_train")
 

@@ -51,9 +51,8 @@ from robust_train.model.events import Event, Failed, MalformedEvent, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, Retry
-from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.decide import Offers, decide, first_attempt
-from robust_train.policy.sizes import PolicySettings
+from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
 
 if TYPE_CHECKING:

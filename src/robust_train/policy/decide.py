@@ -15,10 +15,9 @@ from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry, RetryRule
 from robust_train.policy import remedies
-from robust_train.policy.batch_search import size_to_begin_with
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import Rule
-from robust_train.policy.sizes import PolicySettings, largest_up_to
+from robust_train.policy.sizes import PolicySettings, largest_up_to, size_to_begin_with
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DEVICE_OOM: (

@@ -1,14 +1,22 @@
-"""What decisions depend on, and the sizes that a job's batch may be split into."""
+"""What decisions depend on, the sizes that a job's batch may be split into, and which to try.
+
+For ``training.batch_size=auto`` a search goes by earlier probes. Memory is near-affine in the
+micro-batch. A first small probe bounds the memory of a sample, which leads to a size that fits for
+certain; the line through both leads to the largest, which is measured too. Sizes are samples,
+memory is bytes. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from robust_train.config.placeholders import placeholders_in
 from robust_train.config.schema import RobustConfig, TrainingConfig
+from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
+from robust_train.readable import MIB
 
 
 @dataclass(frozen=True)
@@ -142,3 +150,231 @@ def largest_up_to(settings: PolicySettings, at_most: float) -> tuple[int, int]:
     """Return the largest of :func:`sizes` that is no larger, else the smallest."""
     every = list(sizes(settings))
     return next((size for size in every if size[0] <= at_most), every[-1])
+
+
+MOST_PROBES = 4  # Probes of one search
+MARGIN = 0.05
+"""Share of the room for a pass that a prediction leaves free; what was measured may take half."""
+
+_FIRST = 4
+_FARTHEST = (
+    64  # times as many samples as the first probe had: so far may one point lead
+)
+_NOISE_BYTES = (
+    4 * MIB
+)  # libraries' own small allocations, beside which activations do not show
+_STEP_DOWN = 1.5  # from where memory ran out, with one probe left
+_BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran out
+
+
+@dataclass(frozen=True)
+class BatchSearch:
+    """What to find before training: the largest micro-batch that fits."""
+
+    effective_batch_size: int  # samples of an optimizer step; no micro-batch is larger
+    min_batch_size: int = 1  # nor smaller
+    # of the device's memory, the most to count on; above 0 to 1
+    memory_share: float = 1.0
+    key: str = ""  # names model, data and device, so that the result can be remembered
+
+    @classmethod
+    def of(cls, config: RobustConfig, spec: AttemptSpec, key: str) -> BatchSearch:
+        """Return the search of an attempt."""
+        return cls(
+            effective_batch_size=spec.batch_size * spec.gradient_accumulation_steps,
+            min_batch_size=config.min_batch_size,
+            memory_share=config.memory.fraction / config.gpu_jobs_per_device,
+            key=key,
+        )
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first;
+        none if the batch is smaller than all."""
+        sizes = exact_sizes(self.effective_batch_size, self.min_batch_size)
+        return tuple(size for size in sizes if size <= samples)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One size that was tried: its peak in bytes, None if memory ran out."""
+
+    batch_size: int
+    peak_bytes: int | None
+
+
+def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
+    """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
+    With them, and no other, accumulation makes up the effective batch exactly."""
+    least = min(min_batch_size, effective_batch_size)
+    return tuple(
+        n
+        for n in range(least, effective_batch_size + 1)
+        if effective_batch_size % n == 0
+    )
+
+
+def micro_batch_sizes(
+    effective_batch_size: int, min_batch_size: int
+) -> tuple[int, ...]:
+    """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
+    its own batches, where divisors are far apart."""
+    least = min(min_batch_size, effective_batch_size)
+    settings = settings_of_batch(effective_batch_size, min_batch_size=least)
+    halved = {size for size, _ in sizes(settings)}
+    return tuple(sorted(halved.union(exact_sizes(effective_batch_size, least))))
+
+
+def size_to_begin_with(
+    settings: PolicySettings, history: Sequence[Attempt], spec: AttemptSpec
+) -> tuple[AttemptSpec, str]:
+    """Return ``spec`` with the batch that an attempt begins with, and why; "" if it is unchanged.
+
+    Only until one attempt on this kind of device has come to its batch: from then on the policy's
+    choices stand.
+    """
+    spec = replace(spec, searches=False)
+    own = [one for one in history if one.spec.device_kind == spec.device_kind]
+    if any(
+        one.kind is None
+        or one.kind.is_memory
+        or one.has_begun
+        or one.batch_size_found is not None
+        for one in own
+    ):
+        return spec, ""  # it came far enough to show what fits
+    ranks = settings.for_ranks(spec.ranks)
+    exact = exact_sizes(ranks.share, ranks.min_batch_size)
+    # the job may go on with other sizes than it was requested with
+    requested = [size for size in exact if size <= settings.requested_size]
+    if requested and not history and requested[-1] < spec.batch_size:
+        return spec.with_batch(*with_accumulation(ranks, requested[-1])), (
+            f"micro-batch {requested[-1]} instead of {spec.batch_size}, as 'robust-train run "
+            "halve-batch' requested of this job; the effective batch size stays "
+            f"{settings.asked.effective_batch_size}"
+        )
+    if not settings.config.finds_batch_size:
+        return spec, ""
+    earlier = settings.found_sizes.get(spec.device_kind)
+    if earlier in exact:  # not if the ranks are others than then
+        why = (
+            f"training.batch_size=auto: {earlier}, as found earlier in this run folder"
+        )
+        return spec.with_batch(*with_accumulation(ranks, earlier)), why
+    whole = spec.with_batch(*with_accumulation(ranks, ranks.share))
+    is_script = settings.config.is_script
+    if spec.ranks == 1 and not is_script:
+        return replace(whole, searches=True), ""
+    return whole, (
+        f"training.batch_size=auto: {'a script' if is_script else 'several processes'} "
+        f"cannot be probed: training starts with {whole.batch_size} and halves when memory runs out"
+    )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The room for a pass: bytes in use before it, and the most that there are."""
+
+    rest_bytes: int = 0
+    limit_bytes: int = 0
+
+    def but_for(self, margin: float) -> float:
+        """Return the peak that leaves this share of the room free."""
+        return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
+
+
+def next_size(
+    sizes: Sequence[int], probes: Sequence[Probe], limits: Limits
+) -> int | None:
+    """Return the size to try next, None if nothing is to be gained by another probe.
+
+    Args:
+        sizes: to choose from, the smallest first.
+        probes: what was tried, in order.
+        limits: the room for each of them.
+    """
+    if not probes:
+        return next((size for size in sizes if size >= _FIRST), sizes[-1])
+    best = largest_that_fits(probes, limits)
+    failed = [p for p in probes if not fits(p, limits)]
+    low = 0 if best is None else best.batch_size
+    high = min((p.batch_size for p in failed), default=sizes[-1] + 1)
+    between = [size for size in sizes if low < size < high]
+    if len(probes) >= MOST_PROBES or not between:
+        return None
+    if best is None:
+        return between[0]
+    peak_of = _line(probes, best, limits)
+    expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
+    largest = expected[-1] if expected else low
+    if not failed and _is_vague(probes, best):
+        # workspaces and noise may hide a sample's share: not too far at once, but on
+        doubled = next((size for size in between if size >= 2 * low), between[-1])
+        return max(
+            doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low)
+        )
+    if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
+        # the line was wrong by an unknown amount: the last probe must go through
+        safe = [size for size in between if size <= high / _STEP_DOWN]
+        largest = min(largest, safe[-1]) if safe else largest
+    # a few percent more are not worth a probe
+    return largest if largest > low * (1 + MARGIN) else None
+
+
+def fits(probe: Probe, limits: Limits) -> bool:
+    """Return whether a probe went through and left half the margin free."""
+    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(
+        MARGIN / 2
+    )
+
+
+def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
+    """Return the answer of a search: only what was tried and went through counts."""
+    good = [probe for probe in probes if fits(probe, limits)]
+    return max(good, key=lambda probe: probe.batch_size, default=None)
+
+
+def _line(
+    probes: Sequence[Probe], best: Probe, limits: Limits
+) -> Callable[[int], float]:
+    """Return the line between what fitted and what did not, else through what fitted."""
+    assert best.peak_bytes is not None
+    size = best.batch_size
+    above = [p for p in probes if p.batch_size > best.batch_size]
+    if above:
+        nearest = min(above, key=lambda p: p.batch_size)
+        measured = nearest.peak_bytes
+        peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
+        return line((nearest.batch_size, peak), (size, best.peak_bytes))
+    before = _before(probes, best)
+    if before is not None and before.peak_bytes is not None:
+        noise = _NOISE_BYTES if _is_vague(probes, best) else 0
+        risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
+        return line(
+            (before.batch_size, best.peak_bytes - risen), (size, best.peak_bytes)
+        )
+    # all that one size has grown by, as if a sample's share were all of it: never too little
+    rest = limits.rest_bytes
+    growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
+    return line((0, rest), (size, rest + growth))
+
+
+def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], float]:
+    """Return the straight line through two points, each a size and its peak in bytes."""
+    slope = (other[1] - one[1]) / (other[0] - one[0])
+    return lambda samples: other[1] + slope * (samples - other[0])
+
+
+def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:
+    """Return the next smaller size that was measured."""
+    below = [
+        p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None
+    ]
+    return max(below, key=lambda p: p.batch_size, default=None)
+
+
+def _is_vague(probes: Sequence[Probe], best: Probe) -> bool:
+    """Return whether the measurements differ by no more than noise, or are of one size alone."""
+    before = _before(probes, best)
+    if before is None or before.peak_bytes is None or best.peak_bytes is None:
+        return True
+    return best.peak_bytes - before.peak_bytes < 4 * _NOISE_BYTES

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.model.events import BatchSizeFound
-from robust_train.policy.batch_search import BatchSearch
+from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
 from robust_train.step.engine import (
     Body,

@@ -1,6 +1,6 @@
 """The largest micro-batch that fits, found by trying some and measuring what they need.
 
-What to try is decided in :mod:`robust_train.policy.batch_search`.
+What to try is decided in :mod:`robust_train.policy.sizes`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from robust_train.host import memory as host
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.memory.tensors import reached_by_running
 from robust_train.model.errors import AttemptsExhausted
-from robust_train.policy.batch_search import (
+from robust_train.policy.sizes import (
     BatchSearch,
     Limits,
     Probe,
