@@ -1,4 +1,4 @@
-"""What Hydra's global state says of a job: its folders, its overrides, its config."""
+"""What Hydra knows of a job: its folders, its overrides, its config."""
 
 from __future__ import annotations
 
