@@ -55,6 +55,8 @@ _BEFORE = "checkpoints_before.json"
 Stamp = tuple[int, int]
 """By which a file or folder is known again: last change in nanoseconds, and size in bytes."""
 
+Stamped = tuple[Path, Stamp]
+
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
     """Return nothing to import early, but check the config before a device is chosen. Raises
@@ -78,16 +80,11 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.memory_keeper = None
     run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
     values = _values(config, run)
-    watch = None
-    if trainer.checkpoint_glob is not None:
-        # the folders themselves may have brackets in their names
-        inside = values.fill(trainer.checkpoint_glob, glob.escape)
-        pattern = str(Path(glob.escape(str(cwd)), inside))
-        watch = CheckpointWatch(pattern, _before(pattern, config, run))
+    watch = _watch(config, cwd, values, run)
     checkpoint = _checkpoint(watch, run)
     template = trainer.argv or ()
     if checkpoint is not None:
-        values = replace(values, checkpoint=str(checkpoint))
+        values = replace(values, checkpoint=str(checkpoint[0]))
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
     attempt = _Attempt(run, cwd, watch, checkpoint)
@@ -127,8 +124,8 @@ class _Attempt:
         self,
         run: Run,
         cwd: Path,
-        watch: CheckpointWatch | None,
-        checkpoint: Path | None,
+        watch: CheckpointWatch,
+        checkpoint: Stamped | None,
     ) -> None:
         # the file for its messages
         self.events = run.run_dir / f"attempt-{run.attempt}.events"
@@ -140,10 +137,10 @@ class _Attempt:
         self._cwd = cwd
         self._watch = watch
         self._lines = LineReader(self.events)
-        self._known = _with_stamp(checkpoint)
+        self._known = checkpoint
         self._complained = False
-        if checkpoint is not None and checkpoint != run.resume_checkpoint:
-            run.checkpoint_saved(checkpoint, run.last_step)
+        if checkpoint is not None and checkpoint[0] != run.resume_checkpoint:
+            run.checkpoint_saved(checkpoint[0], run.last_step)
 
     def poll(self, *, at_rest: bool = False) -> None:
         """Pass on what the script has reported and saved."""
@@ -155,8 +152,7 @@ class _Attempt:
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
-        if self._watch is not None:
-            self._found(self._watch.newest(at_rest=at_rest))
+        self._found(self._watch.newest(at_rest=at_rest))
 
     def finish(self) -> None:
         """Pass on the rest after the script has ended; remove an empty file of messages."""
@@ -165,16 +161,14 @@ class _Attempt:
             if self.events.stat().st_size == 0:
                 self.events.unlink()
 
-    def _found(self, checkpoint: Path | None) -> None:
-        known = self._known[1]
-        found = _with_stamp(checkpoint)
-        stamp = found[1]
-        if checkpoint is None or stamp is None or found == self._known:
+    def _found(self, newest: Stamped | None) -> None:
+        known = self._known
+        if newest is None or newest == known:
             return
         # while the newest is written over, the newest at rest is an older one
-        if known is None or stamp[0] >= known[0]:
-            self._known = found
-            self._run.checkpoint_saved(checkpoint, self._run.last_step)
+        if known is None or newest[1][0] >= known[1][0]:
+            self._known = newest
+            self._run.checkpoint_saved(newest[0], self._run.last_step)
 
     def _take(self, line: str) -> None:
         match parse(line):
@@ -184,7 +178,7 @@ class _Attempt:
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
                 saved = self._cwd / os.path.expanduser(path)
-                self._known = _with_stamp(saved)
+                self._known = _stamped(saved)
                 self._run.checkpoint_saved(
                     saved, self._run.last_step if step is None else step
                 )
@@ -229,29 +223,38 @@ def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
     }
 
 
-def _before(pattern: str, config: RobustConfig, run: Run) -> Mapping[str, Stamp]:
-    """Return what matched before the job began: noted at its first attempt. Files are compared with
-    it by size and time of change, so that no two clocks have to agree."""
+def _watch(
+    config: RobustConfig, cwd: Path, values: ScriptValues, run: Run
+) -> CheckpointWatch:
+    """Return what finds the script's checkpoints. What matched before the job began is noted at its
+    first attempt, and compared by size and time of change: no two clocks have to agree."""
+    inside = config.trainer.checkpoint_glob
+    if inside is None:
+        return CheckpointWatch("", {})
+    # the folders themselves may have brackets in their names
+    pattern = str(Path(glob.escape(str(cwd)), values.fill(inside, glob.escape)))
     path = run.run_dir / _BEFORE
     starts_afresh = not config.resume and run.resume_checkpoint is None
     if run.attempt > 1 and not starts_afresh:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             noted = json.loads(path.read_text()).items()
-            return {name: (changed, size) for name, (changed, size) in noted}
-    found = stamps(pattern)
-    write_json(path, found)
-    return found
+            before = {name: (changed, size) for name, (changed, size) in noted}
+            return CheckpointWatch(pattern, before)
+    before = stamps(pattern)
+    write_json(path, before)
+    return CheckpointWatch(pattern, before)
 
 
-def _checkpoint(watch: CheckpointWatch | None, run: Run) -> Path | None:
+def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     """Return the newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
-    if reported is not None and not is_whole(reported):
+    candidates = [watch.newest(at_rest=True)]
+    if reported is not None and is_whole(reported):
+        candidates.append(_stamped(reported))
+    elif reported is not None:
         log.warning("checkpoint %s is gone or torn; it is passed over", reported)
-        reported = None
-    found = None if watch is None else watch.newest(at_rest=True)
-    candidates = [path for path in (reported, found) if path is not None]
-    return max(candidates, key=lambda path: stamp_of(path)[0], default=None)
+    found = [one for one in candidates if one is not None]
+    return max(found, key=lambda one: one[1][0], default=None)
 
 
 def _how(returncode: int) -> str:
@@ -327,7 +330,7 @@ class CheckpointWatch:
         self._before = dict(before)
         self._last_seen: dict[str, Stamp] = {}
 
-    def newest(self, *, at_rest: bool) -> Path | None:
+    def newest(self, *, at_rest: bool) -> Stamped | None:
         """Return the newest whole match that is the job's own, None if there is none. Only what
         has not changed since the last call counts, unless all is ``at_rest``."""
         seen = stamps(self._pattern)
@@ -340,7 +343,7 @@ class CheckpointWatch:
         }
         for path in sorted(own, key=lambda path: (own[path][0], path), reverse=True):
             if is_whole(Path(path)):
-                return Path(path)
+                return Path(path), own[path]
         return None
 
 
@@ -365,8 +368,7 @@ def stamp_of(path: Path) -> Stamp:
     return changed, sum(one.st_size for one in inside)
 
 
-def _with_stamp(path: Path | None) -> tuple[Path | None, Stamp | None]:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            return path, stamp_of(path)
-    return path, None
+def _stamped(path: Path) -> Stamped | None:
+    with contextlib.suppress(OSError):
+        return path, stamp_of(path)
+    return None
