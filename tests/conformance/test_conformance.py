@@ -48,7 +48,7 @@ DIAGONAL = {
     ("script", "requested half batch"),
     ("sweep", "requested checkpoint"),
     ("transformers", "requested half batch"),
-    ("vision in ranks", "SIGTERM then one rank"),
+    ("vision in shards", "SIGTERM then one rank"),
     ("vision", "SIGKILL to all"),
 }
 """The cheapest cells that have every kind and every sort of event."""

@@ -55,7 +55,8 @@ def same_weights(one: list[dict], other: list[dict]) -> None:
 
 
 @pytest.mark.proves("accelerate", "one GPU", "in the step")
-@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["process", "none"])
 def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
     example: Example, isolation: str, monkeypatch: pytest.MonkeyPatch
 ):

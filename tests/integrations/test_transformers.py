@@ -52,6 +52,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.proves("transformers", "one GPU", "in the step")
+@pytest.mark.slow
 def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ):

@@ -379,28 +379,39 @@ def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
     return seen
 
 
+def by_the_built_in_trainer(folder: Path) -> dict[str, object]:
+    """Attempts of it with several numbers of ranks, sharded or not, against one left alone."""
+    sharding = "training.sharding=fsdp"
+    write_image_folder(folder / "images", per_class=14)  # 26 to train on: 24 and 2 for three
+    one = attempt(folder / "one", 1)
+    first = attempt(folder / "several", 2, sharding, stop_at=1)
+    saved = Path(first[0]["saved"][-1])
+    more = attempt(folder / "several", 3, sharding, resume=saved, stop_at=2)
+    thirds = Path(more[0]["saved"][-1])
+    rest = attempt(folder / "several", 1, resume=thirds)
+    # shards of three for two, and for two without; whole tensors for three
+    halves = attempt(folder / "halves", 2, sharding, resume=thirds)
+    replicas = attempt(folder / "replicas", 2, resume=thirds, stop_at=3)
+    whole = Path(replicas[0]["saved"][-1])
+    last = attempt(folder / "last", 3, sharding, resume=whole)
+    same = attempt(folder / "same", 2, sharding, resume=saved)
+    return {
+        "saved": [str(saved), halves[0]["saved"][-1], str(whole)],
+        "changed": first[1]["changed"],
+        "one": one[0],
+        "rest": rest[0],
+        "halves": halves[0],
+        "last": last[0],
+        "same": same[0],
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()  # each failure walks the heap
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_thorough = sys.argv[2] == "thorough"
     folder = Path(sys.argv[1])
-    write_image_folder(folder / "images", per_class=14)  # 26 to train on: 24 and 2 for three
-    one = attempt(folder / "one", 1)
-    first = attempt(folder / "several", 2, "training.sharding=fsdp", stop_at=1)
-    saved = Path(first[0]["saved"][-1])
-    more = attempt(folder / "several", 3, "training.sharding=fsdp", resume=saved, stop_at=2)
-    thirds = Path(more[0]["saved"][-1])
-    rest = attempt(folder / "several", 1, resume=thirds)
-    built_in = {"one": one[0], "first": first[1], "rest": rest[0], "saved": [str(saved)]}
-    if is_thorough:  # shards of three for two, and for two without; whole tensors for three
-        sharding = "training.sharding=fsdp"
-        halves = attempt(folder / "halves", 2, sharding, resume=thirds)
-        replicas = attempt(folder / "replicas", 2, resume=thirds, stop_at=3)
-        built_in["saved"] += [halves[0]["saved"][-1], replicas[0]["saved"][-1]]
-        whole = Path(replicas[0]["saved"][-1])
-        last = attempt(folder / "last", 3, sharding, resume=whole)
-        same = attempt(folder / "same", 2, sharding, resume=saved)
-        built_in |= {"halves": halves[0], "last": last[0], "same": same[0]}
+    built_in = by_the_built_in_trainer(folder) if is_thorough else {}
     ranks = of_forks(2, lambda rank: be_rank(rank, sys.argv[1], is_thorough))
     print(json.dumps({"ranks": ranks, "built in": built_in}))

@@ -56,6 +56,7 @@ def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_p
     assert len(seen["ranks"][0]["places"]) == 32
     must_give_the_gradients_of_one_process(seen["ranks"])
     built_in = seen["built in"]
+    assert built_in["changed"] == [6], "memory ran out on the second rank"
     assert [Path(path).name for path in built_in["saved"]] == [
         "step-00000001",
         "step-00000004",
@@ -201,13 +202,3 @@ def test_an_older_torch_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
     with pytest.raises(ConfigError, match=r"update torch, or write training\.sharding=ddp"):
         shard(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.proves("built-in trainer", "FSDP2", "in the step")
-@pytest.mark.proves("built-in trainer", "FSDP2", "new attempt")
-def test_the_built_in_trainer_resumes_shards_on_another_number_of_ranks(seen: dict[str, Any]):
-    """Two ranks stop after a step in which one ran out of memory, three go on, then one process
-    without shards. One of the three has no sample in the epoch's last step."""
-    assert seen["built in"]["first"]["changed"] == [6]
-    expected = trained_weights(seen["built in"]["one"]["result"])
-    assert difference(trained_weights(seen["built in"]["rest"]["result"]), expected) < 1e-4
