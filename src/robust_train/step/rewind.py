@@ -358,51 +358,50 @@ def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 @dataclass(frozen=True)
-class _Gradient:
-    """A gradient before a call. It is not held: most functions drop it and make another."""
+class _Before:
+    """A parameter before a call. Its gradient is not held: most functions make another."""
 
     parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor]
-    version: int
-    values: Tensor | None  # on the host
+    gradient: weakref.ref[Tensor] | None  # None: it had none
+    version: int = 0
+    values: Tensor | None = None  # on the host
 
     @classmethod
-    def of(cls, parameter: Tensor, gradient: Tensor, *, copies: bool) -> _Gradient:
-        """Return what is kept of a parameter's gradient."""
-        return cls(
-            weakref.ref(parameter),
-            weakref.ref(gradient),
-            version_of(gradient),
-            gradient.detach().to("cpu", copy=True) if copies else None,
-        )
+    def of(cls, parameter: Tensor, *, copies: bool) -> _Before:
+        """Return what is kept of a parameter."""
+        gradient = parameter.grad
+        if gradient is None:
+            return cls(weakref.ref(parameter), None)
+        values = gradient.detach().to("cpu", copy=True) if copies else None
+        version = version_of(gradient)
+        return cls(weakref.ref(parameter), weakref.ref(gradient), version, values)
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Give the parameter its gradient back; return whether that is possible."""
+        parameter = self.parameter()
+        gradient = None if self.gradient is None else self.gradient()
+        if parameter is None:
+            return True
+        is_same = gradient is not None and version_of(gradient) == self.version
+        if self.values is None:
+            if gradient is not None and parameter.grad is gradient:
+                return is_same
+            parameter.grad = None
+        elif gradient is None:
+            parameter.grad = self.values.to(parameter.device)
+        else:
+            if not is_same:
+                gradient.copy_(self.values)
+            parameter.grad = gradient
+        return True
 
     @property
     def was_dropped(self) -> bool:
         """Whether the parameter has another gradient now, or none."""
         parameter = self.parameter()
-        return (
-            parameter is None
-            or parameter.grad is None
-            or parameter.grad is not self.gradient()
-        )
-
-    @torch.no_grad()
-    def restore(self) -> bool:
-        """Give the parameter this gradient back; return whether that is possible."""
-        parameter, gradient = self.parameter(), self.gradient()
-        if parameter is None:
-            return True
-        if self.values is None:
-            if not self.was_dropped:
-                return gradient is not None and version_of(gradient) == self.version
-            parameter.grad = None
-        elif gradient is None:
-            parameter.grad = self.values.to(parameter.device)
-        else:
-            if version_of(gradient) != self.version:
-                gradient.copy_(self.values)
-            parameter.grad = gradient
-        return True
+        gradient = None if self.gradient is None else self.gradient()
+        return parameter is None or gradient is None or parameter.grad is not gradient
 
 
 class GradientsBefore:
@@ -414,25 +413,21 @@ class GradientsBefore:
 
     def __init__(self) -> None:
         self._drops: bool | None = None
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-        self._before: list[_Gradient] = []
+        self._before: dict[int, _Before] = {}
 
     def begin(self, trained: Any) -> None:
         """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
-        self._known, self._before = {}, []
-        for module in modules_of(trained):
-            for parameter in module.parameters():
-                self._known[id(parameter)] = weakref.ref(parameter)
-                if parameter.grad is not None:
-                    copies = self._drops is not True
-                    self._before.append(
-                        _Gradient.of(parameter, parameter.grad, copies=copies)
-                    )
+        self._before = {
+            id(parameter): _Before.of(parameter, copies=self._drops is not True)
+            for module in modules_of(trained)
+            for parameter in module.parameters()
+        }
 
     def end(self) -> None:
         """Learn from a complete call whether the next ones need copies."""
-        if self._before:
-            drops = all(gradient.was_dropped for gradient in self._before)
+        had = [one for one in self._before.values() if one.gradient is not None]
+        if had:
+            drops = all(one.was_dropped for one in had)
             self._drops = drops and self._drops is not False
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
@@ -440,10 +435,9 @@ class GradientsBefore:
 
         ``made`` are leaves that the failed call trained.
         """
-        had = {id(gradient.parameter()) for gradient in self._before}
-        known = [reference() for reference in self._known.values()]
-        for tensor in (*known, *made):
-            if tensor is not None and id(tensor) not in had:
+        for tensor in made:
+            known = self._before.get(id(tensor))
+            if known is None or known.parameter() is not tensor:
                 tensor.grad = None
-        restored = [gradient.restore() for gradient in self._before]
+        restored = [one.restore() for one in self._before.values()]
         return all(restored)
