@@ -15,7 +15,6 @@ from robust_train import launch
 from robust_train.folder import provenance
 from robust_train.folder.provenance import (
     public_command,
-    public_text,
     public_variables,
     this_command,
 )
@@ -30,12 +29,8 @@ def test_secrets_are_left_out():
         "s3://…@host/x",
     ]
     assert public_command(["+wandb={api_key:0a1b2c3d4e}"]) == ["+wandb={api_key:…}"]
-    url = "slack://TokenA/TokenB/TokenC"
-    assert public_text(f"+  urls: [{url}]\n+token: s3cr3t-s3cr3t\n", [url]) == (
-        "+  urls: […]\n+token: …\n"
-    )
-    code = "+token = tokenizer_2.encode(text)\n+max_tokens: 1000000000\n"
-    assert public_text(code) == code
+    harmless = ["+model={max_tokens:1000000000}"]
+    assert public_command(harmless) == harmless
     given = {
         "SLURM_JWT": "a",
         "HF_TOKEN": "a",
@@ -46,9 +41,6 @@ def test_secrets_are_left_out():
     given |= {"ROBUST_TRAIN_NOTIFY_URLS": "a://b", "TORCH_PROXY": "http://u:p@h"}
     shown = {"CUDA_VISIBLE_DEVICES": "0", "HF_HOME": "/h", "TORCH_PROXY": "http://…@h"}
     assert public_variables(given) == shown
-    assert (
-        public_text('+API_KEY = "abcdefgh"\n+num_tokens = 5') == '+API_KEY = "…"\n+num_tokens = 5'
-    )
 
 
 @pytest.fixture
@@ -73,10 +65,11 @@ def test_a_job_records_commit_changes_and_versions(tmp_path: Path, repository: P
     clean = json.loads((tmp_path / "clean" / "environment.json").read_text())
     assert (clean["git_dirty"], len(clean["git_commit"])) == (False, 40)
     assert clean["packages"]["torch"] == clean["torch"]
-    assert not (tmp_path / "clean" / "code.diff").exists()
-    (repository / "train.py").write_text("lr = 2\n")
+    assert clean["git_changed"] == []
+    (repository / "train.py").write_text("api_key = 's3cr3t'\n")
     _launch(tmp_path / "dirty")
-    assert "-lr = 1\n+lr = 2\n" in (tmp_path / "dirty" / "code.diff").read_text()
+    assert "s3cr3t" not in (written := (tmp_path / "dirty" / "environment.json").read_text())
+    assert json.loads(written)["git_changed"] == ["train.py"]
     short = json.loads((tmp_path / "dirty" / "summary.json").read_text())["environment"]
     assert (short["git_dirty"], short["gpus"]) == (True, [])
     assert short["git_commit"] == clean["git_commit"]

@@ -1,6 +1,6 @@
-"""What a job ran with: its command line, ``environment.json`` and ``code.diff``.
+"""What a job ran with: its command line and ``environment.json``.
 
-Names and values of secrets are left out. A thread writes the files beside the first attempt; git
+Names and values of secrets are left out. A thread writes the file beside the first attempt; git
 has a time limit, as on a disk that hangs.
 """
 
@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from robust_train.compat import torch_cuda_version
-from robust_train.config.values import URLS_VARIABLE, is_secret
+from robust_train.config.values import is_secret
 from robust_train.files import read_object, write_json
 from robust_train.gpu.bounded import printed_by
 from robust_train.model.events import Json
@@ -33,8 +33,7 @@ from robust_train.model.gpu import Group
 log = logging.getLogger("robust_train")
 
 FILE = "environment.json"
-DIFF_FILE = "code.diff"
-_MOST_DIFF_BYTES = 1 << 20
+_MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
 _SHORT = ("host", "python", "torch", "cuda", "driver", "git_commit", "git_dirty")
@@ -62,7 +61,7 @@ def public_command(words: Sequence[str]) -> list[str]:
         elif is_secret(word) or (is_pair and is_named):
             shown.append(f"{name}=…")
         else:
-            shown.append(public_text(word))
+            shown.append(_public_text(word))
         hides_next = is_named and not is_pair
     return shown
 
@@ -72,14 +71,11 @@ def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     names = [
         one for one in environ if _MATTERS.fullmatch(one) and not _SECRET.search(one)
     ]
-    return {name: public_text(environ[name]) for name in sorted(names)}
+    return {name: _public_text(environ[name]) for name in sorted(names)}
 
 
-def public_text(text: str, urls: Sequence[str] = ()) -> str:
-    """Return a text without the URLs of notifications, credentials in URLs, and literals that are
-    named like secrets."""
-    for url in (*urls, *os.environ.get(URLS_VARIABLE, "").split()):
-        text = text.replace(url, "…")
+def _public_text(text: str) -> str:
+    """Return a text without credentials in URLs and literals that are named like secrets."""
     return _LITERAL.sub(r"\1\2…\2", _IN_URL.sub(r"\1…@", text))
 
 
@@ -100,10 +96,11 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
 
 
 class Provenance:
-    """Writes the files of one launch in the background."""
+    """Writes the file of one launch in the background."""
 
-    def __init__(self, run_dir: Path, gpus: Group, urls: Sequence[str] = ()) -> None:
-        self._run_dir, self._gpus, self._urls = run_dir, gpus, urls
+    def __init__(self, run_dir: Path, gpus: Group) -> None:
+        self._run_dir = run_dir
+        self._gpus = gpus
         self._short: dict[str, Json] | None = None
         self._thread = threading.Thread(
             target=self._write, name="environment", daemon=True
@@ -137,7 +134,7 @@ class Provenance:
                 "variables": public_variables(os.environ),
                 "packages": packages,
             }
-            content |= _changes(cwd, self._run_dir / DIFF_FILE, self._urls)
+            content |= _code(cwd)
             short = {name: content[name] for name in _SHORT}
             self._short = {**short, "gpus": [gpu.name for gpu in self._gpus]}
             write_json(self._run_dir / FILE, content, indent=1)
@@ -145,19 +142,21 @@ class Provenance:
             log.info("no %s: %s: %s", FILE, type(error).__name__, error)
 
 
-def _changes(cwd: str, path: Path, urls: Sequence[str]) -> dict[str, Json]:
-    """Return commit and state of the repository that ``cwd`` is in; keep its changes in a file."""
+def _code(cwd: str) -> dict[str, Json]:
+    """Return commit and state of the repository that ``cwd`` is in.
+
+    Of changed files only the names: what they hold may be secret.
+    """
     commit = _git(cwd, "rev-parse", "HEAD")
-    changes = commit and _git(cwd, "status", "--porcelain", "--untracked-files=no")
-    is_dirty = None if changes is None else bool(changes)
-    path.unlink(missing_ok=True)  # of an earlier launch
-    if is_dirty and (
-        diff := _git(cwd, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
-    ):
-        end = "\n[cut at 1 MiB]\n" if len(diff) > _MOST_DIFF_BYTES else ""
-        text = diff[:_MOST_DIFF_BYTES].decode(errors="replace")
-        path.write_text(public_text(text, urls) + end)
-    return {"git_commit": commit and commit.decode().strip(), "git_dirty": is_dirty}
+    status = commit and _git(cwd, "status", "--porcelain", "--untracked-files=no")
+    changed = [
+        line[3:] for line in (status or b"").decode(errors="replace").splitlines()
+    ]
+    return {
+        "git_commit": commit and commit.decode().strip(),
+        "git_dirty": None if status is None else bool(status),
+        "git_changed": changed[:_MOST_CHANGED_FILES],
+    }
 
 
 def _git(folder: str, *arguments: str) -> bytes | None:

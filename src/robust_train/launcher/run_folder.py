@@ -197,7 +197,7 @@ class RunFolder:
     def acquired(self, job_id: str | None, gpus: Group = ()) -> None:
         """Record that the job has a device, and the trainer is being imported."""
         self.queued(job_id)
-        self._provenance = Provenance(self._run_dir, gpus, self._notifier.urls)
+        self._provenance = Provenance(self._run_dir, gpus)
         self._change(state="starting", waiting=None)
 
     def attempt_starts(self, attempt: Attempt) -> None:
