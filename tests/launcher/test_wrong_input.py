@@ -182,3 +182,16 @@ def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world: World):
     ended = world.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
     ended.was_refused(["400 MiB (ulimit -d)", "no room to import torch"])
     assert ended.summary["attempts"] == []
+
+
+def test_a_library_that_crashes_for_lack_of_room_adds_no_words_of_its_own(world: World):
+    code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
+    (world.folder / "falls_over.py").write_text(code)
+    limit = (1 << 30, 1 << 30)
+    ended = world.run(
+        "trainer._target_=trainers.plain",
+        "trainer.preload_modules=[falls_over]",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit),
+    )
+    ended.was_refused(["1.0 GiB (ulimit -d)", "no room to import falls_over"])
+    assert "bad_alloc" not in ended.output
