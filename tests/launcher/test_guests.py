@@ -132,6 +132,7 @@ def test_a_step_is_repeated_on_all_ranks_and_restarts_go_on_with_half_the_batch_
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
+@pytest.mark.slow
 def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents: Agents):
     def fails(trouble: str) -> str:
         tasks = agents.tasks(trouble=trouble)
@@ -148,6 +149,7 @@ def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents: Agents):
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
+@pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
 def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents: Agents):
     port = free_port()
@@ -181,6 +183,7 @@ def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_o
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
+@pytest.mark.slow
 def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(agents: Agents):
     """Without one it would be another folder for each rank and restart."""
     small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
