@@ -17,6 +17,7 @@ from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.memory.samples import FILE_NAME, Sample, attempt_stability, encode
 from robust_train.model.events import Event, MemoryTight, OutOfMemory
+from robust_train.model.failure import FailureKind
 from robust_train.readable import MIB
 from world import Ended, World
 
@@ -141,6 +142,29 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
         raise error
     assert [path.name for path in tmp_path.glob("oom-*")] == files
     assert len([event for event in reported if isinstance(event, OutOfMemory)]) == len(files)
+
+
+def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "robust_train")
+    (tmp_path / "oom-attempt-1.json").mkdir()  # a folder where the file should be
+    reported: list[Event] = []
+    settings = RobustConfig(device="cpu", memory=MemoryConfig(sample_interval_ms=0))
+    error = MemoryError("the trainer's own")
+    held = torch.empty(2**20)
+    with (
+        pytest.raises(MemoryError) as raised,
+        AttemptMemory(Run(run_dir=tmp_path, report=reported.append), settings),
+    ):
+        raise error
+    assert raised.value is error
+    [event] = [event for event in reported if isinstance(event, OutOfMemory)]
+    assert (event.kind, event.tensors) == (FailureKind.HOST_OOM, None)
+    warned, *told = caplog.messages
+    assert warned.startswith(f"cannot write {tmp_path}/oom-attempt-1.json: ")
+    assert f"float32 ({held.numel()},)" in told[0], "the log has the largest nevertheless"
+    assert "all in" not in told[0]
 
 
 @pytest.mark.parametrize("shrinks", [False, True])

@@ -180,24 +180,34 @@ def test_proc_s_sizes_are_read_in_bytes(tmp_path: Path) -> None:
     assert own_memory(status) == {"VmRSS": 12 * 1024}
 
 
-def _cgroup_v2(root: Path, limit: str, usage: str, stat: str = "") -> None:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text("0::/job/inner\n")
-    (root / "proc/self/mountinfo").write_text(
-        "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-    )
-    folder = root / "sys/fs/cgroup/job"
-    (folder / "inner").mkdir(parents=True)
-    (folder / "inner/memory.max").write_text("max\n")
-    (folder / "inner/memory.current").write_text("1\n")
-    (folder / "memory.max").write_text(limit)
-    (folder / "memory.current").write_text(usage)
-    (folder / "memory.stat").write_text(stat)
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 
 
-def test_a_cgroup_above_limits_what_there_is(tmp_path: Path) -> None:
-    _cgroup_v2(tmp_path, "600\n", "500\n", "anon 1\ninactive_file 100\n")
-    assert cgroup_rooms(tmp_path) == [(600, 200)]
+@pytest.mark.parametrize(
+    ("above", "rooms"),
+    [
+        (("600\n", "500\n", "anon 1\ninactive_file 100\n"), [(600, 200)]),
+        (("600\n", "700\n", ""), [(600, 0)]),
+        (("max\n", "1\n", ""), []),
+        ((f"{2**63 - 4096}\n", "1\n", ""), []),
+        (("600\n", "?\n", ""), []),
+        (("600\n",), []),  # the others cannot be read
+        ((), []),
+    ],
+)
+def test_a_cgroup_above_limits_what_there_is_where_it_has_a_limit(
+    tmp_path: Path, above: tuple[str, ...], rooms: list[tuple[int, int]]
+) -> None:
+    proc, job = tmp_path / "proc/self", tmp_path / "sys/fs/cgroup/job"
+    for folder, names, texts in (
+        (proc, ("cgroup", "mountinfo"), ("0::/job/inner\n", V2_MOUNT)),
+        (job, ("memory.max", "memory.current", "memory.stat"), above),
+        (job / "inner", ("memory.max", "memory.current"), ("max\n", "1\n")),
+    ):
+        folder.mkdir(parents=True)
+        for name, text in zip(names, texts, strict=False):
+            (folder / name).write_text(text)
+    assert cgroup_rooms(tmp_path) == rooms
 
 
 def test_a_kernel_that_keeps_its_peak_says_so(tmp_path: Path) -> None:
