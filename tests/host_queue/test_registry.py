@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from another_user import ANOTHER_USER, needs_root
+from another_user import ANOTHER_USER, as_another_user, needs_root
 from robust_train.cli.main import main
 from robust_train.gpu.visible import Visible
 from robust_train.host.linux import is_locked, lock
@@ -42,9 +40,7 @@ from robust_train.queue.queue_dir import (
 from robust_train.queue.registry import QueuedJob, Registry, Reservation, decode, encode
 from robust_train.queue.waiting import GpuRequest
 from robust_train.readable import MIB
-from simulated_nvml import Gpu
 
-HostWith = Callable[..., Host]
 A = GpuInfo("GPU-a", "A100", 0, "0", 40000 * MIB, 40000 * MIB, 0)
 REQUEST = GpuRequest(4000 * MIB, wait=False)
 READ_LOCK = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
@@ -70,46 +66,9 @@ def enter(registry: Registry, name: str = "test") -> Reservation:
     return registry.enter(QueuedJob(name=name, reserved_bytes=4000 * MIB))
 
 
-def folder_of(registry: Registry) -> Path:
-    return registry.path
-
-
 def queue_of(base: Path) -> HostQueue:
     seen = Visible((A,), machine=(A,))
     return HostQueue(base, name="t", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
-
-
-def wait(job: HostQueue) -> object:
-    return job.wait(REQUEST)
-
-
-@contextlib.contextmanager
-def as_another_user(act: Callable[[], object]) -> Iterator[int]:
-    """A process of another user that has done something, and lives as long as the block."""
-    done, says_so = os.pipe()
-    goes, go = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(go)
-        os.setgroups([])
-        os.setgid(ANOTHER_USER)
-        os.setuid(ANOTHER_USER)
-        try:
-            kept = act()
-            os.write(says_so, b"1")
-            os.read(goes, 1)
-            del kept
-        finally:
-            os._exit(0)
-    os.close(says_so)
-    os.close(goes)
-    try:
-        assert os.read(done, 1) == b"1", "it failed"
-        yield pid
-    finally:
-        os.close(done)
-        os.close(go)
-        os.waitpid(pid, 0)
 
 
 # --- the directory ---
@@ -143,11 +102,6 @@ def test_key_before_variable_before_the_runtime_directory(
     assert directory_for(None, {}) == shared / "robust-train"
 
 
-def _chmod(path: Path, mode: int) -> None:
-    path.mkdir()
-    path.chmod(mode)
-
-
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
@@ -155,7 +109,12 @@ def _chmod(path: Path, mode: int) -> None:
         (lambda base: base.write_text("x"), "not a directory"),
         (lambda base: (base.mkdir(), (base / boot_name()).symlink_to("/tmp")), "symbolic link"),
         (lambda base: (base.mkdir(), (base / boot_name()).write_text("x")), "not a directory"),
-        (lambda base: _chmod(base, 0o777), "without a sticky bit"),
+        (lambda base: (base.mkdir(), base.chmod(0o777)), "without a sticky bit"),
+        pytest.param(
+            lambda base: (base.mkdir(0o755), os.chown(base, 12345, 12345)),
+            "belongs to user 12345",
+            marks=needs_root,
+        ),
     ],
 )
 def test_what_is_no_directory_of_its_own_is_refused(
@@ -169,19 +128,6 @@ def test_what_is_no_directory_of_its_own_is_refused(
     assert "gpu_queue_dir=" in str(caught.value)
 
 
-@needs_root
-def test_another_users_private_directory_is_refused_and_a_shared_one_is_not(
-    tmp_path: Path,
-) -> None:
-    base = tmp_path / "queue"
-    base.mkdir(mode=0o755)
-    os.chown(base, 12345, 12345)
-    with pytest.raises(QueueProblem, match="belongs to user 12345"):
-        QueueDir(base)
-    base.chmod(0o1777)
-    QueueDir(base).close()
-
-
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nearest = queue_dir.file_system_of(Path("/proc/sys/kernel"))
     assert nearest == "proc", "that of the nearest mount"
@@ -191,9 +137,9 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_directory_that_was_removed_is_made_again(registry: Registry) -> None:
-    shutil.rmtree(folder_of(registry).parent)
+    shutil.rmtree(registry.path.parent)
     mine = enter(registry)
-    other = Registry(folder_of(registry).parent)
+    other = Registry(registry.path.parent)
     assert [job.id for job in other.jobs()] == [mine.job.id]
     other.close()
 
@@ -202,7 +148,7 @@ def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(
     base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = queue_of(base)
-    assert wait(job) == (A,)
+    assert job.wait(REQUEST) == (A,)
     shutil.rmtree(base)
     base.write_text("not a directory")
     for _ in range(3):
@@ -215,28 +161,25 @@ def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(
 
 
 @needs_root
-def test_a_full_disk_means_a_warning_and_no_reservation(host_with: HostWith) -> None:
-    host = host_with(Gpu())
-    host.base.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k,mode=1777", "tmpfs", str(host.base)],
-        capture_output=True,
-    )
-    if mounted.returncode != 0:
+def test_a_full_disk_means_a_warning_and_no_reservation(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k,mode=1777", "tmpfs", str(base)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("tmpfs cannot be mounted here")
     try:
-        host.folder.mkdir()
-        host.folder.chmod(0o1777)
+        job = queue_of(base)
         with pytest.raises(OSError, match="No space"):
-            (host.folder / "filler").write_bytes(b"x" * 10**6)
-        job = host.start(4000)
-        assert job.wait_for("granted")["gpu"] == host.machine.uuid(0)
-        assert host.job_files() == []
-        job.end()
-        assert "is on a file system that is full (No space left on device)" in job.errors
-        assert job.errors.count("goes on without a reservation") == 1
+            (base / "filler").write_bytes(b"x" * 10**6)
+        assert job.wait(REQUEST) == (A,)
+        assert list((base / boot_name()).glob("record.*")) == []
+        assert job.hold == ()
+        job.release()
+        assert "is on a file system that is full (No space left on device)" in caplog.text
+        assert caplog.text.count("goes on without a reservation") == 1
     finally:
-        subprocess.run(["umount", "-l", str(host.base)], check=True)
+        subprocess.run(["umount", "-l", str(base)], check=True)
 
 
 @needs_root
@@ -250,7 +193,8 @@ def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_
     with as_another_user(make):
         job = queue_of(base)
         for _ in range(2):
-            wait(job)
+            assert job.wait(REQUEST) == (A,)
+        assert job.hold, "it is used"
         job.release()
     assert sum("belongs to user nobody" in record.message for record in caplog.records) == 1
     main(["doctor", "--dir", str(base)])
@@ -277,41 +221,36 @@ def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "limit", "warning"),
+    ("text", "limit", "warning", "mode", "owner"),
     [
-        ("max_gpus_per_user: 4  # each\n", 4, None),
-        ("", NO_LIMIT, None),
-        ("max_gpus_per_user: 0", NO_LIMIT, "a number of GPUs from 1"),
-        ("max_gpus: 4", NO_LIMIT, "its only key is max_gpus_per_user"),
-        ("max_gpus_per_user: [", NO_LIMIT, "its only key is max_gpus_per_user"),
-        ("#" * 5000, NO_LIMIT, "at most 4096 bytes"),
+        ("max_gpus_per_user: 4  # each\n", 4, None, 0o644, 0),
+        ("", NO_LIMIT, None, 0o644, 0),
+        ("max_gpus_per_user: 0", NO_LIMIT, "a number of GPUs from 1", 0o644, 0),
+        ("max_gpus: 4", NO_LIMIT, "its only key is max_gpus_per_user", 0o644, 0),
+        ("max_gpus_per_user: [", NO_LIMIT, "its only key is max_gpus_per_user", 0o644, 0),
+        ("#" * 5000, NO_LIMIT, "at most 4096 bytes", 0o644, 0),
+        ("max_gpus_per_user: 1", NO_LIMIT, "others may write it", 0o666, 0),
+        ("max_gpus_per_user: 1", NO_LIMIT, "others may write it", 0o644, ANOTHER_USER),
     ],
 )
 @needs_root
-def test_root_may_limit_gpus_per_user_and_a_mistake_is_one_line(
+def test_root_alone_may_limit_gpus_per_user_and_a_mistake_is_one_line(
     registry: Registry,
     base: Path,
     caplog: pytest.LogCaptureFixture,
     text: str,
     limit: int,
     warning: str | None,
+    mode: int,
+    owner: int,
 ) -> None:
-    (base / "queue.yaml").write_text(text)
+    limits = base / "queue.yaml"
+    limits.write_text(text)
+    limits.chmod(mode)
+    os.chown(limits, owner, owner)
     assert [registry.gpu_limit() for _ in range(2)] == [limit, limit]
     assert len(caplog.records) == (warning is not None)
     assert warning is None or warning in caplog.records[0].message
-
-
-@needs_root
-def test_limits_that_others_than_root_may_write_are_ignored(registry: Registry, base: Path) -> None:
-    limits = base / "queue.yaml"
-    limits.write_text("max_gpus_per_user: 1")
-    limits.chmod(0o666)
-    assert registry.gpu_limit() == NO_LIMIT
-    limits.chmod(0o644)
-    assert registry.gpu_limit() == 1
-    os.chown(limits, ANOTHER_USER, ANOTHER_USER)
-    assert registry.gpu_limit() == NO_LIMIT
 
 
 # --- records ---
@@ -404,8 +343,8 @@ def test_no_value_of_any_field_stops_who_reads_it(field: str, value: Any) -> Non
 def test_what_is_planted_under_a_records_name_is_no_job(
     registry: Registry, plant: Callable[[Path], None]
 ) -> None:
-    plant(folder_of(registry) / "record.0000000007.abcdef")
-    plant(folder_of(registry) / "unhealthy.GPU-1.0")
+    plant(registry.path / "record.0000000007.abcdef")
+    plant(registry.path / "unhealthy.GPU-1.0")
     assert registry.jobs() == []
     assert registry.exclusions() == []
     assert enter(registry).job.ticket == 1
@@ -414,30 +353,30 @@ def test_what_is_planted_under_a_records_name_is_no_job(
 
 def test_a_living_job_whose_record_is_damaged_stops_no_other(registry: Registry) -> None:
     mine = enter(registry)
-    (path,) = folder_of(registry).glob("record.*")
+    (path,) = registry.path.glob("record.*")
     assert [job.id for job in registry.jobs()] == [mine.job.id]
     path.write_bytes(b"\xff" * 300)
     assert [job.id for job in registry.jobs()] == [mine.job.id], "as it was last read"
-    newcomer = Registry(folder_of(registry).parent)
+    newcomer = Registry(registry.path.parent)
     assert newcomer.jobs() == [], "parsed or ignored"
     newcomer.close()
 
 
 def test_a_record_that_was_removed_is_written_again_under_its_ticket(registry: Registry) -> None:
     mine, later = enter(registry), enter(registry)
-    (folder_of(registry) / f"record.{1:010}.{mine.job.id[2:]}").unlink()
+    (registry.path / f"record.{1:010}.{mine.job.id[2:]}").unlink()
     assert [job.ticket for job in registry.jobs()] == [2]
     mine.update(mine.job)
     assert [job.ticket for job in registry.jobs()] == [1, 2]
     later.release()
     mine.release()
-    assert list(folder_of(registry).iterdir()) == []
+    assert list(registry.path.iterdir()) == []
 
 
 def test_sixty_thousand_files_of_a_user_delay_no_one_and_are_reported(
     registry: Registry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = folder_of(registry)
+    folder = registry.path
     for number in range(MOST_FILES_PER_USER + 500):
         (folder / f"record.{number:010}.abcdef").touch()
     assert registry.jobs() == []
@@ -454,7 +393,7 @@ def test_sixty_thousand_files_of_a_user_delay_no_one_and_are_reported(
 
 def test_the_lock_lives_with_whoever_inherits_the_descriptor(registry: Registry) -> None:
     mine = enter(registry)
-    (path,) = folder_of(registry).glob("record.*")
+    (path,) = registry.path.glob("record.*")
     probe = os.open(path, os.O_RDONLY)
     attempt = subprocess.Popen(["sleep", "600"], pass_fds=[mine.fd])  # fork and exec
     ours, theirs = socket.socketpair()
@@ -476,50 +415,52 @@ def test_the_lock_lives_with_whoever_inherits_the_descriptor(registry: Registry)
     os.close(probe)
 
 
-@pytest.mark.parametrize("kind", ["flock -s", "flock -x", "read lock"])
+def flock(path: Path, how: int) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, how)
+    return fd
+
+
+def read_lock(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):  # the job's lock is in the way, for now
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, READ_LOCK)
+    return fd
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda path: flock(path, fcntl.LOCK_SH),
+        lambda path: flock(path, fcntl.LOCK_EX),
+        read_lock,
+        lambda path: [flock(folder, fcntl.LOCK_EX) for folder in list(path.parents)[:2]],
+    ],
+    ids=["flock -s", "flock -x", "read lock", "directories"],
+)
 @needs_root
-def test_another_users_lock_on_a_record_keeps_no_gpu_reserved(
-    base: Path, registry: Registry, kind: str
+def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding(
+    base: Path, registry: Registry, take: Callable[[Path], object]
 ) -> None:
     job = queue_of(base)
-    assert wait(job) == (A,)
-    (path,) = folder_of(registry).glob("record.*")
+    assert job.wait(REQUEST) == (A,)
+    (path,) = registry.path.glob("record.*")
 
-    def take() -> int:
+    def act() -> object:
         os.close(*job.hold)  # a fork inherits it
-        fd = os.open(path, os.O_RDONLY)
-        if kind == "read lock":
-            with pytest.raises(BlockingIOError):  # the job's lock is in the way, for now
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, READ_LOCK)
-        else:
-            fcntl.flock(fd, fcntl.LOCK_SH if kind == "flock -s" else fcntl.LOCK_EX)
         with pytest.raises(PermissionError):
             os.open(path, os.O_RDWR)
-        return fd
+        return take(path)
 
-    with as_another_user(take):
+    with as_another_user(act):
         other = os.open(path, os.O_RDONLY)
         job.release()
         fcntl.fcntl(other, fcntl.F_OFD_SETLK, READ_LOCK)  # whoever waited for it gets it now
         late = queue_of(base)
-        assert wait(late) == (A,)
+        assert late.wait(REQUEST) == (A,)
         assert [found.gpus for found in registry.jobs()] == [(A.uuid,)]
         late.release()
         os.close(other)
-
-
-@needs_root
-def test_no_lock_of_another_user_stops_a_job_from_deciding(base: Path, registry: Registry) -> None:
-    def take() -> list[int]:
-        fds = [os.open(folder, os.O_RDONLY) for folder in (base, folder_of(registry))]
-        for fd in fds:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        return fds
-
-    with as_another_user(take):
-        job = queue_of(base)
-        assert wait(job) == (A,)
-        job.release()
 
 
 def test_a_running_job_of_version_0_2_counts_with_its_gpus(base: Path, registry: Registry) -> None:
@@ -529,14 +470,14 @@ def test_a_running_job_of_version_0_2_counts_with_its_gpus(base: Path, registry:
     values |= {"id": "3-aaaaaa", "ticket": 3, "state": "running", "user": "ada", "uid": 0}
     values |= {"charged_at": 1.0, "busy_at": [], "overtaken": 0}
     line = json.dumps(values).encode()
-    path = folder_of(registry) / "job.0000000003.aaaaaa"
+    path = registry.path / "job.0000000003.aaaaaa"
     path.write_bytes((b"%08x %s" % (zlib.crc32(line), line)).ljust(4095) + b"\n")
     with path.open() as old:
         fcntl.flock(old, fcntl.LOCK_EX)
         (found,) = registry.jobs()
         assert (found.id, found.state, found.gpus) == ("3-aaaaaa", "running", ("GPU-a",))
         job = queue_of(base)
-        assert "taken, one job per GPU" in str(wait(job))
+        assert "taken, one job per GPU" in str(job.wait(REQUEST))
         job.release()
     assert registry.jobs() == []
 
@@ -549,7 +490,7 @@ def test_a_file_system_without_locks_means_a_warning_and_no_reservation(
 
     monkeypatch.setattr(fcntl, "fcntl", no_locks)
     job = queue_of(base)
-    assert wait(job) == (A,)
+    assert job.wait(REQUEST) == (A,)
     assert "No locks available" in caplog.text
     job.release()
 
@@ -564,7 +505,7 @@ def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(
     claims = {"pid": os.getpid(), "name": "\x1b[2Jx\u202e", "user": "root", "gpus": []}
 
     def plant() -> int:
-        path = folder_of(registry) / "record.0000000007.bbbbbb"
+        path = registry.path / "record.0000000007.bbbbbb"
         path.write_bytes(forged(**claims, taken_bytes=[], polled_at=time.monotonic()))
         fd = os.open(path, os.O_RDWR)
         assert lock(fd)
@@ -587,7 +528,7 @@ def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(
     base: Path, registry: Registry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running, later = queue_of(base), enter(registry, "sweep")
-    assert wait(running) == (A,)
+    assert running.wait(REQUEST) == (A,)
     unhurried = {"only": (A.uuid,), "polled_at": time.monotonic() + 3600}
     later.update(replace(later.job, **unhurried))
 
@@ -609,7 +550,7 @@ def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(
 
 @needs_root
 def test_dead_records_of_others_are_left_alone(base: Path, registry: Registry) -> None:
-    dead = folder_of(registry) / "record.0000000003.abcdef"
+    dead = registry.path / "record.0000000003.abcdef"
     dead.touch()
 
     def use() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from another_user import as_another_user, needs_root
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
 from robust_train.folder.checkpoints import Manifest, newest_checkpoint, read_manifests, rotate
@@ -241,7 +242,7 @@ def test_a_disk_that_is_away_for_a_moment_delays_the_beginning_whenever_that_is(
     assert begin_job(tmp_path, resume=True).checkpoint is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives up root's rights")
+@needs_root
 @pytest.mark.parametrize("closed", ["checkpoint", "manifest", "folder", "job.json"])
 def test_a_file_of_another_user_is_no_missing_file(closed: str):
     # pytest's own folders are closed to others
@@ -256,11 +257,8 @@ def test_a_file_of_another_user_is_no_missing_file(closed: str):
             "job.json": folder / "job.json",
         }[closed]
         shut.chmod(0)
-        child = os.fork()
-        if child == 0:
-            os._exit(_refused_as_nobody(folder))
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 7
+        with as_another_user(lambda: _is_refused(folder)):
+            pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -271,14 +269,6 @@ def begin_job_in(folder: Path) -> str:
     return begin_job(folder, resume=True).job
 
 
-def _refused_as_nobody(folder: Path) -> int:
-    try:
-        os.setuid(65534)
-        identity = read_identity(folder)
-        assert identity is not None
-        newest_checkpoint(folder / "checkpoints", identity.id)
-    except PermissionError:
-        return 7
-    except BaseException:
-        return 1
-    return 0
+def _is_refused(folder: Path) -> None:
+    with pytest.raises(PermissionError):
+        newest_checkpoint(folder / "checkpoints", read_identity(folder).id)
