@@ -39,6 +39,35 @@ def test_a_device_of_ones_own_choice_is_used(world: World):
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("arguments", "visible"),
+    [
+        (["device=cpu"], ""),
+        (["device=cuda:1"], B),
+        (["device=cuda"], A),
+        (["device=cuda", "auto_device=false"], A),
+        (["device=cuda:1", "auto_device=true"], A),
+    ],
+)
+def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(
+    world: World, arguments: list[str], visible: str
+):
+    assert visible_to_trainer(world, *arguments) == visible
+
+
+def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(world: World):
+    world.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ended = world.train("what_it_was_given", "device=cuda")
+    assert ended.returncode == 2, ended.output
+    assert "device=cuda: no such GPU here" in ended.stderr
+    ended = world.train("what_it_was_given", "num_gpus=2")
+    assert ended.returncode == 0, ended.output
+    said = [line for line in ended.stdout.splitlines() if "num_gpus=2" in line]
+    assert len(said) == 1
+    assert "on the CPU in one process" in said[0]
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World):
     ended = world.train("what_it_was_given", "auto_device=false", "device=cuda:7")
     assert ended.returncode == 2, ended.output

@@ -285,7 +285,7 @@ keys people use{only}:
   wait_for_gpu=true              wait until a GPU has them
   gpu_wait_timeout_minutes=60    and for how long
   num_gpus=1                     GPUs for this one job, one process each
-  auto_device=true device=auto   false and cuda:1, cpu or a UUID: choose the device yourself
+  device=auto                    cuda:1, cpu or a UUID: choose the device yourself; cuda: any GPU
   gpu_jobs_per_device=1          jobs that may share a GPU with this one
   allow_cpu_fallback=true        train on the CPU when no GPU will do
   training.batch_size=64         micro-batch size; auto: the largest that fits

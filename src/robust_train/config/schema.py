@@ -259,7 +259,8 @@ class PlainConfig:
     trainer: TrainerConfig = open_group(TrainerConfig)
     device: str = key(
         "auto",
-        "with `auto_device=false`: `cpu`, `cuda`, `cuda:1`, or a GPU's UUID (or its beginning)",
+        "`auto`, `cpu`, `cuda` (any GPU), `cuda:1`, or a GPU's UUID (or its beginning)",
+        more="Without a GPU here, all but `auto` and `cpu` are refused",
         section="Device and queue",
     )
     seed: int = key(42, "seed of everything random", range=FROM_0, section="Training")
@@ -271,9 +272,10 @@ class PlainConfig:
 class RobustConfig(PlainConfig):
     """The root of ``configs/robust.yaml``, which serves ``train_robust.py``."""
 
-    auto_device: bool = key(
-        True,
+    auto_device: bool | None = key(
+        None,
         "pick the GPU with the most free memory; `false`: use `device`",
+        more="`null`: `true`, unless `device` names the CPU or one GPU",
         section="Device and queue",
     )
     num_gpus: int = key(
@@ -434,6 +436,19 @@ class RobustConfig(PlainConfig):
             if self.is_built_in and (is_local or data.name == "image_folder")
             else None
         )
+
+    @property
+    def picks_gpu(self) -> bool:
+        """Whether the GPU is to be chosen by free memory: ``device`` then names none."""
+        if self.auto_device is None:
+            return self.device in (AUTO, "cuda")
+        return self.auto_device
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether ``device`` asks for a GPU, so that a machine without any will not do."""
+        names_one = not self.picks_gpu and self.device not in (AUTO, "cpu")
+        return names_one or self.device == "cuda"
 
     @property
     def runs_inline(self) -> bool:

@@ -320,10 +320,13 @@ class RankDevices(Devices):
 
     def _find_gpu(self) -> Group:
         config = self._config
-        if not config.auto_device and config.device == "cpu":
+        if not config.picks_gpu and config.device == "cpu":
             return ()
         visible = visible_gpus(read_inventory(processes=False), os.environ)
         if not visible.gpus:
+            if config.needs_gpu:
+                why = visible.why_none
+                raise ConfigError(f"device={config.device}: no such GPU here: {why}")
             if not config.allow_cpu_fallback:
                 raise NoDevice(f"{visible.why_none}, and allow_cpu_fallback is false")
             log.info("%s: training on the CPU", visible.why_none)

@@ -199,7 +199,7 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     others = [gpu for gpu in context.held if gpu.uuid not in context.faulty]
     if len(others) < len(context.failed_gpus) or not count:
         return None
-    if not config.wait_for_gpu or not config.auto_device:
+    if not config.wait_for_gpu or not config.picks_gpu:
         return None
     exclude = tuple(sorted(context.faulty))
     room = Room((), config.min_gpu_memory_bytes, exclude, (count,))
@@ -247,7 +247,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
         return None
     if context.failures_without_progress > config.max_retries:
         return None
-    only = () if config.auto_device else ours
+    only = () if config.picks_gpu else ours
     room = Room(only, config.min_gpu_memory_bytes, counts=(len(ours),))
     how = ", and someone else has it: same batch on the next available GPU"
     return context.retry("wait", how, room=room)
@@ -356,7 +356,7 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
 
 def _untried(context: FailureContext) -> list[GpuInfo]:
     """Return GPUs to take now that had no attempt since progress, best first."""
-    if not context.config.auto_device:
+    if not context.config.picks_gpu:
         return []
     left = context.tried_devices | context.faulty
     return [

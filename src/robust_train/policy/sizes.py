@@ -71,7 +71,7 @@ class PolicySettings:
     @property
     def cpu_ranks(self) -> int:
         """Processes on the CPU: several only if the user asked for the CPU."""
-        is_asked = self.config.device == "cpu" and not self.config.auto_device
+        is_asked = self.config.device == "cpu" and not self.config.picks_gpu
         return self.config.num_gpus if is_asked else 1
 
     def for_ranks(self, ranks: int) -> PolicySettings:

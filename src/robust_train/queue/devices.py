@@ -85,12 +85,12 @@ class Devices:
                 job of several; or more is wanted than the GPUs could ever give.
         """
         config = self._config
-        wanted = "auto" if config.auto_device else config.device
+        wanted = "auto" if config.picks_gpu else config.device
         if wanted == "cpu":
             return ()
         if config.num_gpus > 1 and wanted != "auto":
             raise ConfigError(
-                f"num_gpus={config.num_gpus} does not go with auto_device=false "
+                f"num_gpus={config.num_gpus} does not go with "
                 f"device={wanted}, which is one GPU: leave device out, and name the GPUs "
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
@@ -100,9 +100,9 @@ class Devices:
         if visible.warning is not None and visible.gpus:  # else it is the reason below
             log.warning("%s", visible.warning)
         if not visible.gpus:
-            if wanted != "auto":
+            if config.needs_gpu:
                 why = visible.why_none
-                raise ConfigError(f"device={wanted}: no such GPU here: {why}")
+                raise ConfigError(f"device={config.device}: no such GPU here: {why}")
             has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
         request = self._request(config.min_gpu_memory_bytes, _named(wanted, visible))
@@ -255,7 +255,15 @@ class Devices:
     def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._config.allow_cpu_fallback:
             raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
-        if has_gpus:
+        asked = self._config.num_gpus
+        if asked > 1:
+            log.warning(
+                "num_gpus=%d: %s: training on the CPU in one process (in %d with device=cpu)",
+                asked,
+                reason,
+                asked,
+            )
+        elif has_gpus:
             log.warning(
                 "%s: training on the CPU, which may take many times as long", reason
             )

@@ -432,7 +432,7 @@ def jobs_at_once(
 
 def count_gpus(wanted: RobustConfig, limit_seconds: float = 30.0) -> int:
     """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs."""
-    if wanted.auto_device or wanted.device in ("auto", "cuda"):
+    if wanted.picks_gpu or wanted.device in ("auto", "cuda"):
         return _visible_gpus(limit_seconds)
     return 0 if wanted.device == "cpu" else min(1, _visible_gpus(limit_seconds))
 
