@@ -135,7 +135,7 @@ def print_failure(summary: Summary) -> None:
     if is_refusal or summary.status not in ("failed", "no_device"):
         return
     last = summary.attempts[-1] if summary.attempts else None
-    kind = None if last is None or last.failure is None else last.failure.kind
+    kind = None if last is None else last.kind
     traceback = None if last is None or kind in MEMORY_FAILURES else last.traceback
     if traceback is not None:
         print(traceback, file=sys.stderr, end="")

@@ -30,6 +30,7 @@ from robust_train.model.events import (
     MicroBatchChanged,
     PauseLearned,
 )
+from robust_train.model.failure import MEMORY_FAILURES
 
 log = logging.getLogger("robust_train")
 
@@ -236,7 +237,7 @@ class Summary:
         if self.status == "no_device" or not self.attempts:
             raise NoDevice(reason)
         last = self.attempts[-1]
-        if last.failure is not None and last.failure.kind.is_memory:
+        if last.kind in MEMORY_FAILURES:
             raise AttemptsExhausted(reason)
         text = reason
         if (

@@ -195,8 +195,7 @@ class Rank:
             decision = decision.otherwise  # no GPU is waited for
         if isinstance(decision, Retry):
             return replace(decision, reason=f"the last start failed: {decision.reason}")
-        failure = last.attempt.failure
-        is_bug = failure is not None and failure.kind is FailureKind.BUG
+        is_bug = last.attempt.kind is FailureKind.BUG
         if self.guest.restarts and not (is_bug and last.code_has_changed()):
             why = "every remedy has failed" if decision is None else decision.reason
             raise ConfigError(
@@ -242,7 +241,7 @@ class Rank:
             summary = replace(
                 summary,
                 status="failed",
-                reason=f"rank {self.guest.rank}: {attempt.failure.message}",
+                reason=f"rank {self.guest.rank}: {attempt.message}",
                 error=process_exit.error,
             )
             explain(summary)

@@ -173,8 +173,8 @@ class Attempt:
     @property
     def outcome(self) -> str:
         """``unfinished``, ``completed`` or the failure's kind."""
-        if self.failure is not None:
-            return self.failure.kind.value
+        if self.kind is not None:
+            return self.kind.value
         return UNFINISHED if self.seconds is None else COMPLETED
 
     @property
@@ -187,6 +187,11 @@ class Attempt:
     def kind(self) -> FailureKind | None:
         """The failure's kind."""
         return None if self.failure is None else self.failure.kind
+
+    @property
+    def message(self) -> str | None:
+        """Why it failed, in a line."""
+        return None if self.failure is None else self.failure.message
 
     @property
     def evidence(self) -> Evidence:
@@ -247,7 +252,6 @@ class Attempt:
 
     def as_json(self) -> dict[str, Json]:
         """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
-        failure = self.failure
         return {
             "attempt": self.number,
             **self.spec.as_json(),
@@ -256,7 +260,7 @@ class Attempt:
             "resumed_from": self.resumed_from,
             "pid": self.pid,
             "outcome": self.outcome,
-            "message": None if failure is None else failure.message,
+            "message": self.message,
             "action": self.action,
             "reason": self.reason,
             "start_step": self.start_step,
@@ -273,7 +277,7 @@ class Attempt:
             "gpu_free_before_bytes": self.gpu_free_before_bytes,
             "gpu_free_after_bytes": self.gpu_free_after_bytes,
             "speed": as_json(self.speed),
-            "failure": as_json(failure),
+            "failure": as_json(self.failure),
             "traceback": self.traceback,
         }
 

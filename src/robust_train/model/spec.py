@@ -46,6 +46,11 @@ class AttemptSpec:
         return device_name(self.gpus)
 
     @property
+    def where(self) -> str:
+        """The device in a sentence: ``cuda:<NVML index>``, with commas, or ``the CPU``."""
+        return self.device if self.gpus else "the CPU"
+
+    @property
     def device_key(self) -> str:
         """The device's identity, whatever the order of the GPUs: their UUIDs, or ``cpu``."""
         return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"

@@ -145,10 +145,9 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
 
     An unclear lack of memory that no remedy has helped is a bug.
     """
-    failure = attempt.failure
     if decision is None:
-        reason = attempt.outcome if failure is None else failure.message
-        return replace(attempt, reason=reason)
+        return replace(attempt, reason=attempt.message or attempt.outcome)
+    failure = attempt.failure
     if (
         failure is not None
         and failure.evidence.clue == Clue.UNCLEAR

@@ -39,7 +39,7 @@ def acquired(group: Group, wait_seconds: float) -> DeviceAcquired:
 
 def announce(number: int, spec: AttemptSpec) -> None:
     """Log that attempt ``number`` begins."""
-    where = "the CPU" if spec.gpu is None else f"{spec.device} ({spec.gpu.name})"
+    where = spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
     if not spec.has_batch:
         log.info("attempt %d on %s", number, where)
         return
@@ -119,7 +119,7 @@ def _steps(attempt: Attempt) -> str:
 def ending_of(attempt: Attempt) -> str:
     """Return in a few words how an attempt ended."""
     failure = attempt.failure
-    is_interruption = failure is None or failure.kind is FailureKind.INTERRUPTED
+    is_interruption = attempt.kind in (None, FailureKind.INTERRUPTED)
     if attempt.action == "stopped" and is_interruption:
         return "stopped"
     if failure is None:
@@ -171,13 +171,13 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
     log.info("run folder: %s", summary.run_dir)
     can_go_on = last is not None or summary.status == "interrupted"
     if can_go_on and summary.status != "completed" and how_to_go_on:
-        is_bug = summary.status == "failed" and last is not None and _is_bug(last)
+        is_bug = (
+            summary.status == "failed"
+            and last is not None
+            and last.kind is FailureKind.BUG
+        )
         first = "after mending it" if is_bug else "to go on"
         log.info("%s: %s", first, how_to_go_on)
-
-
-def _is_bug(attempt: Attempt) -> bool:
-    return attempt.failure is not None and attempt.failure.kind is FailureKind.BUG
 
 
 def log_end(attempt: Attempt, decision: Decision | None) -> None:

@@ -151,19 +151,9 @@ class TimedAttempt(Attempt):
         return self.spec.device
 
     @property
-    def where(self) -> str:
-        """Its device for people."""
-        return self.device if self.spec.gpus else "the CPU"
-
-    @property
     def batch_size(self) -> int | None:
         """Its micro-batch size, None if it is a script that is given none."""
         return self.spec.batch_size if self.spec.has_batch else None
-
-    @property
-    def message(self) -> str | None:
-        """Why it failed, in a line."""
-        return None if self.failure is None else self.failure.message
 
     def as_json(self) -> dict[str, Json]:
         """Return the record with the times."""

@@ -91,9 +91,7 @@ def _where(state: RunState, now: float) -> list[str]:
     if attempt is None or state.state == "starting":
         return parts
     spec = attempt.spec
-    parts.append(
-        f"attempt {attempt.number} on {spec.device if spec.gpus else 'the CPU'}"
-    )
+    parts.append(f"attempt {attempt.number} on {spec.where}")
     if spec.has_batch:
         size = " → ".join(map(str, attempt.sizes))
         steps = f"{spec.gradient_accumulation_steps}{by_processes(spec.ranks)}"

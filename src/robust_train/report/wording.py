@@ -122,7 +122,9 @@ def _ending(
     took = duration(wall)
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
-        return f"Completed in {took}{which}, on {last.where} with {_setting(last)}."
+        return (
+            f"Completed in {took}{which}, on {last.spec.where} with {_setting(last)}."
+        )
     if status == "no_device":
         return _sentence(f"Found no device in {took}{why}")
     if status == "interrupted":
@@ -132,7 +134,7 @@ def _ending(
             "Has no recorded end: it still runs, or its process was killed. The last record is "
             f"from {took} after its start{_at(last)}.{_saved(attempts)}"
         )
-    where = "" if last is None else f" in the {nth} attempt, on {last.where}"
+    where = "" if last is None else f" in the {nth} attempt, on {last.spec.where}"
     return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
 
 
@@ -149,8 +151,8 @@ def _at(last: TimedAttempt | None) -> str:
     if last is None:
         return ", before any attempt had begun"
     if last.end_step is None:
-        return f", before its first step on {last.where}"
-    return f", at step {last.end_step} on {last.where}"
+        return f", before its first step on {last.spec.where}"
+    return f", at step {last.end_step} on {last.spec.where}"
 
 
 def _saved(attempts: Sequence[TimedAttempt]) -> str:
@@ -163,7 +165,7 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
     failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
     for (outcome, where), group in itertools.groupby(
-        failed, key=lambda a: (a.outcome, a.where)
+        failed, key=lambda a: (a.outcome, a.spec.where)
     ):
         own = list(group)
         *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
@@ -219,8 +221,8 @@ def _what_worked(
         )
         sizes = ", ".join(dict.fromkeys(failed.values()))
         yield Advice(
-            f"On {last.where} batch size {last.batch_size} fitted and {sizes} did not. Finding "
-            f"this out cost {duration(lost)}.",
+            f"On {last.spec.where} batch size {last.batch_size} fitted and {sizes} did not. "
+            f"Finding this out cost {duration(lost)}.",
             (
                 "begin the next run with the size that fitted: the effective batch is the same",
             ),
@@ -239,7 +241,7 @@ def _failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
 def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     evidence = failure.evidence
     if not failure.kind.is_memory:
-        return f"Attempt {attempt.number} on {attempt.where}: {failure.message}"
+        return f"Attempt {attempt.number} on {attempt.spec.where}: {failure.message}"
     total = evidence.total_bytes
     sizes = {
         "requested": evidence.requested_bytes,
@@ -251,7 +253,7 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     known = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
     return (
-        f"{what} ran out in attempt {attempt.number} on {attempt.where} at batch size "
+        f"{what} ran out in attempt {attempt.number} on {attempt.spec.where} at batch size "
         f"{attempt.batch_size}{known}."
     )
 
