@@ -364,12 +364,13 @@ def probe_tight() -> Checks:
     """The allocator's own clearings are counted by step."""
     limit_to(4 * GIB)
     before, steps = alloc_retries() or 0, 0
+    # what is cached of the last step is too small and in the way
     for half_gib in (
         4,
         5,
         6,
         7,
-    ):  # what is cached of the last step is too small and in the way
+    ):
         torch.empty(half_gib * GIB // 2, dtype=torch.uint8, device="cuda")
         after = alloc_retries() or 0
         steps += after > before

@@ -93,9 +93,8 @@ def compare_frameworks(steps: int, rounds: int, length: int) -> None:
         with tempfile.TemporaryDirectory() as folder, silence:
             fit(job, Path(folder))
         assert len(ended) == steps
-        return [
-            after - before for before, after in pairwise(ended[2:])
-        ]  # the first ones warm up
+        # the first ones warm up
+        return [after - before for before, after in pairwise(ended[2:])]
 
     for name, plain, ours in (
         ("accelerate", peers.accelerate_plain, peers.accelerate_in_step),

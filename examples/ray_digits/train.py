@@ -61,9 +61,8 @@ def accuracy(model, images, labels, cfg, run):
 
 def train(cfg, run):
     """Train for ``cfg.training.epochs``; the launcher and Ray call this for each attempt."""
-    if (
-        run.world_size > 1 and not dist.is_initialized()
-    ):  # Ray's workers have their group
+    # Ray's workers have their group
+    if run.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
     torch.manual_seed(cfg.training.seed)
     images, labels = digits()

@@ -238,7 +238,7 @@ def hook_and_delay(wrapper: Any) -> tuple[bool, bool]:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return how many collectives a process group has begun; the same where no one counts them."""
+    """Return how many collectives a process group has begun; constant if no one counts them."""
     try:
         return int(group._get_sequence_number_for_group())
     except (

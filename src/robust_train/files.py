@@ -56,10 +56,11 @@ def sync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
+        # no such promise on this disk
         if error.errno not in (
             errno.EINVAL,
             errno.ENOTSUP,
-        ):  # no such promise on this disk
+        ):
             raise
     finally:
         os.close(fd)
@@ -143,9 +144,8 @@ class Spacing:
 
     def __init__(self, budget: int = 256 * 1024) -> None:
         self._budget = budget
-        self._seen: dict[
-            str, tuple[float, float, int]
-        ] = {}  # first and last time, bytes written
+        # first and last time, bytes written
+        self._seen: dict[str, tuple[float, float, int]] = {}
 
     def known(self, kind: str) -> str:
         """Return the kind that counts: the same for all that come after too many others."""

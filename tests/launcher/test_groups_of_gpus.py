@@ -146,7 +146,9 @@ print(json.dumps({
     assert told["too_many_for_the_mask"].startswith(
         "ConfigError: num_gpus=3: only 2 GPUs here could"
     )
-    assert told["one_gpu"].startswith("ConfigError: num_gpus=2 does not go with device=cuda:1")
+    assert told["one_gpu"].startswith(
+        "ConfigError: num_gpus=2 cannot be combined with device=cuda:1"
+    )
     assert "CUDA_VISIBLE_DEVICES" in told["one_gpu"]
 
 

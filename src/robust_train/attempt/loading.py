@@ -86,7 +86,7 @@ def _load_main(ref: TrainerRef, path: str) -> None:
 
 
 def _unpickled(ref: TrainerRef, pickled: bytes) -> Trainer:
-    """Build the trainer; what came with it is found in ``__main__``, as where it was."""
+    """Build the trainer; names that it uses are put into ``__main__``, as in the program."""
     try:
         trainer: Trainer = pickle.loads(pickled)
     except Exception as error:

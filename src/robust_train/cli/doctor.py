@@ -174,7 +174,7 @@ def _cuda_order(inventory: Inventory) -> str | None:
 def _gpus(
     inventory: Inventory, excluded: Sequence[Exclusion], jobs: Sequence[QueuedJob]
 ) -> tuple[list[GpuInfo], list[dict[str, Json]]]:
-    """Return the usable GPUs, and all GPUs with why they are not usable, or have no room now."""
+    """Return the usable GPUs, and every GPU with the reason why it is unusable or full."""
     busy = {uuid: job.id for job in jobs for uuid in job.gpus}
     visible = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
     names = ("index", "uuid", "name", "compute_mode", "mps", "free_bytes")

@@ -18,9 +18,8 @@ from robust_train.config.checks import gone
 from robust_train.model.errors import ConfigError
 
 OURS = "pkg://robust_train.configs"
-Composed = Callable[
-    [Sequence[str]], DictConfig
-]  # Composes the command's config with overrides
+# Composes the command's config with overrides
+Composed = Callable[[Sequence[str]], DictConfig]
 REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
 
 _SEVERAL_VALUES = (

@@ -243,7 +243,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class OpenConfig:
-    """``model`` and ``dataset``, as far as the launcher reads them: a project's hold anything."""
+    """What the launcher reads of ``model`` and ``dataset``; a project may put anything there."""
 
     name: str | None = key(None, "", read=text_or_none)
     root: str | None = key(None, "", read=text_or_none)
@@ -428,7 +428,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def data_folder(self) -> str | None:
-        """The folder that has to hold the built-in trainer's data already, None if none has to."""
+        """Where the built-in trainer expects existing data; None if it needs none."""
         data = self.dataset
         is_local = not data.download and data.name != "digits"
         return (

@@ -194,9 +194,8 @@ def job_name_of(config: RobustConfig, trainer: Trainer) -> str:
     """Return how queue, tables and run folder call the job."""
     target = name_of(trainer)
     if target.startswith("__main__."):
-        script = getattr(
-            sys.modules["__main__"], "__file__", None
-        )  # None in a notebook
+        # None in a notebook
+        script = getattr(sys.modules["__main__"], "__file__", None)
         target = target.replace(
             "__main__.", f"{Path(script).stem}." if script else "", 1
         )

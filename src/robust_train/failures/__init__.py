@@ -100,7 +100,7 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
 
 
 def _exit_of(stop: SystemExit) -> Failure:
-    """Classify ``sys.exit``: with a signal's code handlers of SIGTERM end; any other is a bug."""
+    """Classify ``sys.exit``: 128 + n comes from a signal handler; any other code is a bug."""
     if isinstance(stop.code, int) and signal_of(stop.code) is not None:
         return classify_exit(stop.code)
     return Failure(FailureKind.BUG, f"the trainer called sys.exit({stop.code!r})")

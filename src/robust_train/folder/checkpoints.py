@@ -264,9 +264,8 @@ def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
     return bool(size == 8 + header_bytes + max(ends, default=0))
 
 
-Content = dict[
-    str, Any
-]  # What a checkpoint holds, by name: state dictionaries, tensors, figures
+# What a checkpoint holds, by name: state dictionaries, tensors, figures
+Content = dict[str, Any]
 
 
 class CheckpointError(OSError):

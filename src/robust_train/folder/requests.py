@@ -230,9 +230,8 @@ def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply 
     answer = request.with_suffix(ANSWER)
     has_ended = False
     while True:
-        names = os.listdir(
-            answer.parent
-        )  # not a look-up, which a network disk may have cached
+        # not a look-up, which a network disk may have cached
+        names = os.listdir(answer.parent)
         if answer.name in names:
             reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
             answer.unlink(missing_ok=True)

@@ -240,9 +240,8 @@ class Summary:
         if last.kind in MEMORY_FAILURES:
             raise AttemptsExhausted(reason)
         text = reason
-        if (
-            last.traceback is not None
-        ):  # a crash's stack does not name the signal that ended it
+        # a crash's stack does not name the signal that ended it
+        if last.traceback is not None:
             text = (
                 last.traceback
                 if text in last.traceback

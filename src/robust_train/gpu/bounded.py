@@ -45,17 +45,15 @@ class _Call:
     """A call in a thread of its own."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self.pid = (
-            os.getpid()
-        )  # a forked child has neither the thread nor what it holds
+        # a forked child has neither the thread nor what it holds
+        self.pid = os.getpid()
         self.since = time.monotonic()
         self.answer: Future[Any] = Future()
         self._call = call
         # the kernel hands a signal to any thread that takes it, also while the main one blocks it
         with stops_blocked():
-            _thread.start_new_thread(
-                self._run, ()
-            )  # Thread.start() waits until it runs
+            # Thread.start() waits until it runs
+            _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
         try:

@@ -38,9 +38,8 @@ class CudaProcess:
     command: str
     started: float  # seconds since boot, against reused ids
     gpus: tuple[int, ...]  # NVML's indices of the GPUs that it is on
-    used_bytes: (
-        int | None
-    )  # its memory on all of them; None if the driver does not report it
+    # its memory on all of them; None if the driver does not report it
+    used_bytes: int | None
 
 
 @dataclass(frozen=True)

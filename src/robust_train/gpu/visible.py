@@ -28,9 +28,8 @@ class Visible:
 
     # in the order of CUDA's ordinals, with every MIG slice that may be used
     gpus: tuple[GpuInfo, ...] = ()
-    hidden_on_purpose: bool = (
-        False  # the variable asks for none (empty, `-1`, `NoDevFiles`)
-    )
+    # the variable asks for none (empty, `-1`, `NoDevFiles`)
+    hidden_on_purpose: bool = False
     # one sentence: the variable hides GPUs by a mistake, or is ambiguous
     warning: str | None = None
     problem: str | None = None  # one sentence: the machine itself has nothing to show

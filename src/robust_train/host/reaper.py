@@ -132,9 +132,8 @@ class Reaper:
                     )
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the launcher is gone, which is seen by the loop
+        # the launcher is gone, which is seen by the loop
+        with contextlib.suppress(OSError):
             self._control.send(json.dumps(message).encode())
 
     def _end(self) -> None:

@@ -36,9 +36,8 @@ UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 DUMP_STACKS = signal.SIGRTMAX - 1
 """Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
 
-ORPHAN_GRACE_SECONDS = (
-    5.0  # Time that an attempt whose launcher is gone has for a last checkpoint
-)
+# Time that an attempt whose launcher is gone has for a last checkpoint
+ORPHAN_GRACE_SECONDS = 5.0
 
 
 def forwarded(signum: int) -> int:
@@ -80,9 +79,8 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.received: int | None = None  # the first signal that came, None before
-        self.is_over = (
-            False  # training has completed, so a signal that comes now changes nothing
-        )
+        # training has completed, so a signal that comes now changes nothing
+        self.is_over = False
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None

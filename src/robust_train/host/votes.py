@@ -125,9 +125,8 @@ class StoreVotes:
         self._is_asked: set[str] = set()  # flags for which this rank awaits a round
         self._held: str | None = None
         self._rounds = 0
-        self._seen = dict.fromkeys(
-            FLAGS, 0
-        )  # of rank 0: how many were raised and dealt with
+        # of rank 0: how many were raised and dealt with
+        self._seen = dict.fromkeys(FLAGS, 0)
         self._is_stopping = self._is_over = False
         self._thread = threading.Thread(target=self._follow, daemon=True, name="votes")
 

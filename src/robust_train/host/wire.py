@@ -76,9 +76,8 @@ class EventSender:
                 self._waiting.clear()
                 self._waiting_bytes = 0
                 break
-            if (
-                self._waiting and self._waiting[0] is data
-            ):  # no handler has sent it meanwhile
+            # no handler has sent it meanwhile
+            if self._waiting and self._waiting[0] is data:
                 self._waiting_bytes -= len(self._waiting.popleft())
         return True
 

@@ -60,9 +60,8 @@ class RobustLoop:
         _check(accelerator, run)
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
         if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
-            its_log.setLevel(
-                logging.WARNING
-            )  # it has twelve lines for a checkpoint, we one
+            # it has twelve lines for a checkpoint, we one
+            its_log.setLevel(logging.WARNING)
         self.accelerator = accelerator
         self.model = model
         self.run = run

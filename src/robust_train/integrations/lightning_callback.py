@@ -56,9 +56,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._restored: Any = None
         self._saved_step: int | None = None
         self._is_saving = False
-        self._step = range(
-            0
-        )  # samples of the step in progress, by their place in the epoch
+        # samples of the step in progress, by their place in the epoch
+        self._step = range(0)
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
 
@@ -288,9 +287,8 @@ class LightningPosition:
     """A position between two optimizer steps."""
 
     epoch: int = 0  # the current one, from 0
-    samples: int = (
-        0  # samples of this epoch that are done; all of them until the next one begins
-    )
+    # samples of this epoch that are done; all of them until the next one begins
+    samples: int = 0
     epoch_samples: int = 0  # samples in an epoch; 0 if not known yet
     step: int = 0  # optimizer steps done
 
@@ -331,9 +329,8 @@ def loops_at(
     before = position.epoch * position.batches(micro_batch)
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     batches["is_last_batch"] = False
-    stepped = (
-        before + done if is_manual else position.step
-    )  # of any number of optimizers
+    # of any number of optimizers
+    stepped = before + done if is_manual else position.step
     validation = loops["epoch_loop.val_loop.batch_progress"]
     validation["total"] |= _counters(0, 0)
     validation["current"] |= _counters(0, 0)

@@ -103,9 +103,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         number = self._callback.done
 
         def body(part: Part) -> Any:
-            self._callback.done = (
-                number  # an earlier batch that is repeated has its own weight
-            )
+            # an earlier batch that is repeated has its own weight
+            self._callback.done = number
             is_whole, weight = part.data is batch, part.weight
             inputs = kwargs if is_whole else type(kwargs)(kwargs, batch=part.data)
 

@@ -181,9 +181,8 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
             "earlier attempt stopped"
         )
     batches: Any = loader.batch_sampler
-    if (
-        type(batches).__name__ == "BatchSamplerShard"
-    ):  # accelerate's, where there are ranks
+    # accelerate's, where there are ranks
+    if type(batches).__name__ == "BatchSamplerShard":
         batches = batches.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler or not hasattr(sampler, "__len__"):

@@ -111,9 +111,8 @@ class OpenStep(Step[Any]):
     after the step's last batch.
     """
 
-    refuses_collectives = (
-        False  # a framework may log through them; only a repeat may not
-    )
+    # a framework may log through them; only a repeat may not
+    refuses_collectives = False
 
     def begin(
         self, say: Callable[[str], None], on_rewind: Callable[[], None] = lambda: None
@@ -177,9 +176,8 @@ class InStep:
     """Whether and how the steps and evaluations of a trainer are repeated in smaller parts."""
 
     def __init__(self, run: Run, framework: str) -> None:
-        self.is_on = (
-            True  # False once the model turned out to be one that cannot be split
-        )
+        # False once the model turned out to be one that cannot be split
+        self.is_on = True
         self._run = run
         self._framework = framework
         self._batcher = run.micro_batcher

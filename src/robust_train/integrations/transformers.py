@@ -33,9 +33,8 @@ from robust_train.model.errors import Interrupted, UserError
 from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
-require(
-    "accelerate", _NEEDED_BY, extra="transformers"
-)  # Trainer cannot be had without it
+# Trainer cannot be had without it
+require("accelerate", _NEEDED_BY, extra="transformers")
 _transformers = require("transformers", _NEEDED_BY, extra="transformers")
 
 log = logging.getLogger("robust_train.integrations")

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 _CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
-"""What makes a run folder another one for each rank, or for each restart."""
+"""Interpolations that differ between ranks or restarts."""
 
 # for rank 0, which may wait for a disk or for the last start's processes
 _START_SECONDS = 1800.0
@@ -205,7 +205,7 @@ class Rank:
         return None
 
     def follow(self, explain: Callable[[Summary], object]) -> Summary:
-        """Run another rank than the first, in the run folder that rank 0 names."""
+        """Run a rank other than rank 0, in the run folder that rank 0 names."""
         # the same lines of every rank would hide what differs
         log.setLevel(logging.WARNING)
         start = self._await_start()

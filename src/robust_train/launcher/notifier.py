@@ -62,7 +62,7 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
     if urls and importlib.util.find_spec("apprise") is None:
         log.warning(
-            "notify.urls: not used: pip install 'robust-train[notify]' is missing"
+            "notify.urls is ignored: it needs pip install 'robust-train[notify]'"
         )
     return replace(config, urls=urls)
 

@@ -211,7 +211,7 @@ class ProcessExecutor:
                     "an attempt's interpreter starts CUDA before its trainer runs"
                 )
             log.info(
-                "importing %s early starts CUDA: attempts import by themselves",
+                "importing %s early would start CUDA, so each attempt imports it itself",
                 ", ".join(self._modules),
             )
             self._modules = ()
@@ -249,7 +249,7 @@ class ProcessExecutor:
                 problem or f"an interpreter ends at its start ({returncode})"
             )
         log.warning(
-            "importing libraries early ended the process (%d): attempts import by themselves",
+            "importing libraries early ended the process (%d), so each attempt imports them itself",
             returncode,
         )
         self._modules = ()

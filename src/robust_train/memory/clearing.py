@@ -216,9 +216,8 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     return _cleared(before, dropped, held, done)
 
 
-clear_cuda_memory = (
-    clear_gpu_memory  # The other name that people know `clear_gpu_memory` by
-)
+# The other name that people know `clear_gpu_memory` by
+clear_cuda_memory = clear_gpu_memory
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:

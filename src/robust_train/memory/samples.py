@@ -140,9 +140,8 @@ class Sampler:
         attempt: int,  # number of the attempt
         device: str,  # what the attempt trains on, in this process's own numbering
         interval_seconds: float,  # see above
-        step: Callable[
-            [], int | None
-        ],  # returns the last optimizer step that was reported
+        # returns the last optimizer step that was reported
+        step: Callable[[], int | None],
         # all that this process has started counts, as where a script trains
         whole_tree: bool = False,
         # of the time, which samples may take: longer pauses follow expensive ones

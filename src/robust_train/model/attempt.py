@@ -47,9 +47,8 @@ class Exit:
     pid: int | None = None
     max_resident_bytes: int = 0  # its peak of host memory
     output: str = field(default="", repr=False)  # the end of what it printed
-    stacks: str = field(
-        default="", repr=False
-    )  # what its threads were doing at a stall or crash
+    # what its threads were doing at a stall or crash
+    stacks: str = field(default="", repr=False)
     stalled: str | None = None  # what stood still, for an attempt that was ended for it
     was_stopped: bool = False  # the launcher had asked it to stop
     oom_killed: bool | None = None  # by the kernel; None if unknown
@@ -120,9 +119,8 @@ class Attempt:
                 total = (
                     self.total_steps if event.total_steps is None else event.total_steps
                 )
-                loss = finite(
-                    event.metrics.get("loss", self.loss)
-                )  # a metric may be anything
+                # a metric may be anything
+                loss = finite(event.metrics.get("loss", self.loss))
                 return replace(self, end_step=event.step, total_steps=total, loss=loss)
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step

@@ -67,19 +67,16 @@ class Clue:
     DRIVER = "driver"
     """The driver refused a call, as it does where it lacks virtual memory management."""
     IMPORT = "import"  # Memory ran out while a module was imported
-    MODEL = (
-        "model"  # Memory ran out while a model was made, loaded or moved to the device
-    )
+    # Memory ran out while a model was made, loaded or moved to the device
+    MODEL = "model"
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
     DOWNLOAD = "download"  # Data or weights could not be fetched
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
     STALLED = "stalled"  # No sign of life, or no progress, for too long
-    USER_ERROR = (
-        "user_error"  # A mistake of the user's that the trainer names in a line
-    )
-    UNCLEAR = (
-        "unclear"  # The message has other causes too, but memory had nearly run out
-    )
+    # A mistake of the user's that the trainer names in a line
+    USER_ERROR = "user_error"
+    # The message has other causes too, but memory had nearly run out
+    UNCLEAR = "unclear"
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,8 @@ class Room:
     gpu_uuids: tuple[str, ...]
     free_bytes: int  # on each of them
     exclude: tuple[str, ...] = ()  # GPUs that will not do
-    counts: tuple[int, ...] = (
-        1,
-    )  # of GPUs where none are named: the first that can be had
+    # of GPUs where none are named: the first that can be had
+    counts: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)

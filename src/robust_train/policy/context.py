@@ -27,9 +27,8 @@ class FailureContext:
 
     settings: PolicySettings  # what the user asked for
     history: tuple[Attempt, ...]  # every attempt so far; the last one has failed
-    gpus: tuple[
-        GpuInfo, ...
-    ]  # those that could be taken now, best first, the job's own included
+    # those that could be taken now, best first, the job's own included
+    gpus: tuple[GpuInfo, ...]
     # those that the job may use, but others have them now
     held: tuple[GpuInfo, ...] = ()
 
@@ -286,9 +285,8 @@ class FailureContext:
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
-    if (
-        len(offers) < len(leaving) or not leaving
-    ):  # none is ours: it failed on another node
+    # none is ours: it failed on another node
+    if len(offers) < len(leaving) or not leaving:
         return None
     best = iter(offers)
     return tuple(next(best) if gpu in leaving else gpu for gpu in group)

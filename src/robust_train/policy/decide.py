@@ -175,9 +175,8 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
     specs = retry.spec, context.last
     splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
-    return (
-        len(splits) == 1 and retry.action != "fewer_gpus"
-    )  # have the others' samples as well
+    # have the others' samples as well
+    return len(splits) == 1 and retry.action != "fewer_gpus"
 
 
 def _why_give_up(context: FailureContext) -> str:

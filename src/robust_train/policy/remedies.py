@@ -143,8 +143,8 @@ def switch_gpu(context: FailureContext) -> Retry | None:
 def second_opinion(context: FailureContext) -> Retry | None:
     """Try one more GPU with about as much free memory, at the last size, before the CPU.
 
-    An attempt costs a minute, the CPU days. Where memory runs out there at the same step, it is
-    no matter of the GPU, and others like it are not tried.
+    An attempt costs a minute, the CPU days. Where memory runs out there at the same step,
+    the GPU is not the cause, and others like it are not tried.
     """
     had, short = _shortest(context)
     if _confirmed_by_another_gpu(context):

@@ -157,12 +157,10 @@ MARGIN = 0.05
 """Share of the room for a pass that a prediction leaves free; what was measured may take half."""
 
 _FIRST = 4
-_FARTHEST = (
-    64  # times as many samples as the first probe had: so far may one point lead
-)
-_NOISE_BYTES = (
-    4 * MIB
-)  # libraries' own small allocations, beside which activations do not show
+# the furthest that a single probe may be extrapolated, in multiples of its samples
+_FARTHEST = 64
+# libraries' own small allocations, beside which activations do not show
+_NOISE_BYTES = 4 * MIB
 _STEP_DOWN = 1.5  # from where memory ran out, with one probe left
 _BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran out
 
@@ -307,7 +305,7 @@ def next_size(
     expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
     largest = expected[-1] if expected else low
     if not failed and _is_vague(probes, best):
-        # workspaces and noise may hide a sample's share: not too far at once, but on
+        # workspaces and noise may hide a sample's share, so grow, but by a bounded step
         doubled = next((size for size in between if size >= 2 * low), between[-1])
         return max(
             doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low)

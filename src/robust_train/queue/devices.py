@@ -90,7 +90,7 @@ class Devices:
             return ()
         if config.num_gpus > 1 and wanted != "auto":
             raise ConfigError(
-                f"num_gpus={config.num_gpus} does not go with "
+                f"num_gpus={config.num_gpus} cannot be combined with "
                 f"device={wanted}, which is one GPU: leave device out, and name the GPUs "
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )

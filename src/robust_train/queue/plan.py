@@ -124,11 +124,11 @@ class Plan:
         return ()
 
     def _first_could(self, state: GpuState) -> bool:
-        """Return whether the first waiting job could ever use the GPU: better leave it then."""
+        """Return whether the first waiting job could ever use the GPU, so others are preferred."""
         return self._first is not None and state.could_ever_suit(self._first)
 
     def _keep(self, job: QueuedJob) -> tuple[str, ...]:
-        """Return as many as it needs at first, twice as many every five minutes, in the end all.
+        """Return the GPUs to keep: as many as it needs, doubling every five minutes up to all.
 
         None while too few are healthy. GPUs that this process cannot see may be healthy.
         """
@@ -264,7 +264,7 @@ class GpuState:
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
     def in_use(self) -> int:
-        """Return what will be free when its jobs end: without a report a guess, for no grant."""
+        """Return what will be free when its jobs end: an estimate, which never grants a GPU."""
         used = 0
         for job in self.jobs:
             taken = self.taken(job)

@@ -51,9 +51,8 @@ class QueuedJob:
 
     # from the file's name and owner, which a record cannot make up
     id: str = ""
-    ticket: int = (
-        0  # orders the queue, lower goes first; kept for the whole life of the job
-    )
+    # orders the queue, lower goes first; kept for the whole life of the job
+    ticket: int = 0
     owner: int = 0  # user id
     name: str = ""
     run_dir: str = ""
@@ -61,9 +60,8 @@ class QueuedJob:
     started: float = 0.0  # when that process started, seconds since boot
     reserved_bytes: int = 0  # memory that it needs on each of its `count` GPUs
     count: int = 1
-    jobs_per_device: int = (
-        1  # maximum number of jobs per GPU that it accepts, including itself
-    )
+    # maximum number of jobs per GPU that it accepts, including itself
+    jobs_per_device: int = 1
     # UUIDs of the GPUs that it may use; none while its driver does not answer
     only: tuple[str, ...] = ()
     # UUIDs of its GPUs in the order of its ranks, none while it waits; more than `count` for the

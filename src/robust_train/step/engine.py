@@ -393,7 +393,7 @@ class Step(Generic[T]):
 
 
 def holds_graphs() -> bool:
-    """Return whether a CUDA graph was captured, whose memory comes back to no one."""
+    """Return whether a CUDA graph was captured: its memory cannot be freed."""
     torch = cuda.started_torch()
     segments = None if torch is None else cuda.memory_segments(torch)
     return cuda.holds_graphs(segments or ())

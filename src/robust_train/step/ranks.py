@@ -198,7 +198,7 @@ class SharedStep:
         return bool(self._roots)
 
     def plan(self, parts: int, items: float) -> tuple[int, float]:
-        """Return how many parts all ranks of a sharded model run, and what their weights are times.
+        """Return how many parts all ranks of a sharded model run, and the factor of their weights.
 
         FSDP takes the mean of the ranks' gradients, whatever their shares in the items are.
         """

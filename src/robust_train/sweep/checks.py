@@ -50,9 +50,8 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
 
 def _overrides(config: DictConfig) -> tuple[list[str], list[list[str]]]:
     """Return the overrides that all jobs have, and the values of each swept key."""
-    hydra: Any = OmegaConf.to_container(
-        config.hydra
-    )  # `${hydra:job.num}` is each job's own
+    # `${hydra:job.num}` is each job's own
+    hydra: Any = OmegaConf.to_container(config.hydra)
     params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
     given = params.items() if isinstance(params, dict) else ()
     lines = [*(f"{k}={value}" for k, value in given), *hydra["overrides"]["task"]]

@@ -34,9 +34,8 @@ def known_problem(error: BaseException) -> tuple[str, int] | None:
             "are, or use hydra/launcher=gpu_queue on this machine",
             EXIT_BAD_CONFIG,
         )
-    if (
-        type(error).__name__ == "UncompletedJobError"
-    ):  # of submitit; the table has the reason
+    # of submitit; the table has the reason
+    if type(error).__name__ == "UncompletedJobError":
         return " ".join(str(error).splitlines()[:2]), EXIT_FAILED
     return None
 

@@ -399,9 +399,8 @@ class SweepCallback(Callback):
                 check_jobs(config, session.check)
             if detach.is_due(unchecked(config)):
                 raise SystemExit(detach.start())
-            with contextlib.suppress(
-                OSError
-            ):  # Hydra fails at the same, with a message
+            # Hydra fails at the same, with a message
+            with contextlib.suppress(OSError):
                 session.begin(config)
         except ConfigError as error:
             _end(error)
