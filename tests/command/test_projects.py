@@ -147,7 +147,17 @@ def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project:
 
 
 def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world: World, own_project: Path):
-    for word, words in (("iris.x=1", "no such key"), ("num_gpus=0", "must be 1 or more")):
+    config = own_project / "conf"
+    (config / "net").mkdir()
+    for name, text in (("tab", "a:\n\tb: 1\n"), ("twice", "a: 1\na: 2\n"), ("open", "a: {b\n")):
+        (config / "net" / f"{name}.yaml").write_text(text)
+    for word, words in (
+        ("iris.x=1", "no such key; a key of your own takes a plus: +iris.x=1"),
+        ("num_gpus=0", "must be 1 or more"),
+        ("+net=tab", "net/tab.yaml, line 2, column 1: not YAML: found character"),
+        ("+net=twice", "net/twice.yaml, line 2, column 1: not YAML: found duplicate key a"),
+        ("+net=open", "net/open.yaml, line 2, column 1: not YAML: expected ',' or '}'"),
+    ):
         ended = _run(world, own_project, sys.executable, "main.py", word)
         assert ended.returncode == 2, ended.stdout + ended.stderr
         (line,) = ended.stderr.splitlines()

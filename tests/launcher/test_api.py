@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError
 
 import hard_days
 import trainers
@@ -94,6 +96,43 @@ def test_a_script_without_a_guard_is_launched_all_the_same(tmp_path: Path):
     assert "completed after" in process.stdout, "the launcher's lines are on the screen"
     assert "did you mean training.batch_size?" in process.stderr
     assert len(process.stderr.splitlines()) < 10, "not the launcher's own frames"
+
+
+def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback(tmp_path: Path):
+    script = tmp_path / "my_script.py"
+    script.write_text(
+        "import os, signal\n"
+        "from robust_train import JobInterrupted, launch\n"
+        "def stopped(cfg):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "try:\n    launch(stopped, {'isolation': 'none'})\n"
+        "except JobInterrupted as error:\n    print('caught', error.exit_code)\n"
+        "launch(stopped, {'isolation': 'none'})\n"
+    )
+    process = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert process.returncode == 143, process.stderr
+    assert "caught 143" in process.stdout
+    assert "Traceback" not in process.stderr
+
+
+def test_a_missing_key_is_one_line_that_names_its_reader(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def train(cfg: DictConfig) -> object:
+        return cfg.training.momentum
+
+    with caplog.at_level("INFO", "robust_train"), pytest.raises(ConfigAttributeError) as raised:
+        launch(train, {"isolation": "none"}, run_dir=tmp_path)
+    said = r"test_api\.py, line \d+, reads training\.momentum, which the config lacks"
+    assert re.search(said, caplog.text)
+    assert "/omegaconf/" not in str(raised.value.__cause__), "not the config's own frames"
+
+
+def test_a_trainer_that_returns_nothing_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", "robust_train"):
+        launch(lambda cfg: None, {"isolation": "none"}, run_dir=tmp_path)
+    assert "; result: none" in caplog.text
 
 
 @pytest.mark.parametrize("trainer", [trainers.Scaled(3).train, trainers.decorated, trainers.scaled])

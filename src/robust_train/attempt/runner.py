@@ -16,10 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from robust_train.attempt.loading import (
     CHECKPOINTING,
@@ -162,9 +164,34 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, (ConfigError, UserError)):
         return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
     failure = classify_failure(error)
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        failure = replace(failure, message=_missing_key(error))
     if failure.kind is FailureKind.HOST_OOM and not supports(run, WORKERS):
         failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
     return failure
+
+
+def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
+    """Return one line about a key that the trainer reads and its config does not have."""
+    frames = traceback.extract_tb(_without_omegaconf(error.__traceback__))
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
+    key = error.full_key
+    return f"{place} {key}, which the config lacks; give it with +{key}=VALUE"
+
+
+def _without_omegaconf(frames: TracebackType | None) -> TracebackType | None:
+    """Cut off what a config does when a key is read: the reader's line is the mistake."""
+    here = frames
+    while here is not None:
+        inner = here.tb_next
+        if inner is not None and "omegaconf" in _module(inner).split("."):
+            here.tb_next = None
+        here = here.tb_next
+    return frames
+
+
+def _module(frames: TracebackType) -> str:
+    return str(frames.tb_frame.f_globals.get("__name__", ""))
 
 
 def _failed(failure: Failure, error: BaseException) -> Failed:
@@ -186,8 +213,10 @@ def trainer_traceback(error: BaseException) -> str:
     """Return the traceback as the trainer's author sees it: without the launcher's own frames."""
     frames = error.__traceback__
     ours = (__name__, "robust_train.attempt.loading")
-    while frames is not None and frames.tb_frame.f_globals.get("__name__", "") in ours:
+    while frames is not None and _module(frames) in ours:
         frames = frames.tb_next
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        frames = _without_omegaconf(frames)
     return "".join(traceback.format_exception(type(error), error, frames))
 
 

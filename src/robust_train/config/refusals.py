@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -20,7 +21,13 @@ from robust_train.model.errors import ConfigError
 OURS = "pkg://robust_train.configs"
 # Composes the command's config with overrides
 Composed = Callable[[Sequence[str]], DictConfig]
-REFUSALS = (ConfigError, HydraException, OmegaConfBaseException, OSError)
+REFUSALS = (
+    ConfigError,
+    HydraException,
+    OmegaConfBaseException,
+    OSError,
+    yaml.YAMLError,  # of a file that Hydra reads
+)
 
 _SEVERAL_VALUES = (
     "{0}={1}: several values; add -m to sweep over them, or write a list: {0}=[{1}]"
@@ -75,6 +82,12 @@ def explain(
             f"{error.override}: not an override; write key=value, with quotes around a "
             "value that holds spaces, commas or brackets: 'key=\"a, b\"'"
         )
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
+        start = error.context_mark
+        begun = f" (it begins in line {start.line + 1})" if start is not None else ""
+        context = f" {error.context}{begun}" if error.context else ""
+        return f"{place}: not YAML: {error.problem}{context}"
     chain = "\n".join(str(link) for link in _chain(error))
     for pattern, answer in _ANSWERS.items():
         if match := re.search(pattern, chain):
@@ -120,6 +133,8 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
     ]
     place = f" under {parent}" if parent else ""
     hint = f"; the keys{place} are {', '.join(accepted)}" if accepted else ""
+    if typed in overrides and not typed.startswith("~"):
+        hint = f"; a key of your own takes a plus: +{typed}{hint}"
     group = key.partition(".")[0]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         value = typed.partition("=")[2]

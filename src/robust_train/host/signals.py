@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from robust_train.model.errors import WARNING_SIGNALS, JobInterrupted
@@ -55,6 +56,25 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         else signal.SIGINT
     )
+
+
+def end_without_traceback_if_uncaught() -> None:
+    """Have a :class:`JobInterrupted` that nobody catches end the interpreter with its exit code.
+
+    The last lines have said all there is to say. A prompt shows it and stays.
+    """
+    if sys.flags.interactive or hasattr(sys, "ps1"):
+        return
+    show = sys.excepthook
+
+    def end(
+        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        if isinstance(error, JobInterrupted):
+            raise SystemExit(error.exit_code)
+        show(kind, error, frames)
+
+    sys.excepthook = end
 
 
 @contextlib.contextmanager

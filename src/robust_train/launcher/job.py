@@ -41,7 +41,7 @@ from robust_train.folder.state import Summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen
 from robust_train.host.linux import sleep_with_ticks
-from robust_train.host.signals import SignalWatch
+from robust_train.host.signals import SignalWatch, end_without_traceback_if_uncaught
 from robust_train.launcher import detach
 from robust_train.launcher.ending import ended, error_of
 from robust_train.launcher.hydra_state import (
@@ -126,13 +126,15 @@ def launch(
         NoDevice: no device in time, and the CPU is not allowed.
         AttemptsExhausted: memory ran out on every device that may be used.
         TrainerFailed: the trainer failed otherwise; or its own exception.
-        JobInterrupted: Ctrl-C or SIGTERM.
+        JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
     """
     end_import_at_launch(trainer)
     with logged_to_screen():
         try:
             summary = run_job(trainer, complete(cfg or {}), run_dir)
         except (ConfigError, JobInterrupted) as error:
+            if isinstance(error, JobInterrupted):
+                end_without_traceback_if_uncaught()
             # without our own frames
             raise error.with_traceback(None) from error.__cause__
     summary.raise_unless_completed()

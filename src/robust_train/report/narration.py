@@ -161,6 +161,8 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
         result = summary.objective
         text = number_text(result) if isinstance(result, float) else str(result)
         ending += f"; result: {shortened(text, 100)}"
+    elif summary.status == "completed" and last is not None and last.script is None:
+        ending += "; result: none"  # a forgotten return would cost a sweep
     if last is not None and summary.status == "failed":
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
