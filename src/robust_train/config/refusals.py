@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
