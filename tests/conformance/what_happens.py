@@ -37,7 +37,7 @@ def sigterm_then_half_the_batch(day: Day) -> None:
     half = day.kind.batch_size // 2
     ended = day.completes(f"training.batch_size={half}", "training.gradient_accumulation_steps=2")
     assert ended.returncode == 0, ended.output
-    assert ended.attempts[-1]["start_step"] > 0
+    assert ended.attempts[-1]["resumed_from"] is not None
 
 
 def sigterm_then_one_rank(day: Day) -> None:
@@ -46,7 +46,7 @@ def sigterm_then_one_rank(day: Day) -> None:
     ended = day.completes("num_gpus=1", f"training.batch_size={day.kind.batch_size * 2}")
     assert ended.returncode == 0, ended.output
     assert ended.attempts[-1]["ranks"] == 1
-    assert ended.attempts[-1]["start_step"] > 0
+    assert ended.attempts[-1]["resumed_from"] is not None
 
 
 def sigterm_then_a_new_job(day: Day) -> None:
@@ -215,6 +215,7 @@ class Event:
         needs_splitting: it happens to trainers that :attr:`Kind.splits`.
         needs_ranks: it happens to jobs of two ranks.
         is_exact: the job ends with the same weights to the bit.
+        needs_one_job: it changes an override, which makes another job of a sweep's.
         is_held: the job is started, and held once it has saved.
         words: more arguments of the command.
     """
@@ -223,6 +224,7 @@ class Event:
     is_of_launcher: bool = False
     needs_splitting: bool = False
     needs_ranks: bool = False
+    needs_one_job: bool = False
     is_exact: bool = True
     is_held: bool = True
     words: tuple[str, ...] = ()
@@ -232,12 +234,16 @@ class Event:
             return False
         if self.needs_ranks and "num_gpus=2" not in kind.arguments:
             return False
+        if self.needs_one_job and "-m" in kind.arguments:
+            return False
         return kind.splits or not self.needs_splitting
 
 
 EVENTS = {
     "SIGTERM": Event(sigterm),
-    "SIGTERM then half the batch": Event(sigterm_then_half_the_batch, is_exact=False),
+    "SIGTERM then half the batch": Event(
+        sigterm_then_half_the_batch, needs_one_job=True, is_exact=False
+    ),
     "SIGTERM then one rank": Event(sigterm_then_one_rank, needs_ranks=True, is_exact=False),
     "SIGTERM then a new job": Event(sigterm_then_a_new_job, is_of_launcher=True),
     "SIGTERM to all": Event(sigterm_to_all),
