@@ -60,6 +60,7 @@ class Kind:
         needs: the package without which it is skipped.
         on_gpus: it runs on simulated GPUs.
         is_launched_like_others: what concerns the launcher alone need not happen to it as well.
+        ends_like_others: how its processes end is proved by other jobs in ranks.
         splits: it repeats a step in parts when memory runs out, and saves on request.
     """
 
@@ -70,6 +71,7 @@ class Kind:
     needs: str = ""
     on_gpus: bool = False
     is_launched_like_others: bool = False
+    ends_like_others: bool = False
     splits: bool = True
 
     @property
@@ -90,6 +92,7 @@ def in_ranks(one: Kind, how: str = "ranks", *words: str) -> Kind:
         batch_size=one.batch_size // 2,
         like=one.name,
         is_launched_like_others=True,
+        ends_like_others=True,
     )
 
 

@@ -212,6 +212,7 @@ class Event:
 
     Attributes:
         is_of_launcher: it concerns what is the same for all frameworks.
+        is_of_processes: it concerns how the processes of a job end, alone.
         needs_splitting: it happens to trainers that :attr:`Kind.splits`.
         needs_ranks: it happens to jobs of two ranks.
         is_exact: the job ends with the same weights to the bit.
@@ -222,6 +223,7 @@ class Event:
 
     happens: Callable[[Day], None]
     is_of_launcher: bool = False
+    is_of_processes: bool = False
     needs_splitting: bool = False
     needs_ranks: bool = False
     needs_one_job: bool = False
@@ -232,9 +234,11 @@ class Event:
     def can_happen_to(self, kind: Kind) -> bool:
         if self.is_of_launcher and kind.is_launched_like_others:
             return False
+        if self.is_of_processes and kind.ends_like_others:
+            return False
         if self.needs_ranks and "num_gpus=2" not in kind.arguments:
             return False
-        if self.needs_one_job and "-m" in kind.arguments:
+        if self.needs_one_job and kind.is_sweep:
             return False
         return kind.splits or not self.needs_splitting
 
@@ -246,9 +250,9 @@ EVENTS = {
     ),
     "SIGTERM then one rank": Event(sigterm_then_one_rank, needs_ranks=True, is_exact=False),
     "SIGTERM then a new job": Event(sigterm_then_a_new_job, is_of_launcher=True),
-    "SIGTERM to all": Event(sigterm_to_all),
-    "SIGKILL to all": Event(sigkill_to_all),
-    "SIGKILL of process 0": Event(sigkill(0)),
+    "SIGTERM to all": Event(sigterm_to_all, is_of_processes=True),
+    "SIGKILL to all": Event(sigkill_to_all, is_of_processes=True),
+    "SIGKILL of process 0": Event(sigkill(0), is_of_processes=True),
     **{
         f"SIGKILL of process {depth}": Event(sigkill(depth), is_of_launcher=True)
         for depth in (1, 2, 3)
@@ -267,7 +271,13 @@ EVENTS = {
         out_of_memory_in_a_step, needs_splitting=True, is_exact=False, is_held=False
     ),
     "out of memory": Event(out_of_memory, is_exact=False, is_held=False),
-    "hang": Event(hang, needs_splitting=True, is_held=False, words=("stall_timeout_minutes=0.05",)),
-    "bug": Event(bug, is_held=False),
+    "hang": Event(
+        hang,
+        is_of_processes=True,
+        needs_splitting=True,
+        is_held=False,
+        words=("stall_timeout_minutes=0.05",),
+    ),
+    "bug": Event(bug, is_of_processes=True, is_held=False),
 }
 """Process 0 is the innermost: the script, else the trainer's own process."""
