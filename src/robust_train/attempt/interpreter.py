@@ -53,6 +53,9 @@ from robust_train.model.events import (
     Progress,
 )
 
+_AT_THE_START = frozenset(sys.modules)
+"""What every interpreter has; what a standby imports beyond it, the next standby needs as well."""
+
 _STORE_HOST = "127.0.0.1"
 _MOST_DESCRIPTORS = 16
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -205,7 +208,6 @@ class _Reporter:
     def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
         self._rank = rank
-        self._before = set(sys.modules)
         self._reported = 0
         self._trains = False
         self.send = send
@@ -229,7 +231,7 @@ class _Reporter:
 
     def _report_libraries(self) -> None:
         modules = tuple(
-            name for name in _installed_modules() if name not in self._before
+            name for name in _installed_modules() if name not in _AT_THE_START
         )
         if len(modules) > self._reported:
             self._reported = len(modules)
