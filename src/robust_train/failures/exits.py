@@ -8,7 +8,12 @@ from collections.abc import Sequence
 
 from robust_train.failures.error_reports import ErrorReport, one_line, reports_in
 from robust_train.failures.patterns import Match, match, named, read_evidence
-from robust_train.failures.stack import last_stack_in, native_stack_in, refined
+from robust_train.failures.stack import (
+    TRACEBACK,
+    last_stack_in,
+    native_stack_in,
+    refined,
+)
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
@@ -101,7 +106,7 @@ def _reported_in(
 ) -> tuple[ErrorReport, Match] | None:
     """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
     Where there is a traceback, it alone counts: what was logged before may have been overcome."""
-    has_traceback = "Traceback (most recent call last)" in output
+    has_traceback = TRACEBACK in output
     if not native and not has_traceback:
         line = next((line for line in reversed(lines) if line.strip()), "")
         last = next(reports_in(line))

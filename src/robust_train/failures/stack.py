@@ -12,6 +12,8 @@ from robust_train.failures.patterns import Match
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.readable import shortened
 
+TRACEBACK = "Traceback (most recent call last)"
+
 _MAIN = ", in <module>"
 _MAKES_OR_MOVES_A_MODEL = re.compile(
     r"[/\\]torch[/\\]nn[/\\]modules[/\\](?:module\.py\".*, in _apply|\w+\.py\".*, in __init__)$"
@@ -72,7 +74,7 @@ def stack_of(exception: BaseException) -> str:
 
 def last_stack_in(log: str) -> str:
     """Return the last traceback that a log quotes, empty without any."""
-    _, found, stack = log.rpartition("Traceback (most recent call last)")
+    _, found, stack = log.rpartition(TRACEBACK)
     return stack if found else ""
 
 

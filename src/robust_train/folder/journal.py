@@ -18,15 +18,7 @@ from robust_train.files import (
 from robust_train.model.events import (
     BatchSizeFound,
     CheckpointSaved,
-    EpochEnded,
     Event,
-    MemoryCleared,
-    MemoryReported,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-    Progress,
-    RequestDone,
-    SpeedMeasured,
     UserEvent,
     parse,
 )
@@ -34,21 +26,6 @@ from robust_train.model.events import (
 log = logging.getLogger("robust_train")
 
 _MOST_OWED = 100
-
-
-_FREQUENT = (
-    CheckpointSaved,
-    EpochEnded,
-    MemoryCleared,
-    MemoryReported,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-    Progress,
-    RequestDone,
-    SpeedMeasured,
-    UserEvent,
-)
-"""Events that may come in every step: they become sparser, all others are always written."""
 
 
 class Journal:
@@ -74,7 +51,7 @@ class Journal:
         content = strict_json({"time": round(now, 6), **whose, **event.as_json()})
         text = json.dumps(content, ensure_ascii=False, default=repr)
         line = (text + "\n").encode(errors="replace")
-        if isinstance(event, _FREQUENT):
+        if event.is_frequent:
             kind = self._spacing.known(_kind_of(event))
             self._held.pop(kind, None)
             if not self._spacing.passes(kind, len(line), now):
@@ -84,7 +61,7 @@ class Journal:
         else:
             held = b"".join(self._held.values())
             self._held.clear()
-        matters = not isinstance(event, _FREQUENT) or isinstance(event, CheckpointSaved)
+        matters = not event.is_frequent or isinstance(event, CheckpointSaved)
         try:
             self._file.append(b"".join((*self._owed, held, line)), durable=matters)
             self._owed.clear()

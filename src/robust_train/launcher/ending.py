@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.failures import classify_exit
-from robust_train.failures.stack import NativeStack, native_stack_in, where_it_stands
+from robust_train.failures.stack import (
+    TRACEBACK,
+    NativeStack,
+    native_stack_in,
+    where_it_stands,
+)
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
@@ -25,7 +30,6 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
 )
-_TRACEBACK = "Traceback (most recent call last)"
 _MOST_LINES = 40
 _LINES = 15
 
@@ -132,7 +136,7 @@ def last_words(output: str, log_name: str) -> str:
         for line in without_escapes(output).split("\n")
     ]
     lines = [line.rstrip() for line in lines if line.strip()]
-    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    starts = [number for number, line in enumerate(lines) if TRACEBACK in line]
     shown = lines[starts[-1] :] if starts else lines[-_LINES:]
     text = "\n".join(shown[-_MOST_LINES:]) or "(it printed nothing)"
     return f"the end of the script's output ({log_name}):\n{text}\n"
@@ -169,8 +173,6 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
 
 
 # --- of several ranks -------------------------------------------------------------------------
-
-_FOLLOWS_FROM_OTHERS = frozenset({FailureKind.COMM, FailureKind.INTERRUPTED})
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _order(end: RankEnd) -> tuple[int, float]:
         return (0 if end.returncode == -signal.SIGKILL else 1), end.at
     if end.ending.caused_by_rank is not None:
         return 2, end.at
-    follows = end.ending.failure.kind in _FOLLOWS_FROM_OTHERS
+    follows = end.ending.failure.kind.follows_from_others
     return (3 if follows else 1), end.at
 
 

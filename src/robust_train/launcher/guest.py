@@ -355,8 +355,6 @@ def _run_dir(guest: GuestRank, given: str | Path | None) -> Path:
 Code = Mapping[str, float]
 """Files that a failed trainer was made of, and when each was changed last."""
 
-_FOLLOWS_FROM_OTHERS = (FailureKind.COMM, FailureKind.INTERRUPTED)
-
 
 @dataclass(frozen=True)
 class RankEnding:
@@ -405,7 +403,7 @@ def cause_of(failures: Mapping[int, RankEnding], ranks: int) -> Failure:
     killed = sorted({*range(ranks)} - {*failures})
 
     def order(one: RankEnding) -> tuple[int, float]:
-        if one.event.failure.kind not in _FOLLOWS_FROM_OTHERS:
+        if not one.event.failure.kind.follows_from_others:
             return (0 if one.event.caused_by_rank is None else 1), one.at
         return (3 if one.was_stopped else 2), one.at
 

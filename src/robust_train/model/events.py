@@ -35,12 +35,14 @@ class Event:
 
     ``may_be_dropped``: losing one of these costs a point in a curve and nothing else, so it is
     dropped rather than hold training up. ``is_journaled``: the journal has it; the others travel
-    from an interpreter to the launcher only.
+    from an interpreter to the launcher only. ``is_frequent``: it may come in every step, so the
+    journal has it ever more sparsely.
     """
 
     name: ClassVar[str] = ""
     may_be_dropped: ClassVar[bool] = False
     is_journaled: ClassVar[bool] = True
+    is_frequent: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         if cls.name:
@@ -67,6 +69,7 @@ class Progress(Event):
     """Optimizer step ``step`` is done; ``metrics`` are the trainer's own (loss, lr …)."""
 
     name = "progress"
+    is_frequent = True
     may_be_dropped = True
     step: int
     total_steps: int | None = None
@@ -78,6 +81,7 @@ class SpeedMeasured(Event):
     """How fast a rank has trained in this attempt so far."""
 
     name = "speed"
+    is_frequent = True
     speed: Speed
     rank: int = 0
 
@@ -87,6 +91,7 @@ class EpochEnded(Event):
     """Epoch ``epoch`` (from 1) is done, at optimizer step ``step``."""
 
     name = "epoch"
+    is_frequent = True
     epoch: int
     step: int | None = None
     metrics: Metrics = field(default_factory=dict)
@@ -97,6 +102,7 @@ class CheckpointSaved(Event):
     """A complete checkpoint lies at ``path``."""
 
     name = "checkpoint"
+    is_frequent = True
     path: str
     step: int | None = None
 
@@ -106,6 +112,7 @@ class MemoryReported(Event):
     """Memory in use at a moment called ``milestone``: of CUDA, or of the process without it."""
 
     name = "memory"
+    is_frequent = True
     may_be_dropped = True
     milestone: str
     allocated: int | None = None
@@ -128,6 +135,7 @@ class MemoryCleared(Event):
     """A clearing returned memory. ``of`` is ``reserved`` (CUDA) or ``resident`` (host) memory."""
 
     name = "memory_cleared"
+    is_frequent = True
     reason: str
     of: str
     before_bytes: int
@@ -176,6 +184,7 @@ class MicroBatchChanged(_MicroBatchEvent):
     """The micro-batch size changed inside an attempt, in training or in evaluation."""
 
     name = "micro_batch_changed"
+    is_frequent = True
     after: int | None = None
 
 
@@ -184,6 +193,7 @@ class MicroBatchExhausted(_MicroBatchEvent):
     """Memory ran out at the smallest micro-batch size as well; ``tried`` lists all sizes."""
 
     name = "micro_batch_exhausted"
+    is_frequent = True
     tried: tuple[int, ...] = ()
 
 
@@ -246,6 +256,7 @@ class RequestDone(Event):
     """The attempt carried out a request that changes it."""
 
     name = "request"
+    is_frequent = True
     verb: str
     step: int | None = None
     sentence: str | None = None
@@ -284,6 +295,7 @@ class UserEvent(Event):
     """An event of the trainer's own: any name, any fields of JSON's types."""
 
     name = "user"
+    is_frequent = True
     event_name: str
     fields: Mapping[str, Json] = field(default_factory=dict)
 

@@ -28,6 +28,11 @@ class FailureKind(str, Enum):
         """Whether memory ran out."""
         return self in MEMORY_FAILURES
 
+    @property
+    def follows_from_others(self) -> bool:
+        """Whether a rank reports it where another rank has failed, so that it is not the cause."""
+        return self in (FailureKind.COMM, FailureKind.INTERRUPTED)
+
 
 MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 
