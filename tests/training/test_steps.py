@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import threading
 import weakref
 
 import numpy
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.memory.tensors import live_tensors
 from robust_train.model.errors import ConfigError
+from robust_train.step import engine
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
 
@@ -269,6 +272,65 @@ def test_a_buffer_that_changes_for_the_first_time_in_a_repeated_step_is_restored
     assert model.seen.tolist() == [12]
 
 
+class Quantized(nn.Module):
+    """Its weights are a large buffer, as GPTQ's and AWQ's; ``writes`` changes it in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.writes = Network(), False
+        self.register_buffer("weights", torch.zeros(2**20))
+
+    def forward(self, x):
+        if self.writes:
+            self.weights += 1
+        return self.inner(x)
+
+
+def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
+    model, batcher = Quantized(), MicroBatcher(12)
+    alike = []
+    for _ in range(2):
+        step(batcher, model)
+        alike.append(sum(tensor.shape == (2**20,) for tensor in live_tensors()))
+    assert alike == [1, 1]
+    # a step that begins to write to it cannot be repeated, so its error ends the attempt
+    model.writes, model.inner.most = True, 6
+    with pytest.raises(torch.OutOfMemoryError):
+        step(batcher, model)
+    assert model.weights[0] == 1
+
+
+def test_batch_statistics_that_are_frozen_at_first_count_each_sample_once_later():
+    def train(most):
+        model, batcher = Network(norm=True), MicroBatcher(6)
+        for number in (1, 2, 3):
+            model.norm.train(number > 1)
+            if number == 3 and most:
+                batcher, model.most = MicroBatcher(12), most
+            step(batcher, model)
+        return model
+
+    assert_same(train(most=6).buffers(), train(most=None).buffers(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ["a variable", "the function's owner", "the model"])
+def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where):
+    class Trainer:
+        def loss_of(self, part):
+            mine = generator if where == "a variable" else holder.generator
+            drawn.append(torch.rand(1, generator=mine).item())
+            return loss_with(model)(part)
+
+    model, trainer, drawn = Network(most=6), Trainer(), []
+    generator = torch.Generator().manual_seed(1)
+    holder = trainer if where == "the function's owner" else model
+    if where != "a variable":
+        holder.generator = generator
+    MicroBatcher().backward(trainer.loss_of, data(), model)
+    assert len(drawn) == 3
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_gradients_of_earlier_batches_are_neither_lost_nor_counted_twice(where):
     def two_batches(model, batcher):
@@ -491,9 +553,25 @@ def test_gradient_checkpointing_is_repeated_like_anything_else(kind):
     assert_same(gradients(model), gradients(unlimited()))
 
 
-@pytest.mark.parametrize("second_derivative", [False, True])
+def slope_of(loss, weight, thread):
+    """Return the derivative, made in this thread or, as a GPU's are, in another one."""
+    found = []
+
+    def work():
+        found.extend(torch.autograd.grad(loss, weight, create_graph=True))
+
+    if thread == "this":
+        work()
+    else:
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("thread", [None, "this", "another"])
 @pytest.mark.parametrize("names_model", [False, True])
-def test_a_failed_pass_is_freed_before_the_next_one(names_model, second_derivative):
+def test_a_failed_pass_is_freed_before_the_next_one(names_model, thread):
     """Without the garbage collector: the frames that held it are empty, and no one else does."""
     activations: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
@@ -513,9 +591,8 @@ def test_a_failed_pass_is_freed_before_the_next_one(names_model, second_derivati
         logits = model(x)
         view = {"logits": [logits.view(-1, 3)]}
         loss = cross_entropy(view["logits"][0], y)
-        if second_derivative:
-            (slope,) = torch.autograd.grad(loss, model.last.weight, create_graph=True)
-            loss = loss + slope.square().sum()
+        if thread is not None:
+            loss = loss + slope_of(loss, model.last.weight, thread).square().sum()
         return loss
 
     gc.disable()
@@ -524,6 +601,17 @@ def test_a_failed_pass_is_freed_before_the_next_one(names_model, second_derivati
     finally:
         gc.enable()
     assert alive[:3] == [False, False, False]
+
+
+def test_beside_a_captured_graph_memory_that_runs_out_ends_the_attempt(monkeypatch, caplog):
+    """Its private pool comes back to no one, so that no smaller part would fit in its place."""
+    model = Network(most=6)
+    monkeypatch.setattr(engine.cuda, "started_torch", lambda: torch)
+    monkeypatch.setattr(engine.cuda, "memory_segments", lambda torch: [{"segment_pool_id": (0, 1)}])
+    with pytest.raises(torch.OutOfMemoryError):
+        step(MicroBatcher(), model)
+    assert model.sizes == [12]
+    assert "the step cannot be repeated: a CUDA graph was captured" in caplog.text
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])

@@ -22,7 +22,7 @@ from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
-from robust_train.step.engine import Body, Step, holds_graphs
+from robust_train.step.engine import Body, Step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.splitting import Count, Part, Parts
 
@@ -161,15 +161,13 @@ class OpenStep(Step[Any]):
     def guard(self) -> AbstractContextManager[object]:
         return no_collectives() if self.repeats else contextlib.nullcontext()
 
-    def cannot_repeat(self) -> bool:
-        reason = None
+    def cannot_repeat(self) -> str | None:
         if not self._can_be_cut:
-            reason = "the batch is a lone sample, or several that are packed into one"
-        elif holds_graphs():
-            reason = "a CUDA graph was captured, which holds its memory"
-        if reason is not None:
-            self._say(reason)
-        return reason is not None
+            return "the batch is a lone sample, or several that are packed into one"
+        return super().cannot_repeat()
+
+    def say_why(self, reason: str) -> None:
+        self._say(reason)
 
 
 class InStep:

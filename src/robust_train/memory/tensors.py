@@ -179,7 +179,9 @@ def variables_of(frames: Iterable[FrameType]) -> dict[int, tuple[Any, str]]:
 
 
 def reach(
-    roots: Iterable[Reached], parts: Callable[[Any], Iterable[tuple[Any, str]]]
+    roots: Iterable[Reached],
+    parts: Callable[[Any], Iterable[tuple[Any, str]]],
+    most_steps: int = _MOST_DEPTH,
 ) -> Iterator[Reached]:
     """Yield what is a few steps away from ``roots``, each once, by the shortest way: it is the one
     that a person recognises. ``parts`` returns the parts of a value, each with how to write it."""
@@ -191,7 +193,7 @@ def reach(
             continue
         seen.add(id(value))
         yield value, name, where
-        if depth == _MOST_DEPTH:
+        if depth == most_steps:
             continue
         # memory may have run out, so the values that wait are few as well
         room = max(_MOST_VALUES - len(todo), 0)

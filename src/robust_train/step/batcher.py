@@ -24,7 +24,14 @@ from robust_train.step.engine import (
 )
 from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
-from robust_train.step.rewind import Models, StepStart, Watch, models_of, modules_of
+from robust_train.step.rewind import (
+    Models,
+    StepStart,
+    Watch,
+    generators_of,
+    models_of,
+    modules_of,
+)
 from robust_train.step.splitting import (
     Count,
     Length,
@@ -311,7 +318,7 @@ class MicroBatcher:
         shared = SharedStep(models, () if is_alone else modules_of(function))
         start = None
         if training or shared.is_sharded:
-            start = StepStart(self._watch, models)
+            start = StepStart(self._watch, models, generators_of(function, models))
         return Step(size, start, shared, self._recorder, training=training), start
 
     def _probe(

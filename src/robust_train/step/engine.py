@@ -270,9 +270,18 @@ class Step(Generic[T]):
         """Return a context for each body."""
         return contextlib.nullcontext()
 
-    def cannot_repeat(self) -> bool:
-        """Return whether memory that runs out now has to end the attempt."""
-        return holds_graphs()
+    def cannot_repeat(self) -> str | None:
+        """Return why memory that runs out now has to end the attempt; None if it does not."""
+        if holds_graphs():
+            return "a CUDA graph was captured, which holds its memory"
+        if self._start is not None and self._start.is_lost:
+            return "the step has begun to write to a large buffer that steps before left alone"
+        return None
+
+    def say_why(self, reason: str) -> None:
+        """Log why memory that ran out ends the attempt."""
+        text = "step %d: out of memory, and the step cannot be repeated: %s"
+        log.warning(text, self._recorder.step(), reason)
 
     # --- the passes ---
 
@@ -349,7 +358,10 @@ class Step(Generic[T]):
         self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if not failure.kind.is_memory:
             return None
-        can_repeat = not self.cannot_repeat()
+        reason = self.cannot_repeat()
+        if reason is not None:
+            self.say_why(reason)
+        can_repeat = reason is None
         smaller = self._size.smaller_than(used) if can_repeat else None
         self._ran_out = RanOut(failure, used, is_exhausted=smaller is None)
         if can_repeat:

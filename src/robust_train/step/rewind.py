@@ -19,11 +19,15 @@ from torch import Tensor, nn
 
 from robust_train.compat import copy_at_once, tensors_of, version_of
 from robust_train.memory.tensors import leaves_of, parts_of, reach
+from robust_train.readable import MIB
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
 
 _MOST_ITEMS = 100  # longer lists hold samples
+_LARGEST_KEPT = MIB  # copy of a buffer that does not change
+# kernels write them around the version counter, and a frozen layer may be trained later
+_ALWAYS_CHANGE = ("running_mean", "running_var")
 
 
 # --- random generators ---
@@ -73,9 +77,11 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
 
 class GeneratorStates:
     """The states at this moment, to go back to within this process. Of all GPUs, whichever the
-    model is on: a generator's state lies on the host, and reading it makes no CUDA context."""
+    model is on: a generator's state lies on the host, and reading it makes no CUDA context.
+    ``own`` are generators that the user has made."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Iterable[torch.Generator] = ()) -> None:
+        self._own = [(generator, generator.get_state()) for generator in own]
         self._states = capture_rng()
         self._cuda: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -83,6 +89,8 @@ class GeneratorStates:
 
     def restore(self) -> None:
         """Set the generators back."""
+        for generator, state in self._own:
+            generator.set_state(state)
         restore_rng(self._states)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -106,6 +114,16 @@ def modules_of(function: Any) -> list[nn.Module]:
     """
     reached = reach([(function, "", "")], _parts_of)
     return [value for value, _, _ in reached if isinstance(value, nn.Module)]
+
+
+def generators_of(function: Any, models: Iterable[nn.Module]) -> list[torch.Generator]:
+    """Return the user's generators among the variables of a function or attributes of its owner,
+    and among the attributes of models."""
+    near = reach([(function, "", "")], _parts_of, most_steps=2)
+    held = [value for value, _, _ in near]
+    held += [value for model in models for value in vars(model).values()]
+    found = {id(v): v for v in held if isinstance(v, torch.Generator)}
+    return list(found.values())
 
 
 def _parts_of(value: Any) -> list[tuple[Any, str]]:
@@ -180,6 +198,16 @@ class _Buffer:
             self.changes = self._has_changed()
         return self.changes is not False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this step has written to it, the first one to do so, and there is no copy."""
+        return (
+            self.changes is False
+            and self.values is None
+            and self.tensor is not None
+            and version_of(self.tensor) != self.version
+        )
+
     def learn(self) -> None:
         """Record after a complete step whether the step has changed it."""
         if self.changes is not None:
@@ -190,6 +218,9 @@ class _Buffer:
             or self.values is None
             or torch.equal(self.tensor.cpu(), self.values)
         )
+        # quantized weights are buffers too; a small one may still begin to change
+        if not self.changes and self.values is not None:
+            self.values = self.values if self.values.nbytes <= _LARGEST_KEPT else None
 
     def _has_changed(self) -> bool:
         now = self.home.get(self.name)
@@ -249,7 +280,7 @@ class Watch:
         """Return the parameters and buffers of ``model``, found once."""
         if model not in self._models:
             buffers = [
-                _Buffer(own, name)
+                _Buffer(own, name, changes=name in _ALWAYS_CHANGE or None)
                 for _, own in map(tensors_of, model.modules())
                 for name, buffer in own.items()
                 if buffer is not None
@@ -267,7 +298,12 @@ class StepStart:
     """
 
     def __init__(
-        self, watch: Watch, models: Sequence[nn.Module], *, keeps_gradients: bool = True
+        self,
+        watch: Watch,
+        models: Sequence[nn.Module],
+        generators: Iterable[torch.Generator] = (),
+        *,
+        keeps_gradients: bool = True,
     ) -> None:
         self.models = models
         watched = [watch.of(model) for model in models]
@@ -279,7 +315,7 @@ class StepStart:
         self.is_open = True
         self._keeps_gradients = keeps_gradients
         self._aside: list[tuple[Tensor, Tensor]] = []
-        self._generators = GeneratorStates()
+        self._generators = GeneratorStates(generators)
         self._buffers = [buffer for _, buffers in watched for buffer in buffers]
         _keep(self._buffers)
         # last: from here on end() has to be called
@@ -306,6 +342,11 @@ class StepStart:
         for parameter in self.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the step has changed what there is no copy of, so that nobody can go back."""
+        return any(buffer.is_lost for buffer in self._buffers)
 
     def rewind(self) -> None:
         """Drop the step's gradients; give buffers and generators their values of the start."""
