@@ -68,6 +68,10 @@ sweep *overrides:
 test *args:
     {{ python }} -m pytest "$@"
 
+# The tests that need a GPU, one at a time on the idlest one; all others see none
+test-gpu *args:
+    {{ python }} -m pytest -m gpu "$@"
+
 # What CI runs, in this environment: the tests, the linters, the slow tests
 test-all:
     .ci/run {{ python }}

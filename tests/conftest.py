@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # modules are compiled once, and not by each of the many processes that the tests start
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import real_gpus
 import warm
 from robust_train.launcher import interpreters
 from world import World
@@ -112,6 +111,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFileOrApart(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if real_gpus.are_wanted(config):
+                return "gpu"  # one test at a time
             file = nodeid.partition("::")[0]
             return nodeid if file.rpartition("/")[2] in _APART else file
 
@@ -124,22 +125,16 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def pytest_configure() -> None:
-    """Let commands be interrupted also where the tests run in the background or under nohup.
-
-    Shells have such jobs ignore these signals, children inherit that, and the launcher respects it.
-    """
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide real GPUs, and let commands be interrupted also where the tests run in the background or
+    under nohup: shells have such jobs ignore these signals, children inherit that, and the launcher
+    respects it."""
+    real_gpus.prepare(config)
     for signum in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True)
-def _gpu_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests that need a GPU have it one at a time, however many workers there are."""
-    if request.node.get_closest_marker("gpu") is None:
-        yield
-        return
-    with (Path(tempfile.gettempdir()) / f"robust-train-gpu-tests-{os.getuid()}").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not real_gpus.can_be_used():
+        pytest.skip("needs a GPU that torch can use and on which no one computes: pytest -m gpu")

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from world import ROOT
 
@@ -86,9 +85,7 @@ def test_a_benchmark_runs_and_prints_its_figures(command: str, tmp_path: Path) -
     assert has(output, SMALLEST[command]), output
 
 
-@pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 @pytest.mark.parametrize("command", ON_A_GPU)
 def test_one_that_needs_a_gpu_runs_on_one(command: str, tmp_path: Path) -> None:
     output = run(command, tmp_path)

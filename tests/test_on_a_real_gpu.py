@@ -12,13 +12,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.readable import MIB
 from world import World, wait_until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.version.cuda is None or not read_inventory(processes=False).gpus,
-        reason="needs an NVIDIA GPU that NVML can see and a torch built with CUDA",
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_nvml_and_torch_tell_the_same_of_the_gpu_that_was_chosen():

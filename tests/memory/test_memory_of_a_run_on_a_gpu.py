@@ -6,16 +6,12 @@ import json
 import pickle
 
 import pytest
-import torch
 from memory_world import run
 
 from robust_train.memory.samples import FILE_NAME, read_samples
 from world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
-]
+pytestmark = pytest.mark.gpu
 
 MIB = 1024**2
 

@@ -22,10 +22,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.memory.reports import perform
 from world import wait_until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
-]
+pytestmark = pytest.mark.gpu
 
 MIB = 1024**2
 GIB = 1024**3

@@ -421,11 +421,12 @@ def _adopt(request: dict[str, Any]) -> None:
     # what the C library and the dynamic loader have read already
     if threshold := os.environ.get(_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
-    for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
-        for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
-            library = Path(folder) / name
-            if folder and library.exists():
-                ctypes.CDLL(str(library))
+    folders = [Path(one) for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
+    for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
+        first = next((one / name for one in folders if (one / name).exists()), None)
+        with contextlib.suppress(OSError):  # it hides the driver's (real_gpus)
+            if first is not None:
+                ctypes.CDLL(str(first))
 
 
 class _Hidden:

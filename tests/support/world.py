@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+import real_gpus
 import warm
 from terminal_screen import run_on_a_terminal
 
@@ -111,6 +112,7 @@ class World:
             "OMP_NUM_THREADS": "1",
             "ROBUST_TRAIN_QUEUE_DIR": str(folder / "queue_of_jobs"),
             "XDG_CACHE_HOME": str(folder / "cache"),
+            **real_gpus.mask(),
         }
 
     def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:

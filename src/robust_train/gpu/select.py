@@ -15,12 +15,14 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import GpuUser
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.model.gpu import GpuInfo, GpuProcess, Group
-from robust_train.readable import MIB, mib
+from robust_train.readable import GIB, MIB, mib
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("robust_train")
+
+_BUSY_PERCENT, _BUSY_BYTES = 10, 2 * GIB
 
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
@@ -82,6 +84,25 @@ def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str
     if holder is not None:
         who = f"{holder.command} ({who}, {holder.user})"
     return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
+
+
+def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser]) -> str:
+    """Return who computes on a GPU that was read with its processes; empty if no one does. Where
+    none is listed (in a container, under WSL), memory and time in use show them."""
+    computing = [process for process in gpu.processes or () if process.computes]
+    if computing:
+        return ", ".join(describe_process(process, holders) for process in computing)
+    used, busy = gpu.used_bytes, gpu.utilization_percent or 0
+    is_used = used > _BUSY_BYTES and not gpu.unified_memory
+    if gpu.processes or not (is_used or busy >= _BUSY_PERCENT):
+        return ""
+    return f"processes that are not listed ({mib(used)} in use, {busy}% busy)"
+
+
+def idlest(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
+    """Return the best of the GPUs on which no one computes, None if there is none."""
+    free = [gpu for gpu in gpus if not others_on(gpu, {})]
+    return next(iter(rank(free, 0)), None)
 
 
 def find_best_device(min_memory_mb: int = 4000) -> torch.device:

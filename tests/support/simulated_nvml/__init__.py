@@ -40,11 +40,18 @@ def build_libcuda(folder: Path) -> Path:
     return _build(folder, "cuda.c", "libcuda.so.1")
 
 
-def _build(folder: Path, source: str, name: str) -> Path:
+def build_driver(folder: Path, machine: Machine) -> Path:
+    """Compile both for one machine alone, as if they were its own: they need no variable."""
+    for source, name in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
+        _build(folder, source, name, f'-DMACHINE="{machine.folder}"')
+    return folder
+
+
+def _build(folder: Path, source: str, name: str, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / name
     command = ["cc", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(library)]
-    subprocess.run([*command, str(HERE / source)], check=True)
+    subprocess.run([*command, *options, str(HERE / source)], check=True)
     return library
 
 

@@ -12,11 +12,18 @@
 
 #define TEXT_SIZE (1 << 16)
 
+/* A machine's own driver (-DMACHINE="FOLDER") needs no variable to be found. */
+#ifndef MACHINE
+#define FILE_OF(name, variable) getenv(variable)
+#else
+#define FILE_OF(name, variable) (MACHINE "/" name)
+#endif
+
 static char state_text[TEXT_SIZE + 2];
 static struct stat state_seen;
 
 static void state_refresh(void) {
-    const char *path = getenv("SIMULATED_NVML_STATE");
+    const char *path = FILE_OF("state", "SIMULATED_NVML_STATE");
     struct stat now;
     if (!path || stat(path, &now) != 0) {
         state_text[0] = 0;
@@ -56,7 +63,7 @@ static long long state_number(const char *key, long long otherwise) {
 }
 
 static void log_call(const char *function, const char *label) {
-    const char *path = getenv("SIMULATED_NVML_CALLS");
+    const char *path = FILE_OF("calls", "SIMULATED_NVML_CALLS");
     if (!path) return;
     char line[192];
     int n = snprintf(line, sizeof line, "%d %s %s\n", (int)getpid(), function, label);

@@ -1,0 +1,121 @@
+"""Tests never touch the GPUs of the machine they run on, but for those that ``-m gpu`` selects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import real_gpus
+from robust_train.gpu.inventory import NO_DRIVER, read_inventory
+from robust_train.gpu.select import idlest, others_on
+from robust_train.model.gpu import GpuInfo, GpuProcess
+from robust_train.readable import GIB
+from simulated_nvml import Gpu, Machine, build_driver
+from world import ROOT
+
+HERE = "tests/test_real_gpus.py"
+A_JOB = "tests/launcher/test_attempts.py::test_what_a_trainer_prints_is_shown_and_kept"
+IN_THIS_PROCESS = "tests/launcher/test_api.py::test_a_typo_in_the_configuration_is_one_line"
+SIMULATED = "tests/gpu/test_gpu_inventory.py::test_a_driver_that_was_reloaded_is_opened_again"
+
+
+@pytest.mark.skipif("ROBUST_TRAIN_TEST_GPU" in os.environ, reason="a run with -m gpu sees a driver")
+def test_a_test_finds_no_driver():
+    assert read_inventory().problem == NO_DRIVER
+    assert not torch.cuda.is_available()
+
+
+@pytest.fixture
+def driver(tmp_path: Path, nvml_libraries: Path) -> Machine:
+    """A machine's own driver, which records who asks it; the second of its GPUs is idle."""
+    colleague = [(4242, 20000)]
+    gpus = [Gpu(utilization=90, compute=colleague), Gpu(free_mib=9000, reserved_mib=500)]
+    return Machine(tmp_path, nvml_libraries, gpus)
+
+
+def run(driver: Machine, *arguments: str) -> str:
+    """Run pytest on the machine."""
+    libraries = build_driver(driver.folder / "driver", driver)
+    shown = {"LD_LIBRARY_PATH": str(libraries), "CUDA_VISIBLE_DEVICES": "0,1"}
+    hidden = ("PYTEST_", "ROBUST_TRAIN_TEST_GPU")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env={**kept, **shown},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_no_test_asks_the_driver_of_its_machine(driver: Machine, workers: str):
+    mine = f"{HERE}::test_a_test_finds_no_driver"
+    assert "4 passed" in run(driver, "-n", workers, mine, A_JOB, IN_THIS_PROCESS, SIMULATED)
+    assert not (driver.folder / "calls").exists()
+
+
+@pytest.mark.slow
+def test_tests_that_need_a_gpu_get_the_idlest(driver: Machine):
+    out = run(driver, "-n", "2", "-m", "gpu", f"{HERE}::test_the_mask_shows_the_idlest_gpu")
+    assert "1 skipped" in out, "torch cannot use a simulated GPU"
+    assert driver.calls("nvmlDeviceGetComputeRunningProcesses")
+
+
+@pytest.mark.gpu
+def test_the_mask_shows_the_idlest_gpu():
+    assert torch.cuda.device_count() == 1
+    assert f"GPU-{torch.cuda.get_device_properties(0).uuid}" == os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize(
+    ("selected", "are_wanted"),
+    [
+        ("gpu", True),
+        ("gpu and not slow", True),
+        ("not slow and not gpu", False),
+        ("slow", False),
+        ("gpu or slow", False),
+        ("", False),
+    ],
+)
+def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected: str, are_wanted: bool):
+    config = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=selected))
+    assert real_gpus.are_wanted(config) is are_wanted
+
+
+def gpu(index: int, free_gib: int, **figures: object) -> GpuInfo:
+    total = 80 * GIB
+    sizes = {"total_bytes": total, "free_bytes": free_gib * GIB}
+    sizes["used_bytes"] = total - sizes["free_bytes"]
+    named = {"processes": (), **sizes, **figures}
+    return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", **named)
+
+
+def test_the_idlest_gpu_is_the_freest_on_which_no_one_computes():
+    draws = GpuProcess(7, 3 * GIB, computes=False)
+    gpus = [
+        gpu(0, 79, processes=(GpuProcess(812),)),
+        gpu(1, 78, utilization_percent=97),
+        gpu(2, 60),
+        gpu(3, 79, unusable="needs a reset"),
+        gpu(4, 77, processes=(draws,), utilization_percent=20),
+        gpu(5, 76),
+    ]
+    best = idlest([*gpus, gpu(6, 79, processes=None)])
+    assert best is not None
+    assert best.index == 6
+    assert idlest(gpus).index == 4
+    assert idlest(gpus[:4]) is None
+    assert others_on(gpus[0], {}) == "pid 812"
+    assert "20480 MiB in use" in others_on(gpus[2], {})
