@@ -7,6 +7,7 @@ an action and any of the words in :func:`in_words`, and after ``|`` words of its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ KINDS = {
     "worker": FailureKind.WORKER_DEATH,
     "fault": FailureKind.DEVICE_FAULT,
     "unavailable": FailureKind.DEVICE_UNAVAILABLE,
+    "setup": FailureKind.SETUP,
+    "disk": FailureKind.DISK_FULL,
     "comm": FailureKind.COMM,
     "stopped": FailureKind.INTERRUPTED,
     "asked": FailureKind.INTERRUPTED,
@@ -47,7 +50,8 @@ def rules(*given: RetryRule) -> dict[str, Any]:
 
 
 # name, GPUs as index:free GiB // journey, settings. In brackets: GPUs that others have; in
-# parentheses: those that the job began on, which it had to leave; ! is unusable now
+# parentheses: those that the job began on, which it had to leave; ! is unusable now, v of another
+# model
 JOURNEYS: list[tuple[Any, ...]] = [
     # --- memory of the GPU ---
     (
@@ -306,6 +310,11 @@ JOURNEYS: list[tuple[Any, ...]] = [
         "unavailable:busy → retry pause=10; unavailable:busy → retry pause=20;"
         "unavailable:busy → retry pause=40; unavailable:busy → cpu_fallback",
     ),
+    ("no CUDA could work", "0:70 1:60 // setup → give up | CUDA cannot work here: a setup message"),
+    (
+        "no code for this model of GPU",
+        "0:70 1:60 2:50v // setup:gpu_model → switch_gpu cuda:2; setup:gpu_model → give up",
+    ),
     ("a busy GPU that another job has", "(0:20) // unavailable:busy → wait"),
     *(
         (
@@ -316,7 +325,11 @@ JOURNEYS: list[tuple[Any, ...]] = [
         for kind in ("fault", "unavailable", "oom")
         for saved in (" → cpu_fallback", ":saved=4 → switch_gpu cuda:0")
     ),
-    # --- peers, stops ---
+    # --- peers, disks, stops ---
+    (
+        "a disk that is full or fails",
+        "0:20 // disk → retry pause=10; disk → retry pause=20; disk → retry; disk → give up",
+    ),
     (
         "peers",
         "0:20 // "
@@ -551,9 +564,11 @@ def machine(offers: str) -> tuple[tuple[GpuInfo, ...], ...]:
     """The GPUs that could be taken, those that others have, and those that the job has left."""
     found: dict[str, list[GpuInfo]] = {"": [], "[": [], "(": []}
     for word in offers.replace("cpu", "").split():
-        index, free = word.strip("[]()!").split(":")
+        index, free = word.strip("[]()!v").split(":")
         unusable = "a memory row failed" if word.endswith("!") else None
-        found[word[0] if word[0] in "[(" else ""].append(gpu(int(index), float(free), unusable))
+        one = gpu(int(index), float(free), unusable)
+        one = replace(one, name="V100") if word.endswith("v") else one
+        found[word[0] if word[0] in "[(" else ""].append(one)
     return tuple(map(tuple, found.values()))
 
 

@@ -45,7 +45,7 @@ REAL = {
         "worker_aborts",
         "worker_leaves",
     ],
-    "device_unavailable": ["cuda_is_absent", "backend_is_not_built"],
+    "setup": ["cuda_is_absent", "backend_is_not_built"],
     "comm": ["peer_answers_too_late", "peer_is_gone", "peers_do_not_come", "store_is_not_there"],
     "bug": [
         "key_error_in_worker",
@@ -109,11 +109,11 @@ def test_errno_12_is_the_hosts_memory_whatever_the_locale_says() -> None:
     assert classify_failure(error).kind is FailureKind.HOST_OOM
 
 
-def test_a_full_disk_is_a_bug_and_a_full_shared_memory_is_not() -> None:
+def test_a_full_disk_is_not_a_full_shared_memory() -> None:
     disk = OSError(28, "No space left on device", "/scratch/checkpoint.pt")
     shared = OSError(28, "No space left on device", "/dev/shm/torch_12_3")
 
-    assert classify_failure(disk).kind is FailureKind.BUG
+    assert classify_failure(disk).kind is FailureKind.DISK_FULL
     assert classify_failure(shared).kind is FailureKind.WORKER_DEATH
 
 

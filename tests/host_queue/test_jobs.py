@@ -16,6 +16,7 @@ from hosts import Host
 
 import warm
 from robust_train.cli.doctor import exercise
+from robust_train.compat import torch_cuda_version
 from robust_train.queue.queue_dir import boot_name
 from robust_train.queue.registry import Registry
 from simulated_nvml import VERSION_MISMATCH, Gpu, Machine
@@ -271,6 +272,21 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[...,
     assert os.path.realpath(host.base) == "/tmp"
 
 
+def test_doctor_compares_torchs_cuda_with_the_drivers(shared: Callable[..., Shared]):
+    wanted = torch_cuda_version()
+    if wanted in (None, "none"):
+        pytest.skip("this torch is built without CUDA")
+    host = shared(Gpu(uuid=A))
+    for major, code in ((int(wanted.split(".")[0]), 0), (11, 1)):
+        host.machine.cuda = 1000 * major
+        host.machine.update(0)
+        done = host.command("doctor")
+        assert done.returncode == code, done.stdout
+    assert "GPU 0: CUDA probably cannot work: the driver supports CUDA 11.0" in done.stdout
+    assert f"this torch was built for CUDA {wanted} (a guess" in done.stdout
+    assert "usable" not in done.stdout
+
+
 def test_doctor_fails_and_probes_nothing_if_no_gpu_is_visible(shared: Callable[..., Shared]):
     host = shared(Gpu(uuid=A))
     environ = host.machine.environment(CUDA_VISIBLE_DEVICES="")
@@ -320,7 +336,7 @@ def test_a_probe_leaves_the_gpu_of_a_job_alone_and_fails_without_cuda(
     assert text.startswith("not probed: no GPU was available now: GPU ")
     ((passed, text),) = results.values()
     assert not passed
-    assert "torch finds no GPU" in text
+    assert text.startswith("Found no NVIDIA driver on your system"), "torch's own words"
     assert len(host.job_files()) == 1
 
 

@@ -76,6 +76,22 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World)
     assert B in ended.stderr
 
 
+def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(
+    world: World, two_gpus: Machine
+):
+    two_gpus.cuda = 12020
+    two_gpus.update(0)
+    ended = world.run("trainer._target_=trainers.computes_on_its_device")
+    assert ended.returncode == 2, ended.output
+    (message,) = ended.stderr.strip().splitlines()
+    assert message.startswith("CUDA cannot work here: ")
+    for words in ("the driver supports CUDA 12.2", "this torch was built", "device=cpu"):
+        assert words in message
+    assert [(a["outcome"], a["action"]) for a in ended.attempts] == [("setup", "give_up")]
+    ended = world.run("trainer._target_=trainers.computes_on_its_device", "device=cpu")
+    assert ended.returncode == 0, ended.output
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_a_mask_is_never_widened(world: World):
     world.environ["CUDA_VISIBLE_DEVICES"] = "1"

@@ -200,6 +200,12 @@ class Callable:
 instance = Callable()
 
 
+def computes_on_its_device(cfg):
+    import torch
+
+    return torch.ones(3, device=cfg.device).sum().item()
+
+
 def sees_through_torch(cfg):
     import torch
 

@@ -53,6 +53,7 @@ _TITLES = {
     "mask": VARIABLE,
     "mask_warning": "mask warning",
     "packages": "packages",
+    "driver_cuda": "driver's CUDA",
     "torch_cuda": "torch's CUDA",
     "python": "python",
     "kernel": "kernel",
@@ -103,6 +104,7 @@ def doctor(arguments: Namespace) -> Answer:
         return Answer(error=problem)
     inventory = read_inventory(processes=False)
     usable, gpus = _gpus(inventory, excluded, jobs)
+    doubt = None if inventory.may_run(torch_cuda_version()) else _doubt(inventory)
     data = {
         **_facts(inventory, in_container),
         "gpus": gpus,
@@ -116,8 +118,13 @@ def doctor(arguments: Namespace) -> Answer:
             passed, text = probe(gpu, None if queue["problem"] else path)
             result = {"index": gpu.index, "uuid": gpu.uuid}
             data["probes"].append({**result, "passed": passed, "result": text})
+            doubt = None if passed else doubt
+    if doubt is not None:
+        for row in gpus:
+            row["why_not"] = row["why_not"] or doubt
+            row["usable"] = False
     passed = all(result["passed"] for result in data.get("probes", ()))
-    is_fine = bool(usable) and queue["problem"] is None and passed
+    is_fine = any(row["usable"] for row in gpus) and queue["problem"] is None and passed
     return Answer(data, _shown(data), exit_code=0 if is_fine else EXIT_FAILED)
 
 
@@ -132,6 +139,7 @@ def _facts(inventory: Inventory, in_container: bool) -> dict[str, Json]:
         "mask": os.environ.get(VARIABLE),
         "mask_warning": visible.warning,
         "packages": {name: _version(name) for name in _PACKAGES},
+        "driver_cuda": inventory.cuda_version,
         "torch_cuda": torch_cuda_version(),
         "python": platform.python_version(),
         "kernel": kernel,
@@ -142,6 +150,12 @@ def _facts(inventory: Inventory, in_container: bool) -> dict[str, Json]:
         "cpus": len(os.sched_getaffinity(0)),
         "cuda_order": _cuda_order(inventory),
     }
+
+
+def _doubt(inventory: Inventory) -> str:
+    """Return why CUDA may work with no GPU; torch is not imported, so it is a guess."""
+    versions = inventory.cuda_versions(torch_cuda_version())
+    return f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
 
 
 def _version(package: str) -> str | None:
@@ -320,10 +334,10 @@ def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
 def _probe_here() -> None:
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit(
-            "torch finds no GPU: its build has no CUDA, or the driver is too old for it"
-        )
+    try:
+        torch.cuda.current_device()  # starts CUDA
+    except (AssertionError, RuntimeError) as error:
+        sys.exit(" ".join(str(error).split()))
     device = torch.device("cuda", 0)
     # others may be on it too
     print(json.dumps(exercise(device, torch.cuda.mem_get_info(device)[0])))

@@ -37,6 +37,10 @@ _MORE_MEMORY = (
 _MORE_SHARED_MEMORY = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
+_ON_THE_CPU = "or train on the CPU: device=cpu"
+_THE_DEVICE_GIVEN = (
+    "let the trainer use the device that it is given (cfg.device): it has no GPU here"
+)
 _NEEDS_WORKERS = (_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD)
 _FOR_A_SCRIPT = {
     _SMALLER_BATCH[0]: (
@@ -69,6 +73,16 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
         "python -m torch.utils.collect_env",
         "see whether another process holds the GPU in exclusive mode",
     ),
+    FailureKind.SETUP: (
+        "install a torch that was built for the driver's CUDA or an older one "
+        "(https://pytorch.org/get-started/locally), or a newer driver",
+        "in a container, ask for NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        _ON_THE_CPU,
+    ),
+    FailureKind.DISK_FULL: (
+        "free space on the disk that the message names, or ask for a larger quota",
+        "keep fewer checkpoints",
+    ),
     FailureKind.COMM: (
         "try again: a peer went away or answered too late",
         "look at the first rank that failed; the others only report that it is gone",
@@ -88,6 +102,16 @@ _BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
     (FailureKind.DEVICE_UNAVAILABLE, Clue.BUSY): (
         "see whether another process holds the GPU in exclusive mode: nvidia-smi",
         "where MPS is used: check that nvidia-cuda-mps-control runs as this user",
+    ),
+    (FailureKind.SETUP, Clue.GPU_MODEL): (
+        "install a build with code for this model of GPU: a newer build for a newer GPU, an older "
+        "build for an older GPU",
+        _ON_THE_CPU,
+    ),
+    (FailureKind.SETUP, Clue.NO_CUDA_BUILD): (
+        "install a build with the driver's CUDA or an older one "
+        "(https://pytorch.org/get-started/locally)",
+        _ON_THE_CPU,
     ),
     (FailureKind.COMM, Clue.SHARED_MEMORY): (
         _MORE_SHARED_MEMORY,
@@ -126,13 +150,16 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     return advice
 
 
-def with_advice(attempt: Attempt, *, is_script: bool, is_built_in: bool) -> Attempt:
+def with_advice(
+    attempt: Attempt, *, is_script: bool, is_built_in: bool, cuda_versions: str = ""
+) -> Attempt:
     """Return the attempt with advice on its failure that its trainer can follow.
 
     Args:
         attempt: one that has ended.
         is_script: the trainer is a program, configured by a command line.
         is_built_in: the trainer is ours: it has the keys of a model, and reports its first step.
+        cuda_versions: the driver's CUDA and torch's, where they matter.
     """
     failure = attempt.failure
     if failure is None:
@@ -147,6 +174,9 @@ def with_advice(attempt: Attempt, *, is_script: bool, is_built_in: bool) -> Atte
     elif not attempt.has_begun:
         instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
     advice = failure.advice or advice_for(failure.kind, failure.evidence)
+    if failure.kind is FailureKind.SETUP:
+        has_gpu = attempt.cuda_cannot_work
+        advice = (cuda_versions, *advice) if has_gpu else (_THE_DEVICE_GIVEN,)
     fitting = tuple(filter(None, (instead.get(one, one) for one in advice)))
     return replace(attempt, failure=replace(failure, advice=fitting))
 

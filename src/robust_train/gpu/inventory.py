@@ -179,6 +179,8 @@ class NvmlSession:
         self._count = 0
         self._known: dict[int, _Device] = {}
         self._driver = self._optional(nvml.nvmlSystemGetDriverVersion)
+        cuda = self._optional(nvml.nvmlSystemGetCudaDriverVersion)
+        self._cuda = cuda and f"{cuda // 1000}.{cuda % 1000 // 10}"
 
     def read(self, processes: bool) -> Inventory:
         try:
@@ -212,6 +214,7 @@ class NvmlSession:
             tuple(skipped),
             None if gpus else self._problem(skipped),
             None if self._driver is None else str(self._driver),
+            self._cuda,
             may_have_gpus=count > 0,
         )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import tenacity
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.compat import torch_cuda_version
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
 from robust_train.config.trainers import (
@@ -38,6 +39,7 @@ from robust_train.folder.identity import (
 )
 from robust_train.folder.provenance import how_to_go_on
 from robust_train.folder.state import Summary
+from robust_train.gpu.inventory import read_inventory
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen
 from robust_train.host.linux import sleep_with_ticks
@@ -73,6 +75,7 @@ from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import (
     Offers,
+    cannot_work,
     concluded,
     decide,
     first_decision,
@@ -297,6 +300,8 @@ class Job:
                 self.devices.queue.release()
         if self.decision is None:
             return self._end("completed", None)
+        if self.attempts[-1].cuda_cannot_work:
+            raise ConfigError(self.decision.reason)
         self.signals.raise_if_received()
         return self._end("failed", self.decision.reason)
 
@@ -443,9 +448,15 @@ class Job:
             self.devices.ended(attempt),
             is_script=self.config.is_script,
             is_built_in=self.config.is_built_in,
+            cuda_versions=self._cuda_versions() if attempt.cuda_cannot_work else "",
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
+
+    def _cuda_versions(self) -> str:
+        # a script's torch may be another one
+        torchs = None if self.config.is_script else torch_cuda_version()
+        return read_inventory(processes=False).cuda_versions(torchs)
 
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
         """Return what comes after the last attempt, None if it completed."""
@@ -458,6 +469,8 @@ class Job:
             hint = "the next start in this run folder decides what follows"
             return GiveUp(f"{failure.message}; {hint}")
         if not self._has_remedies and last.stopped_for is None:
+            if last.cuda_cannot_work:
+                return GiveUp(cannot_work(failure))
             hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
             return GiveUp(failure.message + hint)
         offers = self.devices.offers() if last.spec.gpus else Offers()

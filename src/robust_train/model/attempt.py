@@ -204,6 +204,11 @@ class Attempt:
         )
 
     @property
+    def cuda_cannot_work(self) -> bool:
+        """Whether it had GPUs, and CUDA works with none of them."""
+        return self.kind is FailureKind.SETUP and bool(self.spec.gpus)
+
+    @property
     def result(self) -> Json:
         """What the trainer returned."""
         return self.ending.result if isinstance(self.ending, Finished) else None

@@ -14,6 +14,8 @@ class FailureKind(str, Enum):
     WORKER_DEATH = "worker_death"
     DEVICE_FAULT = "device_fault"
     DEVICE_UNAVAILABLE = "device_unavailable"
+    SETUP = "setup"  # CUDA works with no GPU of this machine, or of this model
+    DISK_FULL = "disk_full"
     COMM = "comm"
     INTERRUPTED = "interrupted"
     BUG = "bug"
@@ -74,6 +76,8 @@ class Clue:
     IMPORT = "import"  # Memory ran out while a module was imported
     # Memory ran out while a model was made, loaded or moved to the device
     MODEL = "model"
+    GPU_MODEL = "gpu_model"  # The build has no code for GPUs of this model
+    NO_CUDA_BUILD = "no_cuda_build"  # The build has no CUDA at all
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
     DOWNLOAD = "download"  # Data or weights could not be fetched
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer

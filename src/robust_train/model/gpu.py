@@ -70,9 +70,33 @@ class Inventory:
     # GPUs), else None
     problem: str | None = None
     driver_version: str | None = None  # of the NVIDIA driver, None if unknown
+    # the newest CUDA that the driver supports, None if unknown
+    cuda_version: str | None = None
     # False where the driver hangs, so that nothing is known of the GPUs
     answered: bool = True
     may_have_gpus: bool = True  # False without any driver, and where it lists no GPU
+
+    def cuda_versions(self, torch_cuda: str | None) -> str:
+        """Return which CUDA the driver supports and torch was built for, as far as known.
+
+        Args:
+            torch_cuda: ``13.0``, ``none`` for a build without CUDA, None if unknown.
+        """
+        drivers = self.cuda_version and f"the driver supports CUDA {self.cuda_version}"
+        torchs = torch_cuda and f"this torch was built for CUDA {torch_cuda}"
+        if torch_cuda == "none":
+            torchs = "this torch was built without CUDA"
+        return ", ".join(filter(None, (drivers, torchs)))
+
+    def may_run(self, torch_cuda: str | None) -> bool:
+        """Return whether the driver is likely to run a torch that was built for this CUDA.
+
+        A guess: a container may bring libraries with which an older driver does.
+        """
+        if torch_cuda is None or self.cuda_version is None or torch_cuda == "none":
+            return torch_cuda != "none"
+        # within a major version any driver will do
+        return int(torch_cuda.split(".")[0]) <= int(self.cuda_version.split(".")[0])
 
 
 def gpus_of(group: Group, rank: int | None) -> Group:

@@ -241,6 +241,8 @@ class FailureContext:
                 return f"out of memory on the host{rank}"
             case FailureKind.DEVICE_FAULT:
                 return f"{device} failed ({failure.message})"
+            case FailureKind.SETUP:
+                return f"CUDA does not work on {device} ({failure.message})"
             case FailureKind.DEVICE_UNAVAILABLE:
                 return f"{device} is not available ({failure.message})"
         return failure.message

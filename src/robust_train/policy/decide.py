@@ -53,6 +53,8 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.fewer_gpus,
         remedies.cpu_fallback,
     ),
+    FailureKind.SETUP: (remedies.other_model,),
+    FailureKind.DISK_FULL: (remedies.same_again,),
     FailureKind.COMM: (remedies.same_again,),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
 }
@@ -192,6 +194,8 @@ def _why_give_up(context: FailureContext) -> str:
             "out of memory before the first step: model, optimizer and data do not fit, and a "
             f"smaller batch does not help: {message}"
         )
+    if context.attempt.cuda_cannot_work:
+        return cannot_work(context.failure)
     count = context.failures_without_progress
     if kind is FailureKind.INTERRUPTED:
         return f"{message}, {count} times without progress" if count > 1 else message
@@ -217,6 +221,11 @@ def _why_give_up(context: FailureContext) -> str:
     if context.keeps_batch:
         hint += f"; the batch was not split: {context.keeps_batch}"
     return f"out of memory on every device that may be used: {listed}{hint}"
+
+
+def cannot_work(failure: Failure) -> str:
+    """Return in one line that CUDA works with no GPU here, and both ways on."""
+    return "; ".join((f"CUDA cannot work here: {failure.message}", *failure.advice))
 
 
 # --- the user's own rules -------------------------------------------------------------------------

@@ -232,6 +232,17 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     return context.retry("fewer_gpus", how, room=room)
 
 
+def other_model(context: FailureContext) -> Retry | None:
+    """Retry the same batch on a GPU of another model: this build has no code for the one it had."""
+    if context.evidence.clue != Clue.GPU_MODEL:
+        return None
+    tried = (one for one in context.history if one.evidence.clue == Clue.GPU_MODEL)
+    names = {gpu.name for one in tried for gpu in one.failed_gpus}
+    offers = [gpu for gpu in _untried(context) if gpu.name not in names]
+    how, why = ": same batch on ", ", which is of another model"
+    return _exchange(context, context.failed_gpus, offers, how, why)
+
+
 def busy_gpu_again(context: FailureContext) -> Retry | None:
     """Retry after a pause: it refused a context although it is free."""
     if context.evidence.clue != Clue.BUSY or not context.gpus_are_available:

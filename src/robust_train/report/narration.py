@@ -199,5 +199,6 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions
     what = names[0].rpartition(".")[2] if is_bug and names else attempt.outcome
     log.error("attempt %d failed: %s", attempt.number, what)
-    if failure.advice and not is_bug:
+    # where no CUDA can work, the job's reason has the advice
+    if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:
         log.error("advice: %s", "; ".join(failure.advice))

@@ -39,6 +39,8 @@ OUTCOMES = {
     "worker_death": "data-loader worker died",
     "device_fault": "device fault",
     "device_unavailable": "device unavailable",
+    "setup": "CUDA cannot work here",
+    "disk_full": "disk full or failing",
     "comm": "peer or network failed",
     "interrupted": "interrupted",
     "bug": "trainer failed",
@@ -63,6 +65,7 @@ _TROUBLES = {
     "device_oom": "memory ran out on {where} at batch size {sizes}",
     "host_oom": "host memory ran out at batch size {sizes}",
     "worker_death": "a data-loader worker died{times}",
+    "disk_full": "the disk was full or failed{times}",
     "interrupted": "it was interrupted{times}",
 }
 

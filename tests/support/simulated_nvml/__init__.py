@@ -104,6 +104,7 @@ class Machine:
         libraries: folder with the built libraries.
         gpus: its GPUs, in NVML's order.
         driver: driver version.
+        cuda: the newest CUDA that the driver supports, as ``12080``; 0 if it cannot say.
         cuda_order: UUIDs in CUDA's fastest-first order, NVML's order by default.
 
     Attributes:
@@ -120,6 +121,7 @@ class Machine:
         gpus: list[Gpu] | None = None,
         *,
         driver: str = "570.86.15",
+        cuda: int = 0,
         cuda_order: list[str] | None = None,
     ) -> None:
         self.folder = folder / "machine"
@@ -127,6 +129,7 @@ class Machine:
         self.libraries = libraries
         self.gpus = list(gpus or [])
         self.driver = driver
+        self.cuda = cuda
         self.cuda_order = cuda_order
         self.errors: dict[str, int] = {}
         self.delays: dict[str, int] = {}
@@ -237,7 +240,7 @@ class Machine:
         return json.loads(out.splitlines()[-1])
 
     def _write(self) -> None:
-        lines = [f"driver {self.driver}", f"gpus {len(self.gpus)}"]
+        lines = [f"driver {self.driver}", f"driver.cuda {self.cuda}", f"gpus {len(self.gpus)}"]
         if self.cuda_order is not None:
             lines.append("cuda.order " + " ".join(self.cuda_order))
         for index, gpu in enumerate(self.gpus):

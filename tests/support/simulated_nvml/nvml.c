@@ -94,6 +94,12 @@ int nvmlSystemGetDriverVersion(char *out, unsigned size) {
     return state_get("driver", out, size) ? SUCCESS : NOT_SUPPORTED;
 }
 
+int nvmlSystemGetCudaDriverVersion(int *version) {
+    BEGIN_SYSTEM("nvmlSystemGetCudaDriverVersion")
+    *version = (int)state_number("driver.cuda", 0);
+    return *version ? SUCCESS : NOT_SUPPORTED;
+}
+
 int nvmlDeviceGetCount_v2(unsigned *count) {
     BEGIN_SYSTEM("nvmlDeviceGetCount")
     *count = (unsigned)state_number("gpus", 0);
