@@ -128,7 +128,7 @@ JOURNEYS: list[tuple[Any, ...]] = [
     ),
     (
         "others took it: wait",
-        "(0:20) 1:15 0:14 // oom:taken=6 → wait 64×1 cuda:0 room=20GiB else=halve_batch",
+        "(0:20) 1:14 0:14 // oom:taken=6 → wait 64×1 cuda:0 room=15GiB else=halve_batch",
     ),
     (
         "others took it: no waiting",
@@ -149,6 +149,15 @@ JOURNEYS: list[tuple[Any, ...]] = [
         "a GPU that others filled is no proof that the batch fits on none",
         "(0:20) 1:20 2:20 // oom:step=100:taken=6 → switch_gpu cuda:1; oom:step=100 → halve_batch",
     ),
+    (
+        "others took it: what the attempt used is enough",
+        "(0:20) 0:14 // oom:taken=6:requested=3:free=2 → wait room=15GiB",
+    ),
+    (
+        "how much was asked for is not known: a little is no reason",
+        "0:20 // oom:taken=6:no_figure → halve_batch",
+    ),
+    ("… but a tenth of the GPU is", "(0:20) 0:10 // oom:taken=10:no_figure → wait room=10GiB"),
     ("too big anyhow", "0:20 // oom:taken=6:requested=9:free=1 → halve_batch"),
     (
         "our own limit",
@@ -588,7 +597,10 @@ def attempt_of(spec: AttemptSpec, text: str) -> Attempt:
             evidence[name] = True
         elif name in FIGURES:
             evidence[FIGURES[name]] = int(value) * GIB
+        elif name == "no_figure":
+            del evidence["requested_bytes"]
         elif name == "taken":
+            evidence["requested_bytes"] = GIB
             record["gpu_free_before_bytes"] = 20 * GIB
             record["gpu_free_after_bytes"] = (20 - int(value)) * GIB
         elif name == "began":

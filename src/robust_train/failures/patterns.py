@@ -162,8 +162,8 @@ def named(name: str) -> Pattern:
 
 def read_evidence(text: str, match: Match) -> Evidence:
     """Return the figures in a message; ``text`` is on one line. torch asks the driver only below
-    ``memory.fraction``: if more was free than was requested, or it rejects "preemptively" (since
-    2.15), the process reached its own limit."""
+    ``memory.fraction``: if the request exceeds what is allowed, if more was free than was
+    requested, or if it rejects "preemptively" (since 2.15), the process reached its own limit."""
     found: dict[str, Any] = {
         name: _first(patterns, text) for name, patterns in FIGURES.items()
     }
@@ -176,11 +176,17 @@ def read_evidence(text: str, match: Match) -> Evidence:
         found["reserved_unallocated_bytes"] = (
             found["reserved_unallocated_bytes"] or unused
         )
-    had_room = requested is not None and free is not None and free >= requested
+    own_limit = _PREEMPTIVE.search(text) is not None
+    if requested is not None:
+        unused, allowed = found["reserved_unallocated_bytes"], found["allowed_bytes"]
+        own_limit |= free is not None and free >= requested
+        own_limit |= (
+            bool(allowed) and (allocated or 0) + (unused or 0) + requested > allowed
+        )
     is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
     evidence = Evidence(
         **found,
-        own_limit=is_device and (had_room or _PREEMPTIVE.search(text) is not None),
+        own_limit=is_device and own_limit,
         clue=match.clue,
         library=match.library,
     )

@@ -246,13 +246,6 @@ class Attempt:
         """Whether another attempt was decided on."""
         return self.action not in ("none", "give_up", "stopped")
 
-    @property
-    def taken_by_others_bytes(self) -> int:
-        """By how much the GPU's free memory fell without us, 0 if that is unknown."""
-        if self.gpu_free_before_bytes is None or self.gpu_free_after_bytes is None:
-            return 0
-        return max(self.gpu_free_before_bytes - self.gpu_free_after_bytes, 0)
-
     def as_json(self) -> dict[str, Json]:
         """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
         return {

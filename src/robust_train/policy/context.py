@@ -14,8 +14,10 @@ from robust_train.model.spec import AttemptSpec, Retry, Room
 from robust_train.policy.sizes import PolicySettings, with_accumulation
 from robust_train.readable import MIB
 
-NOTABLE_BYTES = 256 * MIB
+_NOTABLE_BYTES = 256 * MIB
 """If other processes took at least this many bytes, they are blamed for running out of memory."""
+
+_NOTABLE_SHARE = 0.1  # of the GPU, likewise if no one knows how much was asked for
 
 _MOST_PRESUMED = 20
 """How many attempts in a row may count as progress of which no step is known."""
@@ -283,6 +285,28 @@ class FailureContext:
             f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
             f"effective batch size {wanted}; it is now {now}"
         )
+
+
+def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
+    """Return how much of its GPU others took, and how much has to be free there for the same again:
+    what the attempt used, and asked for. (0, 0) if they are not why memory ran out."""
+    evidence, gpus = attempt.evidence, attempt.failed_gpus
+    before, after = attempt.gpu_free_before_bytes, attempt.gpu_free_after_bytes
+    # where our own limit was reached, what others took would not have sufficed
+    if before is None or after is None or evidence.own_limit or not gpus:
+        return 0, 0
+    taken, left = before - after, evidence.free_bytes or 0
+    asked = evidence.requested_bytes
+    if asked is None:
+        is_theirs = taken >= _NOTABLE_SHARE * gpus[0].total_bytes
+    else:
+        is_theirs = taken >= _NOTABLE_BYTES and left + taken >= asked
+    if not is_theirs:
+        return 0, 0
+    # what came back at its end is what it had; who does not know what it lacks needs some more
+    used = max(after - left, attempt.memory.get("max_allocated", 0))
+    needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
+    return taken, min(needed, before)
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:

@@ -8,8 +8,8 @@ from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import Retry, Room
 from robust_train.policy.context import (
-    NOTABLE_BYTES,
     FailureContext,
+    blamed_on_others,
     exchanged,
     uuids,
 )
@@ -29,18 +29,14 @@ Rule = Callable[[FailureContext], "Retry | None"]
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
     """Retry the same batch where others left room, or when there is room again."""
-    taken, evidence = context.attempt.taken_by_others_bytes, context.evidence
-    had_enough = (evidence.free_bytes or 0) + taken >= (evidence.requested_bytes or 0)
-    # where our own limit was reached, what others took would not have sufficed
-    is_theirs = taken >= NOTABLE_BYTES and had_enough and not evidence.own_limit
+    taken, needed = blamed_on_others(context.attempt)
     here = (context.last.device_key, context.last.batch_size)
     tries = sum(
         (one.spec.device_key, one.spec.batch_size) == here
         for one in context.since_progress
     )
-    if not context.last.gpus or not is_theirs or tries > context.config.max_retries:
+    if not taken or tries > context.config.max_retries:
         return None
-    needed = context.attempt.gpu_free_before_bytes or 0
     why = f", but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
     group = exchanged(context.last.gpus, context.failed_gpus, offers)
@@ -408,7 +404,7 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         if not here or not there or here.intersection(uuids(there)):
             continue
         # it shows how much others had, not how much the step needs
-        if earlier.taken_by_others_bytes >= NOTABLE_BYTES:
+        if blamed_on_others(earlier)[0]:
             continue
         had_no_less = min(gpu.free_bytes for gpu in there) >= had
         if earlier.sizes[-1] <= context.last.batch_size and had_no_less:
