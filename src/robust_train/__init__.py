@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         JobInterrupted,
         NoDevice,
         NoProgress,
+        RunFolderUnavailable,
         TrainerFailed,
         UserError,
     )
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
-    "NoProgress", "OOMHandler", "Run", "Summary", "TrainerFailed", "UserError",
+    "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "Summary", "TrainerFailed", "UserError",
     "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
     "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
@@ -69,7 +70,7 @@ _NAMES = {
     "cli.train": "hydra_main",
     "model.errors": (
         "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
-        "TrainerFailed UserError"
+        "RunFolderUnavailable TrainerFailed UserError"
     ),
     "failures": "classify_exit classify_failure",
     "gpu.select": "find_best_device",

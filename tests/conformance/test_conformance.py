@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +17,7 @@ from jobs_of_each_kind import KINDS, Day, Kind
 from what_happens import EVENTS
 
 import warm
+from disks import small_disk
 from robust_train.folder.checkpoints import SUFFIX
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -52,21 +50,6 @@ DIAGONAL = {
     ("vision", "SIGKILL to all"),
 }
 """The cheapest cells that have every kind and every sort of event."""
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small disk")
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def leaves_nothing(day: Day) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from jobs_of_each_kind import BOUND_SECONDS, Day, Kind
 
+from disks import fill
 from robust_train.folder.checkpoints import SUFFIX
 from world import wait_until
 
@@ -103,10 +104,7 @@ def sigstop(depth: int) -> Callable[[Day], None]:
 
 def full_disk(day: Day) -> None:
     """The run folder is on a disk of its own (see :func:`small_disk`), and now it is full."""
-    filler = day.run_dir / "filler"
-    with contextlib.suppress(OSError), filler.open("wb") as file:
-        while True:
-            file.write(b"x" * 4096)
+    filler = fill(day.run_dir)
     ended = day.end()
     filler.unlink()
     if ended.returncode == 0:  # what it had to write was small enough for the last blocks

@@ -74,4 +74,7 @@ def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended() -> None:
     assert "trainer failed" in codes["1"]
     assert "configuration" in codes["2"]
     assert "do not requeue" in codes["76"]
+    assert "later" in codes["75"]
     assert fatal["values"] == [1, 2, 76]
+    service = (ROOT / "examples/systemd/robust-train.service").read_text()
+    assert "\nRestartPreventExitStatus=1 2 76\n" in service

@@ -17,8 +17,8 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, change_json
 
 from robust_train.folder import lock
-from robust_train.folder.lock import RunLock, is_held, read_holder, refusal
-from robust_train.model.errors import ConfigError
+from robust_train.folder.lock import RunLock, is_held, read_holder, refusal, wait_until_free
+from robust_train.model.errors import ConfigError, RunFolderUnavailable
 
 
 def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path: Path):
@@ -26,6 +26,7 @@ def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path: Path):
     content = (tmp_path / "lock").read_bytes()
     with pytest.raises(ConfigError) as refused:
         RunLock(tmp_path, "0-bbbbbb")
+    assert refused.value.exit_code == 2
     line = str(refused.value)
     holder = read_holder(tmp_path)
     assert holder is not None
@@ -66,7 +67,8 @@ def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(
     RunLock(tmp_path, "0-bbbbbb").release()
     attempt.wait()
     (record,) = caplog.records
-    assert f"(pid {dead.pid}) was killed: waiting" in record.getMessage()
+    assert f"pid {dead.pid}, which was killed" in record.getMessage()
+    assert "for the last checkpoint of its attempt" in record.getMessage()
 
 
 def test_an_attempt_that_stays_is_refused_in_the_end(
@@ -75,7 +77,7 @@ def test_an_attempt_that_stays_is_refused_in_the_end(
     monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
     held = RunLock(tmp_path, "0-aaaaaa")
     change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
-    with pytest.raises(ConfigError, match="was killed, but its attempt still runs"):
+    with pytest.raises(RunFolderUnavailable, match="was killed, but its attempt still runs"):
         RunLock(tmp_path, "0-bbbbbb")
     held.release()
 
@@ -94,11 +96,28 @@ def test_a_launcher_lives_on_when_the_clock_is_set(tmp_path: Path, monkeypatch: 
     held.release()
 
 
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("short_lease")
 def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path: Path):
+    """Nor for alive: a supervisor may try again."""
     with another_launcher(tmp_path):
         as_on_another_host(tmp_path)
-        with pytest.raises(ConfigError, match=r"on another-host\.example, pid"):
-            RunLock(tmp_path, "0-bbbbbb")
+        for begin in (lambda: RunLock(tmp_path, "0-bbbbbb"), lambda: wait_until_free(tmp_path)):
+            with pytest.raises(RunFolderUnavailable, match=r"on another-host\.example, pid"):
+                begin()
+
+
+def test_the_lock_of_a_lost_host_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    lost = RunLock(tmp_path, "0-aaaaaa")
+    change_json(tmp_path / "lock", host="another-host.example")
+    threading.Timer(0.8, lost.release).start()
+    RunLock(tmp_path, "0-bbbbbb").release()
+    (record,) = caplog.records
+    assert "for the lock of a host that is lost" in record.getMessage()
 
 
 @pytest.mark.parametrize("operation", [fcntl.LOCK_SH, fcntl.LOCK_EX])
@@ -128,6 +147,7 @@ def test_a_job_of_version_0_2_is_respected_while_its_launcher_lives(tmp_path: Pa
     assert is_held(tmp_path) is False
 
 
+@pytest.mark.usefixtures("short_lease")
 def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
     held = RunLock(tmp_path, "0-aaaaaa")
     name = json.loads((tmp_path / "lock").read_text())
@@ -135,7 +155,7 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
     for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}', *absurd):
         (tmp_path / "lock").write_bytes(content)
         assert read_holder(tmp_path) is None
-    with pytest.raises(ConfigError, match="in use by another job"):
+    with pytest.raises(RunFolderUnavailable, match="in use by another job"):
         RunLock(tmp_path, "0-bbbbbb")
     held.release()
 

@@ -21,7 +21,7 @@ from robust_train.launcher.hydra_state import sweep_folder
 from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,
-    EXIT_NO_DEVICE,
+    EXIT_TRY_LATER,
     AttemptsExhausted,
     ConfigError,
     JobInterrupted,
@@ -117,12 +117,12 @@ def exit_code_of_error(error: BaseException) -> int | None:
     )
     if isinstance(shown, ConfigError):
         return shown.exit_code
-    return EXIT_NO_DEVICE if isinstance(shown, NoDevice) else EXIT_FAILED
+    return EXIT_TRY_LATER if isinstance(shown, NoDevice) else EXIT_FAILED
 
 
 def exit_code_of(summary: Summary) -> int:
     """Return the exit code of a job that was not interrupted."""
-    codes = {"completed": 0, "no_device": EXIT_NO_DEVICE}
+    codes = {"completed": 0, "no_device": EXIT_TRY_LATER}
     return codes.get(summary.status, EXIT_FAILED)
 
 

@@ -135,8 +135,8 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) 
 
     from robust_train.attempt.script.command import check_command
     from robust_train.cli.jobs import exit_code_of, print_failure
+    from robust_train.config import refusals
     from robust_train.config.checks import checked, hide_urls
-    from robust_train.config.refusals import REFUSALS, composed, explain
     from robust_train.config.trainers import job_name_of
     from robust_train.config.values import is_secret
     from robust_train.launcher import detach
@@ -145,7 +145,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) 
     from robust_train.model.errors import JobInterrupted
 
     try:
-        cfg = composed(overrides)
+        cfg = refusals.composed(overrides)
         for key, value in texts.items():
             OmegaConf.update(cfg, key, value)
         hide_urls(cfg)
@@ -160,9 +160,9 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) 
         return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
     except JobInterrupted as error:
         return error.exit_code
-    except REFUSALS as error:
-        print(explain(error, "robust", overrides), file=sys.stderr)
-        return EXIT_BAD_CONFIG
+    except refusals.REFUSALS as error:
+        print(refusals.explain(error, "robust", overrides), file=sys.stderr)
+        return refusals.exit_code_of(error)
 
 
 def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
@@ -180,7 +180,7 @@ def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
 
 def _log_into(run_dir: Path) -> None:
     """Log as Hydra has it set up for ``train_robust.py``: to the screen and to a file."""
-    from robust_train.host.job_logging import HYDRAS_FORMAT
+    from robust_train.host.job_logging import HYDRAS_FORMAT, lose_lines_quietly
 
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     try:
@@ -188,3 +188,4 @@ def _log_into(run_dir: Path) -> None:
     except OSError as error:
         print(f"warning: no log file in {run_dir}: {error.strerror}", file=sys.stderr)
     logging.basicConfig(level=logging.INFO, format=HYDRAS_FORMAT, handlers=handlers)
+    lose_lines_quietly()

@@ -212,16 +212,18 @@ def _exit_code_of(
 ) -> int | None:
     """Print a user's mistake in one line and return its exit code; None if it is none."""
     from robust_train.cli import jobs
-    from robust_train.config.refusals import REFUSALS, explain
+    from robust_train.config.refusals import REFUSALS, exit_code_of, explain
     from robust_train.sweep.plugins_of_others import known_problem
     from robust_train.sweep.session import session
 
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_code is task.__code__ for frame, _ in frames):
         return jobs.exit_code_of_error(error)
+    if isinstance(error, ValueError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__  # logging cannot open its file
     if isinstance(error, REFUSALS):
         print(explain(error, config_name, sys.argv[1:], config_path), file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return exit_code_of(error)
     if problem := known_problem(error):
         print(problem[0], file=sys.stderr)
         return session.exit_code or problem[1]

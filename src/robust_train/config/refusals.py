@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import unknown_to_hydra
 from robust_train.config.checks import gone
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import EXIT_BAD_CONFIG, ConfigError, unusable_folder
 
 OURS = "pkg://robust_train.configs"
 # Composes the command's config with overrides
@@ -64,6 +64,22 @@ _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
 _ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or false"}
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code for one of :data:`REFUSALS`."""
+    return getattr(_of_a_disk(error), "exit_code", EXIT_BAD_CONFIG)
+
+
+def _of_a_disk(error: BaseException) -> BaseException:
+    """Return what a run folder that Hydra cannot write amounts to."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        place = error.filename or "the run folder"
+        problem = (
+            f"{place}: {error.strerror}; choose another folder with hydra.run.dir=…"
+        )
+        return unusable_folder(problem, error)
+    return error
+
+
 def explain(
     error: BaseException,
     config_name: str,
@@ -72,11 +88,8 @@ def explain(
 ) -> str:
     """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
     primary config; ``arguments`` is its command line."""
-    if isinstance(error, ConfigError):
+    if isinstance(error := _of_a_disk(error), ConfigError):
         return str(error)
-    if isinstance(error, OSError) and not isinstance(error, HydraException):
-        place = error.filename or "the run folder"
-        return f"{place}: {error.strerror}; choose another folder with hydra.run.dir=…"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override}: not an override; write key=value, with quotes around a "

@@ -21,7 +21,7 @@ from robust_train.files import read_object, set_aside, sync, write_json
 from robust_train.folder.checkpoints import Manifest, newest_checkpoint, read_manifests
 from robust_train.folder.journal import read_earlier
 from robust_train.folder.state import read_summary
-from robust_train.model.errors import ConfigError, NoProgress
+from robust_train.model.errors import ConfigError, NoProgress, unusable_folder
 from robust_train.model.events import SCHEMA, from_json
 from robust_train.readable import shortened
 
@@ -63,7 +63,8 @@ def wait_until_readable(
     read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep
 ) -> T:
     """Return what ``read`` returns. If it raises OSError, try again for a minute, then raise
-    ConfigError: a network disk that is away for a moment is no reason to begin again."""
+    what :func:`unusable_folder` returns: a network disk that is away for a moment is no reason to
+    begin again."""
     pauses = iter(PAUSES_SECONDS)
     while True:
         try:
@@ -72,10 +73,10 @@ def wait_until_readable(
             what, why = error.filename or "the run folder", error.strerror or error
             problem, pause = f"{what}: cannot be read now ({why})", next(pauses, None)
             if pause is None:
-                raise ConfigError(
-                    f"{problem}; nothing was changed: make it readable and repeat the command, or "
-                    "remove it to begin without it"
-                ) from error
+                problem += (
+                    "; nothing was changed, and what cannot be read may be removed"
+                )
+                raise unusable_folder(problem, error) from error
         log.warning("%s; trying again in %g s", problem, pause)
         sleep(pause)
 
@@ -97,7 +98,8 @@ def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginnin
     the unfinished job of the folder, if there is one.
 
     Raises:
-        ConfigError: something of the folder cannot be read or written, also after a while.
+        ConfigError: something of the folder cannot be read, also after a while, or a new job cannot
+            be written; RunFolderUnavailable among them. To go on needs no writing.
         NoProgress: the last ``max_launches`` have saved no new checkpoint; 0: whatever they did.
     """
     folder = run_dir / "checkpoints"
@@ -130,7 +132,7 @@ def _check_progress(
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
     if reached != job.reached or (job.launches and not max_launches):
-        _write(run_dir, replace(job, launches=0, reached=reached))
+        _change(run_dir, lambda job: replace(job, launches=0, reached=reached))
     elif 0 < max_launches <= job.launches:
         last = read_summary(run_dir)
         reason = None if last is None else last.reason
@@ -207,7 +209,8 @@ def _write(run_dir: Path, identity: Identity) -> None:
     try:
         write_json(path, asdict(identity), durable=True)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        problem = f"cannot write {path}: {error.strerror or error}"
+        raise unusable_folder(problem, error) from error
 
 
 def _set_aside(folder: Path) -> None:
@@ -217,9 +220,8 @@ def _set_aside(folder: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise ConfigError(
-            f"{folder}: what another job has left cannot be set aside ({error.strerror}); move it"
-        ) from error
+        why = f"what another job has left cannot be set aside ({error.strerror})"
+        raise unusable_folder(f"{folder}: {why}; move it", error) from error
     if aside is not None:
         log.info(
             "%s holds what an earlier job of this run folder has left in checkpoints",

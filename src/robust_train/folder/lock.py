@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import psutil
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import is_there, started_at, user_name
 from robust_train.host.linux import is_flocked, is_locked, lock, unlock
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import ConfigError, RunFolderUnavailable
 from robust_train.model.events import from_json
 
 log = logging.getLogger("robust_train")
@@ -30,6 +31,8 @@ LOCK_FILE = "lock"
 _RETRY_SECONDS = 0.5
 """Longer than a new holder needs to write its name."""
 ORPHAN_SECONDS = 15.0
+LEASE_SECONDS = 100.0
+"""For how long a network disk keeps the locks of a host that is lost (NFS 4: 90 s)."""
 _POLL_SECONDS = 0.02
 _MAX_BYTES = 4096
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -67,7 +70,8 @@ class Holder:
 class RunLock:
     """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
     ended. ``hold``: descriptors that an attempt and all it starts keep open; none if the disk
-    cannot lock. Raises ConfigError: a live job holds it. Nothing was written."""
+    cannot lock. Raises ConfigError: a live job of this host holds it; RunFolderUnavailable: what
+    another host may have left holds it, also after a while. Nothing was written."""
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self.hold: tuple[int, ...] = ()
@@ -77,7 +81,8 @@ class RunLock:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
             if os.fstat(self._fd).st_uid == os.geteuid():
                 os.fchmod(self._fd, 0o600)  # version 0.2 made it readable for all
-            _wait_for_lock(self._fd, run_dir)
+            fd = self._fd
+            _wait_until(lambda: not _is_held_by_0_2(fd) and lock(fd), run_dir)
         except ConfigError:
             self.release()
             raise
@@ -139,6 +144,11 @@ def refusal(run_dir: Path) -> str | None:
     return _in_use(run_dir, holder)
 
 
+def wait_until_free(run_dir: Path) -> None:
+    """Wait, and refuse, as :class:`RunLock` does, before anything in the folder is written."""
+    _wait_until(lambda: not is_held(run_dir), run_dir)
+
+
 def _parse(data: bytes) -> Holder | None:
     try:
         holder = from_json(Holder, parse_json(data))
@@ -148,25 +158,33 @@ def _parse(data: bytes) -> Holder | None:
     return holder
 
 
-def _wait_for_lock(fd: int, run_dir: Path) -> None:
-    """Take the lock, which the last attempt of a dead job may still hold for a moment."""
+def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
+    """Wait for what ends by itself: the last attempt of a dead launcher, and the lock of a host
+    that is lost. A live job of this host is refused at once."""
     started = time.monotonic()
     has_warned = False
     while True:
-        if not _is_held_by_0_2(fd) and lock(fd):
+        if is_free():
             return
         waited = time.monotonic() - started
-        holder = _parse(os.pread(fd, _MAX_BYTES, 0))
+        holder = read_holder(run_dir)
         if waited > _RETRY_SECONDS:
-            if holder is None or not holder.is_dead or waited > ORPHAN_SECONDS:
+            if holder is not None and holder.process is not None:
                 raise ConfigError(_in_use(run_dir, holder))
+            is_orphan = holder is not None and holder.is_dead
+            limit = ORPHAN_SECONDS if is_orphan else LEASE_SECONDS
+            if waited > limit:
+                raise RunFolderUnavailable(_in_use(run_dir, holder))
             if not has_warned:
                 has_warned = True
+                why = "for the last checkpoint of its attempt"
+                if not is_orphan:
+                    why = "for the lock of a host that is lost to be given up"
                 log.warning(
-                    "the launcher of an earlier job in this folder (pid %d) was killed: waiting up "
-                    "to %.0f s for the last checkpoint of its attempt",
-                    holder.pid,
-                    ORPHAN_SECONDS,
+                    "the run folder is held by %s: waiting up to %.0f s %s",
+                    _name_of(holder),
+                    limit,
+                    why,
                 )
         time.sleep(_POLL_SECONDS)
 
@@ -181,14 +199,15 @@ def _is_held_by_0_2(fd: int) -> bool:
 
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:
-    who = "another job"
-    if holder is not None:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-        gone = (
-            ", which was killed, but its attempt still runs" if holder.is_dead else ""
-        )
-        who = f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"
     return (
-        f"run folder {run_dir} is in use by {who}; choose another hydra.run.dir, or stop that job: "
-        f"robust-train run stop {run_dir}"
+        f"run folder {run_dir} is in use by {_name_of(holder)}; choose another hydra.run.dir, or "
+        f"stop that job: robust-train run stop {run_dir}"
     )
+
+
+def _name_of(holder: Holder | None) -> str:
+    if holder is None:
+        return "another job"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+    gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
+    return f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"

@@ -16,14 +16,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
 from robust_train.folder.provenance import command
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import unusable_folder
 
 _LONGEST_COMMAND = 2000
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
     """Make and return the run folder: the one given, Hydra's, or a new one for a job's name. Raises
-    ConfigError: it cannot be made."""
+    ConfigError: it cannot be made, RunFolderUnavailable: now."""
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():
@@ -34,9 +34,8 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"run folder {path}: cannot be made: {error.strerror}"
-        ) from error
+        problem = f"run folder {path}: cannot be made: {error.strerror}"
+        raise unusable_folder(problem, error) from error
     return path.resolve()
 
 

@@ -39,7 +39,7 @@ from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
-    EXIT_NO_DEVICE,
+    EXIT_TRY_LATER,
 )
 from robust_train.model.events import AttemptStarted, Event, Json
 from robust_train.model.gpu import Group
@@ -49,7 +49,7 @@ from robust_train.queue.waiting import WaitStatus
 log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
-_EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_NO_DEVICE}
+_EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_TRY_LATER}
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
 
 

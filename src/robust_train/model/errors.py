@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
-EXIT_NO_DEVICE = 75
+EXIT_TRY_LATER = 75
 EXIT_NO_PROGRESS = 76
 """Exit codes of a job; 75 is EX_TEMPFAIL of sysexits.h."""
 
@@ -28,6 +29,36 @@ class NoProgress(ConfigError):
     """Launches in a row of the run folder have saved no new checkpoint; nothing was started."""
 
     exit_code = EXIT_NO_PROGRESS
+
+
+class RunFolderUnavailable(ConfigError):
+    """The run folder cannot be used now: another host holds it, or its disk is full or away."""
+
+    exit_code = EXIT_TRY_LATER
+
+
+_PASSING = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+    errno.EBUSY,
+)
+
+
+def unusable_folder(problem: str, error: OSError) -> ConfigError:
+    """Return what to raise for a run folder that ``error`` keeps from being used: what a disk
+    recovers from is no mistake of the configuration."""
+    if error.errno in _PASSING:
+        return RunFolderUnavailable(f"{problem}; the same command may succeed later")
+    return ConfigError(problem)
 
 
 class UserError(RuntimeError):

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import read_object, write_json
 from robust_train.folder.state import Summary, read_summary
-from robust_train.model.errors import EXIT_NO_DEVICE
+from robust_train.model.errors import EXIT_TRY_LATER
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
 from robust_train.readable import aligned, shortened, signal_name
 
@@ -51,7 +51,7 @@ COLUMNS = (
 )
 _LONGEST_RESULT = 40
 _OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
-_EXIT_CODES = {COMPLETED: 0, "no_device": EXIT_NO_DEVICE, INTERRUPTED: 143}
+_EXIT_CODES = {COMPLETED: 0, "no_device": EXIT_TRY_LATER, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.files import plain, set_aside
-from robust_train.folder.lock import RunLock, read_holder, refusal
+from robust_train.folder.lock import RunLock, read_holder, refusal, wait_until_free
 from robust_train.folder.provenance import this_command
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import read_summary
@@ -38,7 +38,7 @@ from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
 from robust_train.launcher.hydra_state import sweep_folder
 from robust_train.launcher.notifier import Notifier, notifications
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
+from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
 from robust_train.sweep import plugins_of_others as others
 from robust_train.sweep.checks import check_jobs
@@ -252,7 +252,7 @@ def _lock(folder: Path, sweep: str) -> RunLock:
         if holder is None:
             raise
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-        raise ConfigError(
+        raise type(error)(
             f"sweep folder {folder} is in use by the sweep of {holder.user} on {holder.host}, pid "
             f"{holder.pid}, since {since}; choose another hydra.sweep.dir, or stop that sweep: "
             f"robust-train run stop {folder}"
@@ -380,9 +380,7 @@ class SweepCallback(Callback):
         guest = guest_rank(os.environ)
         try:
             if guest is None or guest.rank == 0:  # the other ranks find its lock
-                problem = refusal(Path(str(config.hydra.run.dir)))
-                if problem is not None:
-                    raise ConfigError(problem)
+                wait_until_free(Path(str(config.hydra.run.dir)))
             if session.check is not None:
                 session.check(config)
         except ConfigError as error:
@@ -444,4 +442,4 @@ class SweepCallback(Callback):
 def _end(error: ConfigError) -> NoReturn:
     print(error, file=sys.stderr)
     # not an Exception: those of callbacks are turned into warnings
-    raise SystemExit(EXIT_BAD_CONFIG)
+    raise SystemExit(error.exit_code)

@@ -1,0 +1,66 @@
+"""Run folders on disks that are full or away. Real disks, made small (needs root)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from command_world import CommandWorld
+from disks import fill, small_disk
+from robust_train.folder.checkpoints import record_checkpoint
+from robust_train.folder.identity import begin_job, wait_until_readable
+from robust_train.model.errors import ConfigError, RunFolderUnavailable
+from world import World
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=64k"):
+        yield tmp_path / "disk"
+
+
+def test_a_full_disk_keeps_no_job_from_resuming(disk: Path):
+    job = begin_job(disk, resume=True).job
+    path = disk / "checkpoints" / "step-5.bin"
+    path.parent.mkdir()
+    path.write_text("5")
+    record_checkpoint(path.parent, path, job=job, attempt=1, step=5, seconds=None)
+    fill(disk)
+    begun = begin_job(disk, resume=True, max_launches=3)
+    assert (begun.job, begun.checkpoint) == (job, path)
+
+
+def test_a_new_job_on_a_full_disk_may_be_tried_again(disk: Path):
+    fill(disk)
+    with pytest.raises(RunFolderUnavailable, match=r"cannot write .*job\.json: No space left"):
+        begin_job(disk, resume=True)
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(
+    world: World, disk: Path, is_script: bool
+):
+    fill(disk)
+    world.run_dir = disk / "run"
+    ended = CommandWorld(world).run("--", "true") if is_script else world.run("device=cpu")
+    assert ended.returncode == 75, ended.output
+    assert "Traceback" not in ended.output
+    assert "No space left on device" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ESTALE, RunFolderUnavailable), (errno.EACCES, ConfigError)]
+)
+def test_what_may_pass_by_itself_is_no_mistake_of_the_configuration(
+    number: int, kind: type[ConfigError]
+):
+    def read() -> None:
+        raise OSError(number, os.strerror(number), "/runs/a")
+
+    with pytest.raises(ConfigError) as found:
+        wait_until_readable(read, sleep=lambda seconds: None)
+    assert type(found.value) is kind
