@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
-    "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "Summary", "TrainerFailed", "UserError",
+    "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "Summary", "TrainerFailed",
+    "UserError",
     "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
     "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
