@@ -319,6 +319,17 @@ JOURNEYS: list[tuple[Any, ...]] = [
         "unavailable:busy → retry pause=10; unavailable:busy → retry pause=20;"
         "unavailable:busy → retry pause=40; unavailable:busy → cpu_fallback",
     ),
+    (
+        "what segments cause goes without them, at any step",
+        "0:70 // "
+        "fault:segments:step=7 → no_expandable_segments cuda:0; fault:segments:step=9 → retry",
+    ),
+    (
+        "an internal error twice at a step: half the batch once",
+        "0:70 1:60 // "
+        "fault:cudnn:step=7 → retry 64×1; fault:cudnn:step=7 → halve_batch 32×2 cuda:0;"
+        "fault:cudnn:step=7 → switch_gpu 32×2 cuda:1",
+    ),
     ("no CUDA could work", "0:70 1:60 // setup → give up | CUDA cannot work here: a setup message"),
     (
         "no code for this model of GPU",
@@ -334,7 +345,19 @@ JOURNEYS: list[tuple[Any, ...]] = [
         for kind in ("fault", "unavailable", "oom")
         for saved in (" → cpu_fallback", ":saved=4 → switch_gpu cuda:0")
     ),
-    # --- peers, disks, stops ---
+    # --- peers, disks, stops, crashes ---
+    (
+        "a server that was asked too often",
+        "0:20 // comm:rate_limit → retry pause=300; comm:rate_limit → retry pause=600",
+    ),
+    (
+        "a crash, once without progress",
+        "0:20 // bug:crashed → retry; bug:crashed → give up",
+    ),
+    (
+        "a crash after progress",
+        "0:20 // bug:crashed:step=3 → retry; bug:crashed:step=9:saved=8 → retry; bug → give up",
+    ),
     (
         "a disk that is full or fails",
         "0:20 // disk → retry pause=10; disk → retry pause=20; disk → retry; disk → give up",
@@ -593,6 +616,8 @@ def attempt_of(spec: AttemptSpec, text: str) -> Attempt:
         elif name == "fragmented":
             evidence |= {"fragmented": True, "requested_bytes": GIB, "free_bytes": 0}
             evidence["reserved_unallocated_bytes"] = 3 * GIB
+        elif name in ("cublas", "cudnn"):
+            evidence["library"] = name
         elif name in ("own_limit", "no_workers"):
             evidence[name] = True
         elif name in FIGURES:

@@ -64,6 +64,12 @@ def test_a_process_that_dies_is_an_outcome(
         ("kill -SEGV $$", FailureKind.BUG, "SIGSEGV"),
         ("kill -KILL $$", FailureKind.INTERRUPTED, "SIGKILL"),
         ("exit 137", FailureKind.INTERRUPTED, "SIGKILL"),
+        (
+            'python3 -c "import subprocess as s; '
+            "s.check_call(['sh', '-c', 'kill -KILL \\$\\$'])\"",
+            FailureKind.INTERRUPTED,
+            "died with <Signals.SIGKILL",
+        ),
         ("kill -TERM $$", FailureKind.INTERRUPTED, "SIGTERM"),
         (
             "echo 'slurmstepd: error: Detected 1 oom_kill event in step'; exit 137",

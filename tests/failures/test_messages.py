@@ -34,6 +34,7 @@ def test_says_what_a_real_message_is(case: Case) -> None:
     failure = classified(case)
 
     assert failure.kind.value == case.kind, f"{case.raised_by}: {case.message}"
+    assert case.clue in ("", failure.evidence.clue)
     assert "\n" not in failure.message
 
 

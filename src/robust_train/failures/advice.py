@@ -117,6 +117,13 @@ _BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
         _MORE_SHARED_MEMORY,
         "or run with NCCL_SHM_DISABLE=1, which is slower; remove stale /dev/shm/nccl-* files",
     ),
+    (FailureKind.DEVICE_FAULT, Clue.SEGMENTS): (
+        "set memory.expandable_segments=false: tensors of such segments are not shared between "
+        "processes here",
+    ),
+    (FailureKind.COMM, Clue.RATE_LIMIT): (
+        "ask the server less often: download the files before the job, log less often, or log in",
+    ),
     (FailureKind.COMM, Clue.DOWNLOAD): (
         "try again: the server did not answer in time",
         "download the files before the job, and run it with HF_HUB_OFFLINE=1",

@@ -37,6 +37,8 @@ class ErrorReport:
     text: str  # its message on one line, without stack frames
     headline: str  # the one line to show people
     errno: int | None = None  # the operating system's error number, where it is one
+    # the same with the lines joined: a terminal breaks them inside of words
+    unwrapped: str = ""
     in_group: bool = False  # one of several that failed at the same time
     # the exception itself, None if it is only quoted
     exception: BaseException | None = field(default=None, compare=False)
@@ -168,9 +170,7 @@ def reports_in(
     for number, report in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
         known = types if number == 0 and report.types[0] in types else report.types
-        yield ErrorReport(
-            known, report.text, report.headline, errno if number == 0 else None
-        )
+        yield replace(report, types=known, errno=errno if number == 0 else None)
         if report.is_programming_error:
             return
 
@@ -180,14 +180,15 @@ def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> Error
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
     first = _first_line(lines)
+    unwrapped = one_line(lines, "")
     if prefix is not None:  # "MemoryError: …" inside of another exception's message
         inner = prefix.group(1).rpartition(".")[2]
-        return ErrorReport((*types, inner), text, first, errno)
+        return ErrorReport((*types, inner), text, first, errno, unwrapped)
     if name in ("", "RuntimeError") and first:
         headline = first
     else:
         headline = f"{name}: {first}" if first else name
-    return ErrorReport(types, text, headline[:_LINE_LIMIT], errno)
+    return ErrorReport(types, text, headline[:_LINE_LIMIT], errno, unwrapped)
 
 
 def _quoted(lines: list[str], header: str) -> ErrorReport | None:
@@ -206,14 +207,25 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
                 break
             message.append(further)
         text = f"{header} {one_line(message)}" if header else one_line(message)
-        return ErrorReport((name,), text.strip(), line.strip()[:_LINE_LIMIT])
+        return ErrorReport(
+            (name,),
+            text.strip(),
+            line.strip()[:_LINE_LIMIT],
+            unwrapped=one_line(message, ""),
+        )
     return None
 
 
-def one_line(lines: list[str]) -> str:
-    """Return a text on one line: no C++ stack frames, no hints, single spaces."""
-    kept = (line for line in lines if not _FRAME.match(line))
-    return " ".join(_HINT.sub(" ", _APPENDIX.sub(" ", "\n".join(kept))).split())
+def one_line(lines: list[str], between: str = " ") -> str:
+    """Return a text on one line: no C++ stack frames, no hints, single spaces.
+
+    Args:
+        lines: of the text.
+        between: what joins them.
+    """
+    kept = "\n".join(line for line in lines if not _FRAME.match(line))
+    told = _HINT.sub(" ", _APPENDIX.sub(" ", kept)).replace("\n", between)
+    return " ".join(told.split())
 
 
 def _first_line(lines: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 
 from robust_train.failures.error_reports import ErrorReport, one_line, reports_in
 from robust_train.failures.patterns import Match, match, named, read_evidence
@@ -33,6 +34,7 @@ _STOPS = frozenset(
 )
 _TAIL_LINES = 60
 _KERNELS = named("KERNEL_OOM").words
+_KILLED = named("KILLED").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b")
 
@@ -53,8 +55,9 @@ def classify_exit(
 ) -> Failure:
     """Return why a process failed that left no report.
 
-    A bare SIGKILL is ``host_oom`` only on evidence: the kernel's or the scheduler's words in the
-    output, or ``oom_killed``; else ``interrupted`` with the clue ``killed``: someone did it.
+    A SIGKILL, of the process or of one that it reports, is ``host_oom`` only on evidence: the
+    kernel's or the scheduler's words in the output, or ``oom_killed``; else ``interrupted`` with
+    the clue ``killed``: someone did it.
 
     Args:
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process; a
@@ -72,19 +75,24 @@ def classify_exit(
     by_kernel = Failure(
         FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
     )
-    if oom_killed or (killer is not None and name in ("SIGKILL", "SIGTERM")):
+    if name == "SIGKILL" and oom_killed:
+        return by_kernel
+    if killer is not None and name in ("SIGKILL", "SIGTERM"):
         return by_kernel
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         if name == "SIGKILL":
             message = "killed by SIGKILL (sender unknown)"
             return Failure(FailureKind.INTERRUPTED, message, Evidence(clue=Clue.KILLED))
-        return Failure(FailureKind.INTERRUPTED, ended)
+        taken = _KILLED.search(one_line(lines))
+        clue = None if taken is None else Clue.KILLED
+        return Failure(FailureKind.INTERRUPTED, ended, Evidence(clue=clue))
     reported = _reported_in(output_tail, lines, native=name is not None)
     if reported is not None:
         report, found = reported
         evidence = read_evidence(report.text, found)
-        return Failure(found.kind, f"{ended}: {report.headline}", evidence)
+        failure = Failure(found.kind, f"{ended}: {report.headline}", evidence)
+        return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
         return Failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
@@ -92,7 +100,22 @@ def classify_exit(
         return by_kernel
     crash = native_stack_in(output_tail) if name is not None else None
     words = _told_last(lines) if crash is None else crash.headline
-    return Failure(FailureKind.BUG, f"{ended}: {words}" if words else ended)
+    clue = Clue.CRASHED if name == "SIGSEGV" else None
+    message = f"{ended}: {words}" if words else ended
+    return Failure(FailureKind.BUG, message, Evidence(clue=clue))
+
+
+def by_oom_killer(failure: Failure) -> Failure:
+    """Return a failure that reports SIGKILL as one of host memory: the kernel counted a kill."""
+    if failure.evidence.clue != Clue.KILLED:
+        return failure
+    message = f"{failure.message}: the kernel's OOM killer"
+    return replace(
+        failure,
+        kind=FailureKind.HOST_OOM,
+        message=message,
+        evidence=Evidence(library="kernel"),
+    )
 
 
 def signal_of(returncode: int) -> int | None:

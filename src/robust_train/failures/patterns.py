@@ -144,8 +144,13 @@ def match(report: ErrorReport) -> Match | None:
         for_vllm = named("NOT_ENOUGH_FOR_VLLM")
         is_vllms = report.types[:1] == ("ValueError",) and for_vllm.matches(report)
         return for_vllm.match if is_vllms else None
-    in_turn = (row for row in PATTERNS if "apart" not in row.names)
-    return next((row.match for row in in_turn if row.matches(report)), None)
+    in_turn = [row for row in PATTERNS if "apart" not in row.names]
+    found = next((row.match for row in in_turn if row.matches(report)), None)
+    if found is not None or report.unwrapped in ("", report.text):
+        return found
+    return next(
+        (row.match for row in in_turn if row.words.search(report.unwrapped)), None
+    )
 
 
 def most_telling(

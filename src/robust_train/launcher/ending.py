@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.failures import classify_exit
+from robust_train.failures.exits import by_oom_killer
 from robust_train.failures.stack import (
     TRACEBACK,
     NativeStack,
@@ -80,7 +81,7 @@ def _failure(
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
             return failure_of_script(attempt.script, end)
-        return ending.failure
+        return by_oom_killer(ending.failure) if end.oom_killed else ending.failure
     if end.was_stopped:
         return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
     printed = (
@@ -99,10 +100,7 @@ def _death(returncode: int, output: str, oom_killed: bool | None) -> Failure:
         return Failure(
             FailureKind.BUG, "the trainer ended its process without returning"
         )
-    was_killed = returncode == -signal.SIGKILL
-    return classify_exit(
-        returncode, output, oom_killed=oom_killed if was_killed else None
-    )
+    return classify_exit(returncode, output, oom_killed=oom_killed)
 
 
 def _stalled(end: Exit, stacks: Path) -> Failure:
@@ -121,11 +119,8 @@ def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
         return Failure(
             ended.failure_kind, ended.message or "", Evidence(library="script")
         )
-    was_killed = ended.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    oom_killed = end.oom_killed if was_killed else None
-    return classify_exit(
-        ended.returncode, without_escapes(end.output), oom_killed=oom_killed
-    )
+    output = without_escapes(end.output)
+    return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
 
 
 def last_words(output: str, log_name: str) -> str:

@@ -79,6 +79,9 @@ class Clue:
     GPU_MODEL = "gpu_model"  # The build has no code for GPUs of this model
     NO_CUDA_BUILD = "no_cuda_build"  # The build has no CUDA at all
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
+    RATE_LIMIT = "rate_limit"  # A server was asked too often
+    SEGMENTS = "segments"  # Only with expandable segments
+    CRASHED = "crashed"  # A segmentation fault of the trainer's own
     DOWNLOAD = "download"  # Data or weights could not be fetched
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
     STALLED = "stalled"  # No sign of life, or no progress, for too long

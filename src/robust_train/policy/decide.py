@@ -40,6 +40,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.WORKER_DEATH: (remedies.fewer_workers, remedies.again_after_progress),
     FailureKind.DEVICE_FAULT: (
         remedies.without_expandable_segments,
+        remedies.half_after_internal_errors,
         remedies.same_gpu_again,
         remedies.other_gpu,
         remedies.wait_for_other_gpu,
@@ -57,6 +58,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DISK_FULL: (remedies.same_again,),
     FailureKind.COMM: (remedies.same_again,),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
+    FailureKind.BUG: (remedies.crashed_once_more,),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
@@ -184,7 +186,10 @@ def _has_same_split(retry: Retry, context: FailureContext) -> bool:
 def _why_give_up(context: FailureContext) -> str:
     """Return one sentence: what failed, and with what it was tried."""
     kind, message = context.failure.kind, context.failure.message
-    if kind not in REMEDIES or context.evidence.clue == Clue.UNCLEAR:
+    if (
+        kind in (FailureKind.BUG, FailureKind.UNKNOWN)
+        or context.evidence.clue == Clue.UNCLEAR
+    ):
         rank = context.failure.rank
         return message if rank is None else f"{message} (rank {rank})"
     if kind.is_memory and context.failed_before_training:

@@ -20,6 +20,8 @@ ALIKE = 0.9
 """Share of a GPU's free memory that another must have to count as much like it."""
 
 _LONGEST_PAUSE_SECONDS = 3600.0
+_RATE_LIMIT_FACTOR = 30.0
+"""The first pause is then as long as the periods in which servers count requests: 5 minutes."""
 
 Rule = Callable[[FailureContext], "Retry | None"]
 
@@ -54,7 +56,8 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
 def expandable_segments(context: FailureContext) -> Retry | None:
     """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
     last = context.last
-    is_refused = any(one.evidence.clue == Clue.DRIVER for one in context.history)
+    refusals = (Clue.DRIVER, Clue.SEGMENTS)
+    is_refused = any(one.evidence.clue in refusals for one in context.history)
     if is_refused or not context.settings.may_use_expandable_segments:
         return None
     if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
@@ -162,16 +165,37 @@ def second_opinion(context: FailureContext) -> Retry | None:
 def without_expandable_segments(context: FailureContext) -> Retry | None:
     """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
-    if not last.gpus or not last.expandable_segments or context.attempt.has_begun:
-        return None
-    is_drivers = context.evidence.clue == Clue.DRIVER
-    if not is_drivers or not context.settings.may_use_expandable_segments:
-        return None
-    how = (
-        " before the first step: the same again without expandable segments, which this driver may "
-        "not support"
+    clue, may_choose = (
+        context.evidence.clue,
+        context.settings.may_use_expandable_segments,
     )
+    if not last.gpus or not last.expandable_segments or not may_choose:
+        return None
+    if clue == Clue.SEGMENTS:
+        how = ": the same again without expandable segments, which alone cause this"
+    elif clue == Clue.DRIVER and not context.attempt.has_begun:
+        how = (
+            " before the first step: the same again without expandable segments, which this driver "
+            "may not support"
+        )
+    else:
+        return None
     return context.retry("no_expandable_segments", how, expandable_segments=False)
+
+
+def half_after_internal_errors(context: FailureContext) -> Retry | None:
+    """Retry half the micro-batch once: cuBLAS and cuDNN often report a lack of memory so."""
+    earlier = context.earlier_at_same_step
+    if context.evidence.library not in ("cublas", "cudnn") or not earlier:
+        return None
+    last = context.last
+    was_halved = any(one.spec.batch_size > last.batch_size for one in earlier)
+    if was_halved or last.batch_size <= context.settings.min_batch_size:
+        return None
+    if not context.gpus_are_available:
+        return None
+    why = f"{context.what_failed}, again at this step, as it may for lack of memory: "
+    return halved(context, "halve_batch", why)
 
 
 def same_gpu_again(context: FailureContext) -> Retry | None:
@@ -266,6 +290,8 @@ def same_again(context: FailureContext) -> Retry | None:
     if failures > context.config.max_retries:
         return None
     pause = pause_before(context, failures)
+    if context.evidence.clue == Clue.RATE_LIMIT:
+        pause = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
     return context.retry(
         "retry", f": the same again in {pause:g} s", pause_seconds=pause
     )
@@ -281,6 +307,14 @@ def killed_again(context: FailureContext) -> Retry | None:
     return context.retry(
         "retry", f": the same again on {where} from the last checkpoint"
     )
+
+
+def crashed_once_more(context: FailureContext) -> Retry | None:
+    """Retry once after a segmentation fault, which may be a cosmic ray; twice it is a bug."""
+    crashes = [one.evidence.clue == Clue.CRASHED for one in context.since_progress]
+    if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
+        return None
+    return context.retry("retry", ": once more, from the last checkpoint")
 
 
 def same_fault_elsewhere(context: FailureContext) -> str | None:

@@ -1,7 +1,8 @@
 """A labelled table of failures as libraries word them, and how to read it.
 
 Each ``.txt`` file holds messages under a line that says what kind of failure it is, who raised it
-(a class, or ``exit`` and the return code of a process whose output it is), and where it is from::
+(a class, or ``exit`` and the return code of a process whose output it is), and where it is from.
+A clue may follow the kind, as in ``interrupted:killed``::
 
     === device_oom | torch.OutOfMemoryError | torch 2.5
     CUDA out of memory. Tried to allocate 20.00 MiB. …
@@ -27,7 +28,7 @@ _BASES: dict[str, type[Exception]] = {
     "_ArrayMemoryError": MemoryError,
 }
 _RUNTIME_ERRORS = re.compile(r"^(?:torch|jax|jaxlib|c10|triton|cupy)\b")
-_HEADER = re.compile(r"^=== (\w+) \| (\S+(?: -?\d+)?) \| (.+)$")
+_HEADER = re.compile(r"^=== (\w+(?::\w+)?) \| (\S+(?: -?\d+)?) \| (.+)$")
 _ERRNO = re.compile(r"\[Errno (\d+)\] ([^:]*?)(?:: '([^']*)')?$")
 
 
@@ -37,6 +38,7 @@ class Case:
 
     Attributes:
         kind: what it is.
+        clue: what else it shows, empty where that is not said.
         raised_by: class of the exception with its module, or ``exit <return code>``.
         source: where it was met.
         message: what the exception, or the process, said.
@@ -45,6 +47,7 @@ class Case:
     """
 
     kind: str
+    clue: str
     raised_by: str
     source: str
     message: str
@@ -99,7 +102,8 @@ def read_cases(path: Path) -> list[Case]:
             line, match = header
             kind, raised_by, source = match.groups()
             text = "\n".join(message)
-            cases.append(Case(kind, raised_by, source, text, path.stem, line))
+            kind, _, clue = kind.partition(":")
+            cases.append(Case(kind, clue, raised_by, source, text, path.stem, line))
 
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         match = _HEADER.match(line)
