@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from robust_train.failures import classify_failure
 from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
 from robust_train.memory import stats as in_use
 from robust_train.memory.clearing import return_memory
-from robust_train.memory.cuda import busiest_gpu, cached_on
+from robust_train.memory.cuda import busiest_gpu, cached_on, limit_when_cuda_starts
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
@@ -45,6 +47,8 @@ class FakeCuda:
         self.pool = pool
         self.workspaces_cleared = 0
         self.reset: list[int] = []
+        self.current = 0
+        self.fractions: dict[int, float] = {}
 
     def is_available(self) -> bool:
         return True
@@ -56,7 +60,7 @@ class FakeCuda:
         return 2
 
     def current_device(self) -> int:
-        return 0
+        return self.current
 
     def memory_reserved(self, index: int) -> int:
         self._answer()
@@ -91,8 +95,16 @@ class FakeCuda:
     def reset_peak_memory_stats(self, index: int) -> None:
         self.reset.append(index)
 
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         self._answer()
+        self.current = index  # as torch does
+        self.fractions[index] = fraction
 
     def ipc_collect(self) -> None:
         self._answer()
@@ -151,6 +163,17 @@ def test_the_gpu_that_the_model_is_on_counts_though_another_is_the_current_one(u
     assert block.device == "cuda:1"
     assert set(cuda.reset) == {1}
     assert memory.set_memory_fraction(0.5).device == "cuda:1"
+    assert cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:True,per_process_memory_fraction:0.5")
+    cuda = use(FakeCuda())
+    for asked, limit in ((0.95, 0.5), (1, 0.5), (0.25, 0.25)):
+        assert limit_when_cuda_starts(asked, 0)
+        assert memory.set_memory_fraction(asked).fraction == limit
+        assert cuda.fractions == {0: limit, 1: limit}
 
 
 def test_a_question_makes_no_context_on_another_gpu(use, monkeypatch):

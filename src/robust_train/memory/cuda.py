@@ -226,6 +226,13 @@ def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
     return None if found is None else found.group(1).lower() == "true"
 
 
+def exported_fraction(environ: Mapping[str, str]) -> float:
+    """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
+    later), 1 if that sets none: how people share a GPU."""
+    found = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
+    return 1.0 if found is None else float(found[1])
+
+
 def _exported(environ: Mapping[str, str]) -> str:
     return environ.get(VARIABLE) or environ.get(_NEWER) or ""
 
@@ -325,7 +332,8 @@ class MemoryLimit:
 
 
 def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
-    """Let this process take at most a share of the device's memory; 1 lifts the limit.
+    """Let this process take at most a share of the device's memory; 1 lifts the limit, but for one
+    that PYTORCH_CUDA_ALLOC_CONF sets (``per_process_memory_fraction``).
 
     On a GPU it limits torch's caching allocator, as if the GPU were smaller; CUDA contexts and
     NCCL's memory do not count. CUDA is started if it was not. Without CUDA the writable private
@@ -348,13 +356,23 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         limit = _limit_host(float(fraction))
     else:
         index = _gpu_number(torch, ordinal)
-        torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+        fraction = _limit_cache(torch, fraction, index)
         total = torch.cuda.get_device_properties(index).total_memory
         in_use = torch.cuda.memory_reserved(index)
         most = int(fraction * total)
-        limit = MemoryLimit(f"cuda:{index}", float(fraction), most, total, in_use)
+        limit = MemoryLimit(f"cuda:{index}", fraction, most, total, in_use)
     log.info("%s", limit.description)
     return limit
+
+
+def _limit_cache(torch: Any, fraction: float, index: int) -> float:
+    """Limit the allocator on a GPU, and return the limit: never above what the user exports."""
+    least = min(float(fraction), exported_fraction(os.environ))
+    with torch.cuda.device(
+        index
+    ):  # torch makes it the current device, and leaves it so
+        torch.cuda.set_per_process_memory_fraction(least, index)
+    return least
 
 
 def _limit_host(fraction: float) -> MemoryLimit:
@@ -387,7 +405,7 @@ def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
 
     def limit() -> None:
         try:
-            torch.cuda.set_per_process_memory_fraction(float(fraction), index)
+            _limit_cache(torch, fraction, index)
         except (RuntimeError, ValueError) as error:
             log.warning("memory.fraction=%g: %s", fraction, first_line(error))
 
