@@ -444,6 +444,27 @@ def test_a_replaced_node_takes_any_value_and_its_neighbours_keep_their_types():
         config.log_frequency = "often"
 
 
+def test_hooks_of_a_user_s_own_at_a_gradient_are_seen():
+    layer = torch.nn.Linear(1, 1)
+    assert not compat.steps_in_backward(layer.weight)
+    layer.weight.register_post_accumulate_grad_hook(torch.nn.utils.clip_grad_norm_)  # torch's own
+    assert not compat.steps_in_backward(layer.weight)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert compat.steps_in_backward(layer.weight)
+    from torch.distributed.optim import _apply_optimizer_in_backward as apply
+
+    apply(torch.optim.SGD, [layer.bias], {"lr": 0.1})
+    assert compat.steps_in_backward(layer.bias)
+
+
+def test_what_trl_logs_of_passes_is_lists_by_mode_and_name():
+    notes = {"train": {"entropy": [1.0]}, "eval": {}}
+    assert compat.logged_of_passes(SimpleNamespace(_metrics=notes)) is notes
+    others = (None, {}, {"a": [1.0]}, {"train": {"a": 1.0}})
+    assert [compat.logged_of_passes(SimpleNamespace(_metrics=one)) for one in others] == [{}] * 4
+    assert compat.logged_of_passes(object()) == {}
+
+
 def test_private_names_of_transformers_are_there(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
 

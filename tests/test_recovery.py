@@ -486,6 +486,20 @@ def test_gradients_that_no_copy_was_kept_of_are_not_trained_on_in_silence():
         train(8, True)
 
 
+def test_a_call_whose_optimizer_steps_in_the_backward_pass_is_not_repeated():
+    layer, calls = torch.nn.Linear(1, 1), []
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    def step(batch_size: int) -> None:
+        calls.append(batch_size)
+        layer(torch.ones(batch_size, 1)).sum().backward()
+        out_of_memory()
+
+    with pytest.raises(AttemptsExhausted, match="updates weights within the backward pass"):
+        retry_on_oom(step)(8)
+    assert calls == [8]
+
+
 def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call():
     model, x, seen = torch.nn.Linear(3, 1), torch.randn(16, 3), []
     step_over(model, x, 4)

@@ -280,6 +280,32 @@ def prepares_inputs_itself(trainer: Any, base: Any) -> bool:
     return type(trainer)._prepare_inputs is not base._prepare_inputs
 
 
+TOKENS_SEEN = "_total_train_tokens"
+"""What a trainer of TRL's has of the tokens that it has trained on, if it counts them."""
+
+
+def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
+    """Return what a trainer of TRL's has noted of each pass, by mode and name; empty for others."""
+    found: Any = getattr(trainer, "_metrics", None)
+    modes = list(found.values()) if isinstance(found, dict) else [None]
+    are_lists = all(
+        isinstance(mode, dict) and all(isinstance(one, list) for one in mode.values())
+        for mode in modes
+    )
+    return found if are_lists else {}
+
+
+def steps_in_backward(parameter: Any) -> bool:
+    """Return whether something of a user's runs as soon as a parameter has its gradient, as an
+    optimizer that steps in the backward pass. torch's own hooks there do not."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    # torch.distributed.optim's
+    return hasattr(parameter, "_in_backward_optimizers") or any(
+        not getattr(hook, "func", hook).__module__.startswith("torch.")
+        for hook in hooks.values()
+    )
+
+
 def save_trainer(trainer: Any) -> None:
     """Have a transformers ``Trainer`` write a checkpoint now."""
     trainer._save_checkpoint(trainer.model, trial=None)

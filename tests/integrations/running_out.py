@@ -17,6 +17,7 @@ from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
 from robust_train.model.failure import MEMORY_FAILURES
+from robust_train.model.spec import AttemptSpec
 
 SAMPLE_BYTES = 64 << 20
 """Of one sample in a pass; nobody writes to it, so that it takes no memory of the machine."""
@@ -83,7 +84,14 @@ class Fuse(nn.Module):
 class Fitted:
     """What a run of a framework's trainer leaves: its events and the model's weights."""
 
-    def __init__(self, folder: Path, model: nn.Module, batch_size: int, resume: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        batch_size: int,
+        resume: Path | None = None,
+        asked: int | None = None,  # the micro-batch of the job's first attempt
+    ):
         self.cfg = OmegaConf.merge(CFG)
         self.cfg.training.batch_size = batch_size
         self.cfg.training.gradient_accumulation_steps = 8 // batch_size
@@ -94,6 +102,8 @@ class Fitted:
             resume_checkpoint=resume,
             report=lambda event: self.events.append(event.as_json()),
         )
+        if asked is not None:
+            self.run.asked = AttemptSpec((), asked, 8 // asked)
         self.run.micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
 
     @property

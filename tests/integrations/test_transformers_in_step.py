@@ -6,6 +6,7 @@ import importlib
 import itertools
 import operator
 import re
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,11 +68,19 @@ def samples(count: int = 21) -> list[dict]:
 
 class Fitted(running_out.Fitted):
     def __init__(
-        self, folder: Path, model: torch.nn.Module, batch_size: int = 4, trainer=None, collator=None
+        self,
+        folder: Path,
+        model: torch.nn.Module,
+        batch_size: int = 4,
+        trainer=None,
+        collator=None,
+        asked: int | None = None,
+        count: int = 21,
+        **options: object,
     ) -> None:
         from robust_train.integrations.transformers import fit, training_arguments
 
-        super().__init__(folder, model, batch_size)
+        super().__init__(folder, model, batch_size, asked=asked)
         arguments = transformers.TrainingArguments(
             **training_arguments(self.cfg, self.run),
             num_train_epochs=1,
@@ -80,8 +89,9 @@ class Fitted(running_out.Fitted):
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **options,
         )
-        data = samples()
+        data = samples(count)
         self.trainer = (trainer or transformers.Trainer)(
             model, arguments, train_dataset=data, eval_dataset=data[:7], data_collator=collator
         )
@@ -115,15 +125,167 @@ def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with
         assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
 
 
+class Classifier(Tagger):
+    """Has a mean over samples, and ``**kwargs`` that it ignores, as BERT for classification."""
+
+    def forward(self, x, labels=None, **kwargs):
+        logits = self.layers(x).mean(1)
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def _with_a_class(features):
+    batch = transformers.default_data_collator(features)
+    return {**batch, "labels": batch["labels"][:, 0]}
+
+
+class _OwnLoss(transformers.Trainer):
+    """Ignores the count that its model would take."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"), [(Classifier, transformers.Trainer), (Classifier, _OwnLoss)]
+)
+@pytest.mark.parametrize("asked", [8, 4])
+def test_a_halved_batch_leaves_the_weight_of_a_loss_that_ignores_the_count(
+    tmp_path: Path, kind, trainer, asked: int, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "robust_train")
+    job = {"trainer": trainer, "count": 24, "collator": _with_a_class, "optim": "sgd"}
+    whole = Fitted(tmp_path, kind(Fuse(), sums=True), asked, **job)
+    assert "are weighted as" not in caplog.text
+    for size in (2, 1):
+        fuse = Fuse("forward", 3 * 8 // size, fits=1)  # the last steps are repeated as well
+        halved = Fitted(tmp_path, kind(fuse, sums=True), size, asked=asked, **job)
+        assert bool(halved.changed(training=True)) is (size == 2)
+        differ_by_rounding_alone(halved.weights, whole.weights)
+        assert halved.losses == pytest.approx(whole.losses, abs=1e-5)
+        for one, other in zip(halved.others, whole.others, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+        assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
+    lines = [r.getMessage() for r in caplog.records if "are weighted as" in r.getMessage()]
+    assert len(lines) == 2
+    assert f"first {8 // asked} × {asked}, now that there are 4 × 2" in lines[0]
+
+
+def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_path: Path):
+    whole = Fitted(tmp_path, Tagger(Fuse(), sums=True), 8)
+    fuse = Fuse(training=False)
+    halved = Fitted(tmp_path, Tagger(fuse, sums=True), 2, asked=8)
+    asked, batch = fuse.sizes[:2], fuse.sizes[2:6]
+    assert (asked, batch) == ([2, 2], [1, 2, 2, 2]), "parts of the batch that the job began with"
+    differ_by_rounding_alone(halved.weights, whole.weights)
+    assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
+
+
+def test_an_evaluation_that_cannot_be_split_says_that_its_batches_are_smaller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    Fitted(tmp_path, Tagger(Fuse(), sums=True), 2, trainer=_OwnBatches, asked=8)
+    assert "evaluates in batches of 2, no longer 8, so eval_loss" in caplog.text
+
+
+class _ShiftsItself(Tagger):
+    """A mean over the labels from the second one on, which the Trainer does not know."""
+
+    def forward(self, x, labels, **kwargs):
+        logits = self.layers(x)
+        shifted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": functional.cross_entropy(*shifted), "logits": logits}
+
+
+def test_parts_of_a_loss_that_shifts_its_labels_itself_weigh_as_it_counts(tmp_path: Path):
+    job = {"collator": transformers.default_data_collator, "optim": "sgd"}
+    whole = Fitted(tmp_path, _ShiftsItself(Fuse(), sums=False), **job)
+    split = Fitted(tmp_path, _ShiftsItself(Fuse("forward", 1, fits=1), sums=False), **job)
+    assert split.changed(training=True)
+    assert [one for one, _ in split.others] == pytest.approx(
+        [one for one, _ in whole.others], rel=1e-5
+    )
+    assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
+    differ_by_rounding_alone(split.weights, whole.weights)
+
+
+class _NotesPasses(transformers.Trainer):
+    """Keeps figures of each pass until it logs their mean, as TRL's trainers do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._total_train_tokens = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, **named):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **named)
+        labelled = inputs["labels"] != -100
+        right = (outputs["logits"].argmax(-1) == inputs["labels"])[labelled]
+        notes = self._metrics["train" if model.training else "eval"]
+        notes["right"].append(float(right.float().mean()))
+        self._total_train_tokens += int(labelled.sum()) * model.training
+        notes["tokens"] = [self._total_train_tokens]
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs, *args):
+        notes = self._metrics["train" if self.model.training else "eval"]
+        super().log({**logs, **{name: sum(v) / len(v) for name, v in notes.items()}}, *args)
+        notes.clear()
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_figures_of_passes_are_logged_as_if_no_part_had_been(tmp_path: Path, sums: bool):
+    def logged(fuse: Fuse) -> list[list[float]]:
+        fitted = Fitted(tmp_path, Tagger(fuse, sums=sums), trainer=_NotesPasses)
+        assert bool(fitted.changed(training=fuse.is_for_training)) is (fuse.where != "never")
+        entries = fitted.trainer.state.log_history
+        return [[entry["right"], entry["tokens"]] for entry in entries if "right" in entry]
+
+    whole = logged(Fuse())
+    assert len(whole) == 4, "three steps and an evaluation"
+    for fuse in (
+        Fuse("forward", 3),
+        Fuse("backward", 4),
+        Fuse("forward", 1, fits=1, training=False),
+    ):
+        for one, other in zip(logged(fuse), whole, strict=True):
+            assert one == pytest.approx(other, abs=1e-6)
+
+
+class _Layerwise(transformers.Trainer):
+    """Steps as soon as a gradient is there, as GaLore and APOLLO do layer by layer."""
+
+    def create_optimizer(self, model=None):
+        def step(parameter):
+            with torch.no_grad():
+                parameter -= 0.05 * parameter.grad
+            parameter.grad = None
+
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        return super().create_optimizer()
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_never_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    model = Tagger(Fuse("backward", 3, fits=2), sums=False)
+    with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
+        Fitted(tmp_path, model, trainer=_Layerwise)
+    (line,) = [r.getMessage() for r in caplog.records if "no step is repeated" in r.getMessage()]
+    assert "a new attempt has the same batch" in line
+    assert "has a hook for its gradient (register_post_accumulate_grad_hook)" in line
+
+
 def test_two_samples_without_labels_show_a_mean_too(tmp_path: Path):
     model = IgnoresTheCount(Fuse(), sums=True)
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     )
-    step = transformers_step.StepsInParts(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
+    loss = transformers_step.TrainersLoss(trainer)
     x = torch.zeros(4, 6, dtype=torch.int64)
     data = {"x": x, "labels": torch.cat([x[:2] - 100, x[:2]])}
-    assert not step.adds_up(model, data, torch.tensor(12))
+    assert not loss.adds_up(model, data, torch.tensor(12))
 
 
 class Shifting(Tagger):
@@ -138,13 +300,13 @@ def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path: Path, k
         kind(Fuse(), sums=True),
         transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
     )
-    step = transformers_step.StepsInParts(trainer, InStep(Run(run_dir=tmp_path), "transformers"))
+    loss = transformers_step.TrainersLoss(trainer)
     data = transformers.default_data_collator(samples(5))
     everywhere = data["labels"].ne(-100).sum()
     data[name] = data["labels"].clone()
     data[name][0, 0] = -100
     count = trainer._get_num_items_in_batch([data], torch.device("cpu"))
-    assert step.items(data) == count
+    assert loss.items(trainer.model, data, count) == count
     assert everywhere - count == (5 if (kind, name) == (Shifting, "labels") else 1)
 
 
@@ -152,7 +314,7 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True))
     fuse = Fuse("forward", 1, fits=2, training=False)
     split = Fitted(tmp_path, Tagger(fuse, sums=True))
-    assert fuse.sizes[:5] == [4, 2, 2, 1, 2], "the second batch has three"
+    assert fuse.sizes[:7] == [4, 2, 2, *(2, 2), 1, 2], "the loss is asked, and the rest has three"
     assert not split.changed(training=True)
     ((_, before, after),) = split.changed(training=False)
     assert (before, after) == (4, 2)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.memory.tensors import live_tensors
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import ConfigError, UserError
 from robust_train.step import engine
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
@@ -142,6 +142,21 @@ def test_a_change_is_recorded_with_its_reason(tmp_path):
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
     assert "out of memory" in event["reason"]
     assert run.last_micro_batch == event["last_micro_batch"] == 6
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_before_a_step():
+    network = Network()
+
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= parameter.grad
+
+    network.last.weight.register_post_accumulate_grad_hook(step)
+    before = network.last.weight.clone()
+    with pytest.raises(UserError, match=r"last.weight has a hook for its gradient") as refused:
+        MicroBatcher(4).backward(lambda x: network(x).mean(), torch.randn(8, 6), network)
+    assert "\n" not in str(refused.value)
+    assert torch.equal(network.last.weight, before)
 
 
 def test_a_mean_over_tokens_is_weighted_by_tokens():

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from robust_train.attempt.memory_upkeep import AttemptMemory
     from robust_train.config.schema import RobustConfig
+    from robust_train.model.spec import AttemptSpec
     from robust_train.policy.sizes import BatchSearch
     from robust_train.step.batcher import MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
@@ -72,6 +73,7 @@ class Run:
         speed: measures how fast the steps follow each other.
         trackers: notes which run of an experiment tracker is this job's.
         steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
+        asked: the split of the batch that the job was asked for; None: this attempt's own.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
         can_restart: a launcher would start another attempt from the last checkpoint.
         was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
@@ -119,6 +121,7 @@ class Run:
         self.steps_before = 0
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
+        self.asked: AttemptSpec | None = None
         self.keeps_batch = ""
         self.memory_keeper: AttemptMemory | None = None
         self.batch_search: BatchSearch | None = None

@@ -86,6 +86,7 @@ def run_attempt(
         flags=flags,
         has_live_status=request.has_live_status,
     )
+    run.asked = request.asked
     if request.spec.searches:
         run.batch_search = BatchSearch.of(
             request.config, request.spec, request.search_key

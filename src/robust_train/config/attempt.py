@@ -100,6 +100,8 @@ class AttemptRequest:
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
     # variables in `environ` that the other ranks do without
     of_first_rank: tuple[str, ...] = ()
+    # the split of the batch that the job was asked for; None: this attempt's own
+    asked: AttemptSpec | None = None
 
     @property
     def ranks(self) -> int:

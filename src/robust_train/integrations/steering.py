@@ -24,6 +24,7 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
 from robust_train.step.engine import Body, Step
 from robust_train.step.ranks import SharedStep
+from robust_train.step.rewind import why_not_again
 from robust_train.step.splitting import Count, Part, Parts
 
 log = logging.getLogger("robust_train.integrations")
@@ -180,6 +181,7 @@ class InStep:
         self._framework = framework
         self._batcher = run.micro_batcher
         self._said = False
+        self._has_begun = False
 
     def say(self, reason: str, *, on_all_ranks: bool = False) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
@@ -195,10 +197,16 @@ class InStep:
             self._framework,
             "has the same batch" if kept else "has half the micro-batch",
             reason,
-            f"; {kept}" if kept else "",
+            f"; {kept}" if kept and kept != reason else "",
         )
         self._said = True
         self._run.splits_no_more()
+
+    def keep_batch(self, reason: str) -> None:
+        """Neither repeat a step nor let an attempt split its batch in another way."""
+        self.is_on = False
+        keep_batch(self._run, reason)
+        self.say(reason, on_all_ranks=True)
 
     def begin(
         self,
@@ -208,6 +216,10 @@ class InStep:
         keeps_gradients: bool = True,
     ) -> OpenStep | None:
         """Begin an optimizer step; None if the framework has to run it by itself."""
+        if self.is_on and not self._has_begun:
+            self._has_begun = True  # the framework has made its optimizer by now
+            if (reason := why_not_again(model)) is not None:
+                self.keep_batch(reason)
         shared = self._shared(model) if self.is_on else None
         if shared is None:
             return None

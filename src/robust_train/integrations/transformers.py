@@ -51,14 +51,17 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
     how many to keep, and which one to resume from.
     """
-    training = cfg.training
+    training, asked = cfg.training, run.asked
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
     return {
         "output_dir": str(run.checkpoint_dir),
         "use_cpu": cfg.device == "cpu",
         "per_device_train_batch_size": training.batch_size,
-        "per_device_eval_batch_size": training.batch_size,
+        # a figure of each batch is averaged: the same batches in all of the job's attempts
+        "per_device_eval_batch_size": (
+            training.batch_size if asked is None else asked.batch_size
+        ),
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "resume_from_checkpoint": None if checkpoint is None else str(checkpoint),
         "auto_find_batch_size": False,

@@ -7,17 +7,30 @@ Loader, counters, callbacks, logging, clipping and checkpoints stay the Trainer'
 from __future__ import annotations
 
 import functools
+import logging
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robust_train.attempt.run import Run
-from robust_train.compat import prepared_inputs, prepares_inputs_itself, shifts_labels
+from robust_train.compat import (
+    TOKENS_SEEN,
+    logged_of_passes,
+    prepared_inputs,
+    prepares_inputs_itself,
+    shifts_labels,
+)
 from robust_train.config.trainers import require
 from robust_train.integrations.steering import CannotSplit, InStep, OpenStep
+from robust_train.model.spec import AttemptSpec
+from robust_train.step.ranks import of_all_ranks
+from robust_train.step.rewind import STEPS_IN_BACKWARD, GeneratorStates
 from robust_train.step.splitting import Part, length_of, part_of
+
+log = logging.getLogger("robust_train.integrations")
 
 _transformers: Any = require(
     "transformers", "robust_train.integrations.transformers", extra="transformers"
@@ -28,18 +41,217 @@ _IGNORED = -100  # the label of positions without loss
 
 def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    in_step = InStep(run, "transformers")
+    args, loss, in_step = (
+        trainer.args,
+        TrainersLoss(trainer),
+        InStep(run, "transformers"),
+    )
+    asked = run.asked
+    if asked is not None and (asked.gradient_accumulation_steps, asked.ranks) != (
+        args.gradient_accumulation_steps,
+        run.world_size,
+    ):
+        loss.weigh_as(asked, run.world_size)
+    if args.optim in ("lomo", "adalomo"):
+        in_step.keep_batch(f"optim={args.optim.value} {STEPS_IN_BACKWARD}")
+        return
     if (reason := _why_not(trainer)) is not None:
         in_step.say(reason, on_all_ranks=True)
+        _evaluate_in_own_batches(trainer, run)
     else:
-        trainer.add_callback(StepsInParts(trainer, in_step))
+        trainer.add_callback(StepsInParts(trainer, in_step, loss))
+
+
+def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
+    """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
+    args, asked = trainer.args, run.asked
+    own = args.per_device_train_batch_size
+    if asked is None or args.per_device_eval_batch_size != asked.batch_size > own:
+        return
+    args.per_device_eval_batch_size = own
+    log.warning(
+        "transformers: evaluates in batches of %d, no longer %d, so eval_loss, a mean over "
+        "batches, may differ from that of earlier attempts",
+        own,
+        asked.batch_size,
+    )
+
+
+class TrainersLoss:
+    """What the loss that a ``Trainer`` computes is a mean of; two samples show it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._compute = trainer.compute_loss
+        self._is_sum: bool | None = None
+        self._shifts: bool | None = None
+        self._asked: AttemptSpec | None = None
+        self._ranks = 1
+        self._has_said = False
+
+    # --- in an attempt that splits the batch in another way than the job was asked for ---
+
+    def weigh_as(self, asked: AttemptSpec, ranks: int) -> None:
+        """Give losses that the Trainer adds up although they are means of their micro-batch the
+        weight that they have with the split ``asked`` for; this attempt has so many ``ranks``."""
+        self._asked, self._ranks = asked, ranks
+        self._trainer.compute_loss = self._compute_weighted
+
+    def _compute_weighted(
+        self, model: nn.Module, inputs: Any, *args: Any, **named: Any
+    ) -> Any:
+        items = named.get("num_items_in_batch")
+        weight = self._weight(model, inputs, items) if model.training else 1.0
+        found = self._compute(model, inputs, *args, **named)
+        if weight == 1.0:
+            return found
+        if isinstance(found, tuple):
+            return found[0] * weight, *found[1:]
+        return found * weight
+
+    def _weight(self, model: nn.Module, inputs: Any, items: Any) -> float:
+        trainer, asked = self._trainer, self._asked
+        assert asked is not None
+        is_scaled = trainer.loss_is_scaled_for_ga
+        if is_scaled is None:
+            has_items = trainer.model_accepts_loss_kwargs and items is not None
+            is_scaled = has_items or trainer.compute_loss_func is not None
+        if not is_scaled or self.adds_up(model, inputs, items):
+            return 1.0
+        steps = trainer.args.gradient_accumulation_steps
+        now = trainer.current_gradient_accumulation_steps
+        # fewer in an epoch's last step
+        before = -(-now * asked.gradient_accumulation_steps // steps)
+        of_ranks: float = 1.0
+        if trainer.args.average_tokens_across_devices and items is not None:
+            of_ranks = (
+                asked.ranks / self._ranks
+            )  # the Trainer multiplies by their number
+        if not self._has_said:
+            self._has_said = True
+            log.info(
+                "transformers: the loss ignores num_items_in_batch, so the Trainer adds up the "
+                "means of a step's micro-batches; they are weighted as the job's first %d × %d, "
+                "now that there are %d × %d",
+                asked.gradient_accumulation_steps,
+                asked.batch_size,
+                steps,
+                trainer.args.per_device_train_batch_size,
+            )
+        return float(before / now * of_ranks)
+
+    # --- two samples ---
+
+    def adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
+        """Return whether losses are divided by the step's items, so that those of parts add up.
+
+        What the Trainer takes for such a loss may ignore the count.
+        """
+        if items is None or self._trainer.loss_is_scaled_for_ga is False:
+            return False
+        if self._is_sum is None:
+            few = part_of(data, 0, 2)
+            once, twice = (self._of(model, few, n) for n in (items, items * 2))
+            # the mean over samples without labels is NaN
+            found = bool(twice.abs() <= 0.75 * once.abs())
+            self._is_sum = all(of_all_ranks(found)) if self._asked else found
+        return self._is_sum
+
+    def items(self, model: nn.Module, data: Any, items: Any = None) -> float | Tensor:
+        """Return of how many items the loss over ``data`` is a mean."""
+        labels = data.get("shift_labels", data.get("labels"))
+        if (
+            not isinstance(labels, Tensor)
+            or labels.is_floating_point()
+            or not labels.ndim
+        ):
+            return length_of(data)
+        if "shift_labels" not in data and labels.ndim > 1:
+            if items is None:
+                items = labels.ne(_IGNORED).sum()
+            # what adds up is divided by the Trainer's count
+            adds_up = self._trainer.model_accepts_loss_kwargs and self.adds_up(
+                model, data, items
+            )
+            if (
+                shifts_labels(self._trainer)
+                if adds_up
+                else self._shifts_labels(model, data)
+            ):
+                labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
+
+    def _shifts_labels(self, model: nn.Module, data: Any) -> bool:
+        """Return whether a mean over labels leaves out the first of each sample."""
+        few = part_of(data, 0, 2)
+        labels = few["labels"]
+        if self._shifts is None and bool(labels[..., 0].ne(_IGNORED).any()):
+            without = labels.clone()
+            without[..., 0] = _IGNORED
+            items = labels.ne(_IGNORED).sum()
+            known, other = (
+                self._of(model, type(few)({**few, "labels": one}), items)
+                for one in (labels, without)
+            )
+            self._shifts = bool(torch.isclose(known, other, rtol=1e-5, atol=0))
+        return shifts_labels(self._trainer) if self._shifts is None else self._shifts
+
+    @torch.no_grad()
+    def _of(self, model: nn.Module, data: Any, items: Any) -> Tensor:
+        """Return the loss of ``data``; it leaves nothing behind."""
+        trainer, was_training = self._trainer, model.training
+        generators, logged = GeneratorStates(), LoggedOfPasses(trainer)
+        model.eval()
+        try:
+            with trainer.compute_loss_context_manager():
+                inputs = prepared_inputs(trainer, data)
+                loss: Tensor = self._compute(model, inputs, num_items_in_batch=items)
+        finally:
+            model.train(was_training)
+            generators.restore()
+            logged.restore()
+        return loss
+
+
+class LoggedOfPasses:
+    """What TRL's trainers note of each pass until they log the mean, as it is at this moment."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._lists = {
+            (mode, name): list(values)
+            for mode, lists in logged_of_passes(trainer).items()
+            for name, values in lists.items()
+        }
+        self._tokens = getattr(trainer, TOKENS_SEEN, None)
+
+    def restore(self) -> None:
+        """Go back to this moment."""
+        for mode, lists in logged_of_passes(self._trainer).items():
+            for name in list(lists):
+                lists[name] = list(self._lists.get((mode, name), []))
+                if not lists[name]:
+                    del lists[name]
+        if self._tokens is not None:
+            setattr(self._trainer, TOKENS_SEEN, self._tokens)
+
+    def join(self, weights: Sequence[float]) -> None:
+        """Make one value of those that passes with these ``weights`` have added since."""
+        for mode, lists in logged_of_passes(self._trainer).items():
+            for name, values in lists.items():
+                known = len(self._lists.get((mode, name), []))
+                added = values[known:]
+                if len(added) == len(weights) and any(weights):
+                    shares = zip(added, weights, strict=True)
+                    values[known:] = [sum(v * w for v, w in shares) / sum(weights)]
 
 
 class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
-    def __init__(self, trainer: Any, in_step: InStep) -> None:
+    def __init__(self, trainer: Any, in_step: InStep, loss: TrainersLoss) -> None:
         self._trainer = trainer
+        self._loss = loss
         self._in_step = in_step
         self._step: OpenStep | None = None
         self._shares: list[Tensor] = []  # of the step's loss, a part each
@@ -71,18 +283,25 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     ) -> Tensor:
         """Run the Trainer's for each part; return what the step's loss has grown by."""
         if self._step is None:
-            self._shares = []
-            self._step, self._logged = (
-                self._in_step.begin(model, on_rewind=self._shares.clear),
-                0.0,
-            )
+            self._shares, self._logged = [], 0.0
+            before = LoggedOfPasses(self._trainer)
+
+            def on_rewind() -> None:
+                self._shares.clear()
+                before.restore()
+
+            self._step = self._in_step.begin(model, on_rewind=on_rewind)
         if self._step is None:
             loss: Tensor = self._training_step(
                 model, inputs, num_items_in_batch, **more
             )
             return loss
 
+        samples = self._in_step.samples_of(inputs)
+        passes = _Passes(self._trainer, self._loss, model)
+
         def body(part: Part) -> None:
+            passes.begins(part)
             self._weight = part.weight
             self._is_weighted = part.weight in (0.0, 1.0)
             try:
@@ -95,16 +314,16 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
                     f"{name}.training_step does not call self.accelerator.backward"
                 )
             self._shares.append(_share(loss, part.weight).detach())
+            passes.ends(part, samples)
 
         def count(data: Any) -> float | Tensor:
             return (
                 1.0
-                if self.adds_up(model, data, num_items_in_batch)
-                else self.items(data)
+                if self._loss.adds_up(model, data, num_items_in_batch)
+                else self._loss.items(model, data, num_items_in_batch)
             )
 
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
-        samples = self._in_step.samples_of(inputs)
         self._step.run_batch(inputs, samples, body, count=count, is_last=is_last)
         # if the step started over, the earlier batches' losses were computed again
         total = functools.reduce(operator.add, self._shares)
@@ -118,17 +337,26 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, *rest: Any, **more: Any
     ) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
-        found = self._in_step.evaluate(
-            model,
-            inputs,
-            lambda part: self._prediction_step(model, part.data, *rest, **more),
-        )
+        passes = _Passes(self._trainer, self._loss, model)
+        samples = self._in_step.samples_of(inputs)
+
+        def body(part: Part) -> Any:
+            before = passes.begins(part)
+            try:
+                result = self._prediction_step(model, part.data, *rest, **more)
+            except BaseException:
+                before.restore()
+                raise
+            passes.ends(part, samples)
+            return result
+
+        found = self._in_step.evaluate(model, inputs, body)
         if len(found) == 1:
             return found[0][0]
         losses, *tensors = zip(*(result for result, _ in found), strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self.items(part.data)) for _, part in found]
+            items = [float(self._loss.items(model, part.data)) for _, part in found]
             shares = [
                 _share(one, n / max(sum(items), 1))
                 for one, n in zip(losses, items, strict=True)
@@ -140,44 +368,29 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             for parts in tensors
         )
 
-    def items(self, data: Any) -> float | Tensor:
-        """Return of how many items the loss over ``data`` is a mean."""
-        labels = data.get("shift_labels", data.get("labels"))
-        if (
-            not isinstance(labels, Tensor)
-            or labels.is_floating_point()
-            or not labels.ndim
-        ):
-            return length_of(data)
-        if (
-            "shift_labels" not in data
-            and shifts_labels(self._trainer)
-            and labels.ndim > 1
-        ):
-            labels = labels[..., 1:]
-        return labels.ne(_IGNORED).sum()
 
-    def adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
-        """Return whether losses are divided by the step's items, so that those of parts add up.
+class _Passes:
+    """The passes over the parts of a batch, which are to be logged as one."""
 
-        What the Trainer takes for such a loss may ignore the count: two samples show it.
-        """
-        if items is None or self._trainer.loss_is_scaled_for_ga is False:
-            return False
-        if self._is_sum is None:
-            trainer, few = self._trainer, part_of(data, 0, 2)
-            model.eval()
-            with torch.no_grad(), trainer.compute_loss_context_manager():
-                once, twice = (
-                    trainer.compute_loss(
-                        model, prepared_inputs(trainer, few), num_items_in_batch=n
-                    )
-                    for n in (items, items * 2)
-                )
-            model.train()
-            # the mean over samples without labels is NaN
-            self._is_sum = bool(twice.abs() <= 0.75 * once.abs())
-        return self._is_sum
+    def __init__(self, trainer: Any, loss: TrainersLoss, model: nn.Module) -> None:
+        self._trainer, self._loss, self._model = trainer, loss, model
+        self._before = LoggedOfPasses(trainer)
+        self._weights: list[float] = []
+
+    def begins(self, part: Part) -> LoggedOfPasses:
+        """Return what was logged before a part, the first of which begins anew."""
+        now = LoggedOfPasses(self._trainer)
+        if not part.start:
+            self._before, self._weights = now, []
+        return now
+
+    def ends(self, part: Part, samples: int | None) -> None:
+        """Join what was logged if this part is the last of several."""
+        if not logged_of_passes(self._trainer) or len(part) in (0, samples):
+            return
+        self._weights.append(float(self._loss.items(self._model, part.data)))
+        if part.stop == samples:
+            self._before.join(self._weights)
 
 
 def _share(loss: Tensor, weight: float) -> Tensor:
@@ -194,8 +407,6 @@ def _why_not(trainer: Any) -> str | None:
         return f"the model is run by {kind}"
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "parallelism_config: the ranks share a sample"
-    if args.optim in ("lomo", "adalomo"):
-        return f"optim={args.optim.value} updates weights within the backward pass"
     if args.torch_compile and args.torch_compile_mode in (
         "reduce-overhead",
         "max-autotune",

@@ -25,6 +25,7 @@ from robust_train.memory.cuda import (
 )
 from robust_train.model.attempt import Attempt
 from robust_train.model.gpu import Group
+from robust_train.model.spec import AttemptSpec
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import name_for_trainer
 
@@ -67,6 +68,8 @@ def request_for(
     job: str = "",  # the identity under which trackers go on; empty: they do not
     search_prefix: str = "",
     longest_pause: float = 0.0,  # between two reports in the job so far, seconds
+    # the split of the batch that the job was asked for; None: the config's
+    asked: AttemptSpec | None = None,
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
     spec, is_script = attempt.spec, config.is_script
@@ -100,6 +103,7 @@ def request_for(
         longest_pause=longest_pause,
         search_key=search_prefix + spec.device_kind,
         has_live_status=owns_terminal(config),
+        asked=asked or PolicySettings.of(config).asked,
     )
 
 

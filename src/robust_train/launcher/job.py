@@ -425,6 +425,7 @@ class Job:
             job=job,
             search_prefix=self.search_prefix,
             longest_pause=self.folder.state.longest_pause or 0.0,
+            asked=self.policy.asked,
         )
         started = time.monotonic()
         process_exit = self.executor.run(

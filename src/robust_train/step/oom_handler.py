@@ -22,7 +22,7 @@ from robust_train.model.failure import Clue
 from robust_train.model.spec import GiveUp
 from robust_train.policy.decide import Offers, decide, first_attempt
 from robust_train.policy.sizes import settings_of_batch
-from robust_train.step.rewind import GradientsBefore
+from robust_train.step.rewind import STEPS_IN_BACKWARD, GradientsBefore
 
 log = logging.getLogger("robust_train")
 
@@ -136,6 +136,11 @@ class OOMHandler:
             return False
         trained = leaves_in(error)
         release_memory(error)
+        if self._gradients.weights_have_changed:
+            raise AttemptsExhausted(
+                "out of memory in a call that cannot be repeated: an optimizer "
+                f"{STEPS_IN_BACKWARD} (register_post_accumulate_grad_hook); step after it"
+            ) from error
         if not self._gradients.restore(trained):
             raise AttemptsExhausted(
                 "out of memory in a call that has added to the gradients of an earlier one, where "

@@ -17,8 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robust_train.compat import copy_at_once, tensors_of, version_of
+from robust_train.compat import (
+    copy_at_once,
+    steps_in_backward,
+    tensors_of,
+    version_of,
+)
 from robust_train.memory.tensors import leaves_of, parts_of, reach
+from robust_train.model.errors import UserError
 from robust_train.readable import MIB
 
 Models = nn.Module | Iterable[nn.Module] | None
@@ -176,6 +182,20 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+STEPS_IN_BACKWARD = "updates weights within the backward pass"
+
+
+def why_not_again(model: nn.Module) -> str | None:
+    """Return why no step of a model can start over: its weights change before memory runs out."""
+    for name, parameter in model.named_parameters():
+        if steps_in_backward(parameter):
+            return (
+                f"{name} has a hook for its gradient (register_post_accumulate_grad_hook), as of "
+                f"an optimizer that {STEPS_IN_BACKWARD}"
+            )
+    return None
+
+
 # --- a step ---
 
 
@@ -277,8 +297,14 @@ class Watch:
         )
 
     def of(self, model: nn.Module) -> _Watched:
-        """Return the parameters and buffers of ``model``, found once."""
+        """Return the parameters and buffers of ``model``, found once; raise UserError if no step of
+        it can start over."""
         if model not in self._models:
+            if (reason := why_not_again(model)) is not None:
+                raise UserError(
+                    f"run.backward: {reason}, so a step cannot start over where memory runs out; "
+                    "step after run.backward, or call loss.backward() yourself"
+                )
             buffers = [
                 _Buffer(own, name, changes=name in _ALWAYS_CHANGE or None)
                 for _, own in map(tensors_of, model.modules())
@@ -470,6 +496,12 @@ class GradientsBefore:
         if had:
             drops = all(one.was_dropped for one in had)
             self._drops = drops and self._drops is not False
+
+    @property
+    def weights_have_changed(self) -> bool:
+        """Whether a backward pass of the call may have updated what was there before it."""
+        known = (one.parameter() for one in self._before.values())
+        return any(map(steps_in_backward, known))
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
         """Go back to the start of the call; return whether that is possible.
