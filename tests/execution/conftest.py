@@ -71,7 +71,7 @@ class Attempts:
             environ=environ,
             cwd=str(self.run_dir.parent),
         )
-        executor = ProcessExecutor(ref, cfg, has_standby=False)
+        executor = ProcessExecutor(ref, cfg, has_standby=False, job="0-abcdef")
         try:
             process_exit = executor.run(request, take, SignalWatch())
             if isinstance(attempt.ending, Failed) and attempt.ending.config_error:

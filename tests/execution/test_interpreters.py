@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+import warm
 from robust_train.host.linux import readable
 from robust_train.launcher.interpreters import (
     Interpreter,
@@ -21,6 +22,7 @@ from robust_train.launcher.interpreters import (
     wait_until_prepared,
 )
 from robust_train.launcher.process import has_room_for_standby
+from simulated_nvml import Gpu, Machine
 from world import World, is_running, parent_of, wait_until
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
@@ -104,14 +106,19 @@ def test_a_standby_takes_a_small_share_of_the_free_memory():
     assert not has_room_for_standby(available)
 
 
+def _words(trainer: str) -> list[str]:
+    return [f"trainer._target_=interpreter_trainers.{trainer}", "max_retries=1"]
+
+
 def _start(world: World, trainer: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
     """Start a job; return it and the process ids that its trainer writes down."""
     names = world.folder / "pids"
     world.environ["PIDS_FILE"] = str(names)
-    process = world.start(f"trainer._target_=interpreter_trainers.{trainer}", "max_retries=1")
+    process = world.start(*_words(trainer))
     wait_until(lambda: names.exists() and names.read_text().count("\n") == 2, "it trains")
     pids = (line.split() for line in names.read_text().splitlines())
-    return process, {name: int(pid) for name, pid in pids}
+    found = {name: int(pid) for name, pid in pids}
+    return process, {**found, "launcher": process.pid, "reaper": parent_of(found["attempt"])}
 
 
 def _kill_launcher(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
@@ -127,7 +134,11 @@ def _kill_both(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
     os.kill(pids["attempt"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kill", [_kill_launcher, _kill_attempt, _kill_both])
+def _kill_reaper(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
+    os.kill(pids["reaper"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [_kill_launcher, _kill_attempt, _kill_both, _kill_reaper])
 def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_the_job(
     world: World, kill: Callable[[subprocess.Popen[str], dict[str, int]], None]
 ):
@@ -138,12 +149,52 @@ def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_
         wait_until(lambda pid=pid: not is_running(pid), f"{name} ends")
 
 
-def test_the_reapers_command_line_names_no_package(world: World):
-    """So ``pkill -f`` leaves it to clean up after the others."""
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("launcher", "reaper", "attempt"),
+        pytest.param(("launcher", "reaper"), marks=pytest.mark.slow),
+        pytest.param(("reaper", "launcher"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("ended_by", ["run stop", "queue cancel", "the next launch"])
+def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended(
+    world: World,
+    machine_with: Callable[..., Machine],
+    order: Sequence[str],
+    ended_by: str,
+):
+    world.with_environ(machine_with(Gpu()).environ)
+    process, pids = _start(world, "hides_a_helper")
+    for name in order:
+        os.kill(pids[name], signal.SIGKILL)
+    world.end(process)
+    helper = pids["helper"]
+    shown = warm.robust_train("queue", environ=world.environ).stdout
+    job = shown.splitlines()[1].split()[0]
+    assert "GPU 0" in shown
+    assert f"(pid {pids['launcher']}) has ended and left pid " in shown
+    assert f"pid {helper} (sleep)" in shown
+    if ended_by == "the next launch":
+        ended = world.end(world.start(*_words("hides_a_helper"), "resume=false"))
+        assert f"pid {helper} (sleep)" in ended.output
+    else:
+        which = job if ended_by == "queue cancel" else str(world.run_dir)
+        done = warm.robust_train(*ended_by.split(), which, environ=world.environ)
+        assert done.returncode == 0, done.stderr
+        assert f"pid {helper} (sleep)" in done.stdout
+    assert not is_running(helper)
+    assert "no job holds" in warm.robust_train("queue", environ=world.environ).stdout
+
+
+def test_the_reaper_has_neither_the_packages_name_nor_pythons(world: World):
+    """So ``pkill`` leaves it to clean up after the others."""
     world.alone = True
     process, pids = _start(world, "hides_a_helper")
-    reaper = psutil.Process(parent_of(pids["attempt"]))
+    reaper = psutil.Process(pids["reaper"])
     assert reaper.ppid() == process.pid
+    assert reaper.name() == "job-reaper"
     assert not any("robust" in word for word in reaper.cmdline()[1:])
     process.terminate()
     world.end(process)

@@ -71,6 +71,19 @@ def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(
     assert "for the last checkpoint of its attempt" in record.getMessage()
 
 
+def test_a_launcher_in_another_pid_namespace_is_not_taken_for_dead(tmp_path: Path):
+    held = RunLock(tmp_path, "0-aaaaaa")
+    content = json.loads((tmp_path / "lock").read_text())
+    assert content["pid_namespace"] == os.readlink("/proc/self/ns/pid")
+    # as `unshare --pid` numbers it, on the same host
+    change_json(tmp_path / "lock", pid=1, pid_namespace="pid:[4026532999]")
+    holder = read_holder(tmp_path)
+    assert holder is not None
+    assert not holder.is_dead
+    assert holder.process is None
+    held.release()
+
+
 def test_an_attempt_that_stays_is_refused_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -161,9 +161,8 @@ def _be_attempt(
     status = 1
     request = begin.request
     try:
-        marker = os.environ.get(linux.JOB_MARKER, "")
         os.environ.clear()
-        os.environ.update({**request.environ, linux.JOB_MARKER: marker})
+        os.environ.update(request.environ)
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)

@@ -22,12 +22,15 @@ from robust_train.folder.run_list import find_live_runs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     find_holders,
+    is_there,
     sees_host_pids,
     send_signal,
     user_name,
 )
 from robust_train.gpu.visible import VARIABLE, visible_gpus
+from robust_train.host.linux import end_processes_of, named, processes_of
 from robust_train.host.memory import read_host_memory
+from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
@@ -250,11 +253,22 @@ def cancel(arguments: Namespace) -> Answer:
         problem = f"{job.id}: pid {job.pid} is another user's process"
         raise CommandFailed(problem) from error
     if not is_sent:
-        raise CommandFailed(
-            f"{job.id}: its launcher (pid {job.pid}) has ended, or is in another container; what "
-            "is left of the job keeps its GPUs until it ends"
-        )
+        return _cancel_orphaned(job)
     return Answer(shown=[f"{job.id} ({job.name}, pid {job.pid}) was asked to stop"])
+
+
+def _cancel_orphaned(job: QueuedJob) -> Answer:
+    """End what a killed launcher has left."""
+    left = named(processes_of(job.id, job.owner))
+    stays = end_processes_of(job.id, job.owner, ORPHAN_GRACE_SECONDS)
+    launcher = f"its launcher (pid {job.pid}) has ended"
+    if stays:
+        problem = f"{launcher}; {named(stays)} hangs in the kernel and keeps its GPUs"
+        raise CommandFailed(f"{job.id}: {problem}")
+    if not left:
+        problem = f"{launcher}, or is in another container, and nothing of it is here"
+        raise CommandFailed(f"{job.id}: {problem}; its GPUs are free once it has ended")
+    return Answer(shown=[f"{job.id}: {launcher}; ended what was left: {left}"])
 
 
 def _empty(path: Path) -> str:
@@ -318,12 +332,20 @@ def _reasons(
 ) -> list[str]:
     """Return why a job waits, and what is odd about it."""
     reasons = []
-    # ended, hidden, or in another container
+    # by number alone: the time of its start can be made up as well
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:
             whose = f"which here is a process of {user_name(user)}"
             reasons.append(f"its record names pid {job.pid}, {whose}")
+    if not reasons and not is_there(job.pid, job.started):
+        launcher = f"its launcher (pid {job.pid})"
+        left = named(processes_of(job.id, job.owner))
+        reasons.append(
+            f"{launcher} has ended and left {left}: robust-train queue cancel {job.id}"
+            if left
+            else f"{launcher} has ended, or is in another container"
+        )
     if job.gpus:
         if idle := job.idle():
             seconds = as_clock(max(idle.values()))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from robust_train.cli.command import Answer, CommandFailed, Table
 from robust_train.folder import requests, run_list
-from robust_train.folder.lock import is_held
+from robust_train.folder.lock import is_held, left_of
 from robust_train.folder.run_list import (
     DIED,
     KnownRun,
@@ -25,6 +25,8 @@ from robust_train.folder.run_list import (
 )
 from robust_train.folder.state import read_summary
 from robust_train.host import screen
+from robust_train.host.linux import end_processes_of, named
+from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, mib, shortened
@@ -141,11 +143,28 @@ def stop(arguments: Namespace) -> Answer:
     if which and os.path.isfile(Path(which) / SWEEP_FILE):
         return _stop_sweep(Path(which).resolve())
     run = choose_run(which)
+    if run.is_orphaned:
+        return _stop_orphaned(run, now=arguments.now)
     answer = requests.ask(run, "stop", now=arguments.now)
     sentence = (
         f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
     )
     return Answer({"run": run.id, **answer}, [sentence])
+
+
+def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
+    """End what a killed launcher has left."""
+    assert run.holder is not None
+    left = named(left_of(run.holder))
+    grace_seconds = 0.0 if now else ORPHAN_GRACE_SECONDS
+    stays = end_processes_of(run.holder.job, os.geteuid(), grace_seconds)
+    if stays or is_held(run.run_dir):
+        who = f"{named(stays)} hangs in the kernel" if stays else "who, is not known"
+        problem = f"its launcher was killed, and a process of it stays: {who}"
+        raise CommandFailed(f"{run.id}: {problem}")
+    sentence = f"{run.id}: its launcher was killed; ended what was left: {left}"
+    data = {"run": run.id, "before": run.status, "after": DIED}
+    return Answer(data, [sentence])
 
 
 def _stop_sweep(folder: Path) -> Answer:

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,16 @@ import psutil
 
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import is_there, started_at, user_name
-from robust_train.host.linux import is_flocked, is_locked, lock, unlock
+from robust_train.host.linux import (
+    end_processes_of,
+    is_flocked,
+    is_locked,
+    lock,
+    marked_processes,
+    named,
+    processes_of,
+    unlock,
+)
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
 from robust_train.model.events import from_json
 
@@ -42,7 +51,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class Holder:
     """The content of a lock: the launcher that holds it since ``since``, and its job's id.
     ``process_started`` is the start time of process ``pid``, in seconds since boot: the clock may
-    be set meanwhile."""
+    be set meanwhile. ``pid_namespace`` is where its process has that number; empty: version 0.2."""
 
     host: str
     pid: int
@@ -50,11 +59,20 @@ class Holder:
     since: float
     user: str
     job: str
+    pid_namespace: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process numbers processes as the launcher does."""
+        return self.host == socket.gethostname() and self.pid_namespace in (
+            "",
+            _own_pid_namespace(),
+        )
 
     @property
     def process(self) -> psutil.Process | None:
-        """The launcher's process; None if it has ended or runs on another host."""
-        if self.host != socket.gethostname():
+        """The launcher's process; None if it has ended, or is not here."""
+        if not self.is_here:
             return None
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             if is_there(self.pid, self.process_started):
@@ -64,7 +82,7 @@ class Holder:
     @property
     def is_dead(self) -> bool:
         """Whether the launcher's process is known to have ended."""
-        return self.host == socket.gethostname() and self.process is None
+        return self.is_here and self.process is None
 
 
 class RunLock:
@@ -97,7 +115,15 @@ class RunLock:
         self.hold = (self._fd,)
         pid, user = os.getpid(), user_name(os.geteuid())
         started = started_at(pid) or 0.0
-        holder = Holder(socket.gethostname(), pid, started, time.time(), user, job)
+        holder = Holder(
+            socket.gethostname(),
+            pid,
+            started,
+            time.time(),
+            user,
+            job,
+            _own_pid_namespace(),
+        )
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)
@@ -161,6 +187,7 @@ def _parse(data: bytes) -> Holder | None:
 def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
     """Wait for what ends by itself: the last attempt of a dead launcher, and the lock of a host
     that is lost. A live job of this host is refused at once."""
+    _end_leftovers(read_holder(run_dir))
     started = time.monotonic()
     has_warned = False
     while True:
@@ -187,6 +214,35 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
                     why,
                 )
         time.sleep(_POLL_SECONDS)
+
+
+def left_of(
+    holder: Holder,
+    marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+) -> list[psutil.Process]:
+    """Return the processes of a job whose launcher was killed, this user's alone."""
+    return processes_of(holder.job, os.geteuid(), marked) if holder.is_dead else []
+
+
+def _end_leftovers(holder: Holder | None) -> None:
+    """End what is left of the folder's last job; its attempt is given time for a checkpoint."""
+    if holder is None or not (left := left_of(holder)):
+        return
+    log.warning(
+        "the launcher of an earlier job in this folder (pid %d) was killed: ending what is left of "
+        "the job (%s), after at most %.0f s for its last checkpoint",
+        holder.pid,
+        named(left),
+        ORPHAN_SECONDS,
+    )
+    if left := end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS):
+        log.warning("%s cannot be ended: it hangs in the kernel", named(left))
+
+
+def _own_pid_namespace() -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def _is_held_by_0_2(fd: int) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from robust_train.folder.lock import LOCK_FILE, Holder, is_held, read_holder
+from robust_train.folder.lock import LOCK_FILE, Holder, is_held, left_of, read_holder
 from robust_train.folder.state import STATE_FILE, RunState, read_state
+from robust_train.host.linux import marked_processes
 from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
@@ -38,7 +40,7 @@ class KnownRun:
 
     Attributes:
         run_dir: the folder.
-        alive: whether its lock is held.
+        alive: whether its lock is held, or its job was killed and a process of it is left.
         state: the content of ``state.json``; None if it cannot be read.
         holder: the content of ``lock``; None if it cannot be read.
     """
@@ -68,6 +70,11 @@ class KnownRun:
         return known is None or known.host == socket.gethostname()
 
     @property
+    def is_orphaned(self) -> bool:
+        """Whether it is alive without its launcher, which was killed."""
+        return self.alive and self.holder is not None and self.holder.is_dead
+
+    @property
     def is_stopped(self) -> bool:
         """Whether its launcher is known to be stopped (Ctrl-Z)."""
         process = None if self.holder is None else self.holder.process
@@ -81,7 +88,7 @@ class KnownRun:
         last = "starting" if self.state is None else self.state.state
         if not self.alive:
             return last if self.state is not None and self.state.is_final else DIED
-        if self.holder is not None and self.holder.is_dead:
+        if self.is_orphaned:
             return "stopping"  # the attempt saves its last checkpoint
         return NO_ANSWER if self.is_stopped else last
 
@@ -113,7 +120,10 @@ class KnownRun:
         }
 
 
-def read_run(run_dir: Path) -> KnownRun | None:
+def read_run(
+    run_dir: Path,
+    marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+) -> KnownRun | None:
     """Return the run in a folder; None if there never was one."""
     state, holder = read_state(run_dir), read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
@@ -122,6 +132,8 @@ def read_run(run_dir: Path) -> KnownRun | None:
     if alive is None:  # the disk has no locks, so the process and the state decide
         ended = state is None or state.is_final
         alive = not ended and not (holder is not None and holder.is_dead)
+    if not alive and holder is not None and not (state is not None and state.is_final):
+        alive = bool(left_of(holder, marked))
     return KnownRun(run_dir, alive, state, holder)
 
 
@@ -167,7 +179,8 @@ def find_runs() -> list[KnownRun]:
         if _is_gone(folder):
             with contextlib.suppress(OSError):
                 (directory / name).unlink()
-    runs = [read_run(folder) for folder in dict.fromkeys(links.values())]
+    marked = functools.cache(marked_processes)
+    runs = [read_run(folder, marked) for folder in dict.fromkeys(links.values())]
     return [run for run in runs if run is not None]
 
 

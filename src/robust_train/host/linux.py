@@ -1,4 +1,5 @@
-"""What the kernel offers and ``psutil`` lacks: subreapers, ending a tree, polling, write locks."""
+"""What the kernel offers and ``psutil`` lacks: subreapers, the processes of a job, polling, write
+locks."""
 
 from __future__ import annotations
 
@@ -7,15 +8,13 @@ import ctypes
 import fcntl
 import os
 import select
+import signal
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
-
-JOB_MARKER = "ROBUST_TRAIN_JOB"
-"""Environment variable of every process of a job: a token by which leftovers are recognised."""
 
 TICK_SECONDS = 0.5
 FOREVER_SECONDS = 1e6
@@ -125,6 +124,93 @@ def _is_killed(
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+# --- the processes of a job ------------------------------------------------------------------
+#
+# Each has the last part of its job's id as its limit of file locks: the reaper sets it on itself,
+# and all that it starts inherits it. No kernel since 2.4.25 reads that limit. A process leaves its
+# session, its environment and its files behind, but not its limits; and they can be read of every
+# process, also once all that knew of it were killed.
+
+_OF_FILE_LOCKS = b"Max file locks"
+
+
+def job_mark(job: str) -> int:
+    """Return the limit that the processes of the job with this id have; -1 if none can have it."""
+    with contextlib.suppress(ValueError):
+        return int(job.rpartition("-")[2], 16)
+    return -1
+
+
+def mark_of(pid: int | str) -> int | None:
+    """Return the mark of a process, also of a zombie; None if it is of no job."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        limits = Path(f"/proc/{pid}/limits").read_bytes()
+        return int(limits.partition(_OF_FILE_LOCKS)[2].split(None, 1)[0])
+    return None
+
+
+def marked_processes() -> dict[int, list[int]]:
+    """Return the processes of jobs, of all users, by their marks."""
+    found: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        mark = mark_of(pid)
+        if mark is not None:
+            found.setdefault(mark, []).append(int(pid))
+    return found
+
+
+def processes_of(
+    job: str,  # its id
+    uid: int,  # its user: others can set the limit as well
+    marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+) -> list[psutil.Process]:
+    """Return the living processes of a job, except its launcher and this one."""
+    found = []
+    for pid in marked().get(job_mark(job), ()):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            is_alive = process.status() not in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            )
+            if is_alive and process.uids().real == uid and pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def named(processes: Iterable[psutil.Process]) -> str:
+    """Return processes as people look for them: ``pid 17 (python), pid 18 (sleep)``."""
+    found = []
+    for process in processes:
+        name = "?"
+        with contextlib.suppress(psutil.Error):
+            name = "".join(c if c.isprintable() else "?" for c in process.name())
+        found.append(f"pid {process.pid} ({name})")
+    return ", ".join(found)
+
+
+def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:
+    """End what is left of a job without a launcher; return what cannot be ended.
+
+    SIGTERM goes to what none of the others has started, for a last checkpoint; then all are killed.
+    """
+    kill_at = time.monotonic() + grace_seconds
+    is_asked = False
+    while left := processes_of(job, uid):
+        pids, now = {process.pid for process in left}, time.monotonic()
+        if now >= kill_at + _KILL_SECONDS:
+            return left
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                if now >= kill_at:
+                    process.kill()
+                elif not is_asked and process.ppid() not in pids:
+                    process.send_signal(signal.SIGTERM)
+        is_asked = True
+        time.sleep(0.05)
+    return []
 
 
 # --- polling ---------------------------------------------------------------------------------

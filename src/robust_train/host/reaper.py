@@ -5,8 +5,9 @@ process group the orphan gave itself. When the launcher is gone, it asks the att
 them time for a last checkpoint and kills all that is left.
 
 This file is run by itself in an interpreter without site-packages (15 ms, 10 MiB): it imports
-nothing but the standard library. Its command line names neither the package nor the job, so that
-``pkill -f robust_train`` does not end it together with the launcher that it has to clean up after.
+nothing but the standard library. Its command line names neither the package nor the job, and its
+name is not Python's, so that ``pkill -f robust_train`` or ``killall python3`` does not end it
+together with the launcher that it has to clean up after.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -23,7 +25,9 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_RLIMIT_LOCKS = 10  # see `job_mark`
 _KILL_SECONDS = 5.0  # a process may hang in the kernel
 _LARGEST_PACKET = 1 << 16
 _MOST_DESCRIPTORS = 5
@@ -81,6 +85,9 @@ class Reaper:
             self._start(descriptors)
         elif "signal" in message and message["pid"] in self._started:
             os.kill(message["pid"], message["signal"])
+        elif "mark" in message:
+            for pid in (0, *self._started):
+                _mark(pid, message["mark"])
         elif "kill_all_but" in message:
             self._send({"left": self._kill_all_but(message["kill_all_but"])})
 
@@ -180,9 +187,17 @@ def _descendants(root: int, without: Collection[int]) -> list[int]:
     return found
 
 
+def _mark(pid: int, mark: int) -> None:
+    # the administrator may have set a lower limit
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.prlimit(pid, _RLIMIT_LOCKS)
+        resource.prlimit(pid, _RLIMIT_LOCKS, (mark, most))
+
+
 def main() -> None:
-    """Run as ``python -I -S reaper.py CONTROL LAUNCHER STOP_SIGNAL GRACE SIGNAL…``."""
-    control, launcher, stop_signal, grace_seconds, *stop_signals = sys.argv[1:]
+    """Run as ``python -I -S reaper.py CONTROL LAUNCHER MARK STOP_SIGNAL GRACE SIGNAL…``."""
+    control, launcher, mark, stop_signal, grace_seconds, *stop_signals = sys.argv[1:]
+    _mark(0, int(mark))
     blocked = [int(one) for one in stop_signals]
     for signum in blocked:
         # a handler, not SIG_IGN: a command that is started gets the default action back
@@ -190,7 +205,9 @@ def main() -> None:
             signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     # kernels and sandboxes without it lose a safety net, not the function
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl(_PR_SET_NAME, b"job-reaper", 0, 0, 0)
     channel = socket.socket(fileno=int(control))
     channel.set_inheritable(False)
     Reaper(

@@ -18,17 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from robust_train.compat import base_executable
 from robust_train.config.attempt import Begin, Preparation
 from robust_train.folder import trackers
 from robust_train.host import reaper
 from robust_train.host.linux import (
-    JOB_MARKER,
     TICK_SECONDS,
     become_subreaper,
+    job_mark,
     kill_descendants,
+    mark_of,
     readable,
     shared_machine_environment,
 )
@@ -69,9 +68,6 @@ _ALLOCATORS = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
 )
-
-_alive: set[str] = set()
-"""The tokens of this process's reapers."""
 
 
 class ReaperDied(Exception):
@@ -165,11 +161,10 @@ class Interpreters:
         self.pump = OutputPump()
         self.running: dict[int, Interpreter] = {}
         self._owner = os.getpid()
-        self._token = os.urandom(8).hex()
-        self._sessions: set[int] = set()
+        self._job = os.urandom(3).hex()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # what the reaper leaves behind if it is killed becomes ours to end
-        _alive.add(self._token)
+        _alive.add(self)
         become_subreaper()
         with theirs, open(reaper.__file__, "rb") as program:
             # a signal to all processes of the job must not end it before it can handle them
@@ -181,6 +176,7 @@ class Interpreters:
                         *("-I", "-S", f"/dev/fd/{program.fileno()}"),
                         str(theirs.fileno()),
                         str(self._owner),
+                        str(job_mark(self._job)),
                         str(int(stop_signal(os.environ))),
                         str(ORPHAN_GRACE_SECONDS),
                         *(str(int(signum)) for signum in STOP_SIGNALS),
@@ -190,7 +186,7 @@ class Interpreters:
                     stdout=self.pump.stdout.child_fd,
                     stderr=self.pump.stderr.child_fd,
                     start_new_session=True,
-                    env={**os.environ, JOB_MARKER: self._token},
+                    env=dict(os.environ),
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -221,7 +217,7 @@ class Interpreters:
         program = str(Path(__file__).parents[1] / "attempt" / "__main__.py")
         command = {
             "argv": [sys.executable, program, str(self._process.pid)],
-            "environ": {**environ, JOB_MARKER: self._token},
+            "environ": environ,
         }
         nothing = os.open(os.devnull, os.O_RDONLY)
         with theirs, os.fdopen(os.memfd_create("command"), "w+") as file:
@@ -234,10 +230,14 @@ class Interpreters:
         os.close(nothing)
         if reply["started"] is None:
             raise OSError(reply["error"])
-        self._sessions.add(reply["started"])
         one = Interpreter(reply["started"], ours, environ)
         self.running[one.pid] = one
         return one
+
+    def mark(self, job: str) -> None:
+        """Have all processes of the job show its id, by which others recognize them."""
+        self._job = job
+        self._request({"mark": job_mark(job)})
 
     def signal(self, one: Interpreter, signum: int) -> None:
         """Send a signal to an interpreter that may have ended."""
@@ -281,10 +281,14 @@ class Interpreters:
             self._end_reaper()
             # what the reaper could not end itself
             quiet_seconds = _QUIET_SECONDS if was_killed else 0.0
-            left = kill_descendants(self._is_of_job, quiet_seconds=quiet_seconds)
+            mark = job_mark(self._job)
+            left = kill_descendants(
+                lambda process: mark_of(process.pid) == mark,
+                quiet_seconds=quiet_seconds,
+            )
             if left:
                 log.warning("processes %s of the attempt cannot be ended", left)
-            _alive.discard(self._token)
+            _alive.discard(self)
             if not _alive:
                 become_subreaper(on=False)
         self.pump.close()
@@ -295,13 +299,6 @@ class Interpreters:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_AFTER_KILL_SECONDS)
-
-    def _is_of_job(self, process: psutil.Process) -> bool:
-        """Recognize a process by its session, also a zombie, or by its environment."""
-        with contextlib.suppress(psutil.Error, OSError):
-            is_in_session = os.getsid(process.pid) in self._sessions
-            return is_in_session or process.environ().get(JOB_MARKER) == self._token
-        return False
 
     def _request(
         self, message: Mapping[str, object], descriptors: Sequence[int] = ()
@@ -341,6 +338,10 @@ class Interpreters:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_AFTER_KILL_SECONDS)
         return ReaperDied(self._process.poll() or -signal.SIGKILL)
+
+
+_alive: set[Interpreters] = set()
+"""Those of this process that are not closed."""
 
 
 def wait_until_prepared(

@@ -319,6 +319,7 @@ class Job:
             cfg,
             ranks=1 if self.config.is_script else self.config.num_gpus,
             has_standby=sweep_folder() is None,
+            job=self.folder.token,
         )
 
     def _find_devices(self) -> Devices:

@@ -70,6 +70,7 @@ class ProcessExecutor:
         cfg: the resolved config.
         ranks: in how many processes the first attempt will run.
         has_standby: while an attempt trains, an interpreter for the next one imports what it has.
+        job: the job's id, or its last part.
 
     Raises:
         ConfigError: ``trainer.preload_modules`` is not a list.
@@ -82,15 +83,18 @@ class ProcessExecutor:
         *,
         ranks: int = 1,
         has_standby: bool,
+        job: str,
     ) -> None:
         self._trainer = trainer
         self._cfg = cfg
         self._has_standby = has_standby
+        self._job = job
         self._modules = tuple(early_imports(cfg))
         self._ranks = ranks
         self._standby_bytes = 0
         self._interpreters = take_early()
         with contextlib.suppress(ReaperDied, OSError):  # tried again for the attempt
+            self._interpreters.mark(job)
             for one in self._waiting(os.environ, ranks):
                 one.prepare(self._preparation())
 
@@ -221,6 +225,7 @@ class ProcessExecutor:
         if not self._interpreters.is_alive:
             self.close()
             self._interpreters = Interpreters()
+            self._interpreters.mark(self._job)
         interpreters = self._interpreters
         interpreters.poll()
         waiting = [one for one in interpreters.running.values() if not one.is_begun]

@@ -197,11 +197,12 @@ class HostQueue:
         none for the CPU: everything is released. Returns False if another job has one by now."""
         if self._reservation is None:
             return True
-        if not uuids:
-            self.release()
-            return True
         before = self._reservation.job
         try:
+            if not uuids:
+                self._reservation.update(before.on(()))
+                self.release()
+                return True
             if set(uuids) != set(before.gpus):
                 return self.announce(uuids, need_bytes)
             here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,13 +106,13 @@ class QueueDir:
         os.close(self.fd)
 
     def matches(
-        self, pattern: re.Pattern[str]
+        self, pattern: re.Pattern[str], without: Collection[str] = ()
     ) -> tuple[list[re.Match[str]], dict[int, int]]:
         """Return the names that match, sorted, and how many are left out by user id.
 
         One user's files beyond a thousand are left out, so they delay no other user.
         """
-        names = sorted(os.listdir(self.fd))
+        names = sorted(set(os.listdir(self.fd)).difference(without))
         found = [match for name in names if (match := pattern.fullmatch(name))]
         if len(found) <= MOST_FILES_PER_USER:
             return found, {}

@@ -2,8 +2,9 @@
 
 The lock belongs to the launcher and to every process that inherits the descriptor, its attempt and
 all that this starts. The kernel releases it with the last of them, and what is left is a file that
-its owner's next job removes. A lock of another user on a record has no effect: it is taken before
-the file gets its name, and to probe it is to ask for a write lock.
+its owner's next job removes. A process that has closed the descriptor is known by its job's mark
+(`host/linux.py`): while one lives, the job keeps its GPUs. A lock of another user on a record has
+no effect: it is taken before the file gets its name, and to probe it is to ask for a write lock.
 
 No lock covers several records. A job announces what it takes in its own record, then reads all
 others again (``HostQueue.announce``): of two jobs that take the same GPU at once at least one sees
@@ -26,7 +27,13 @@ from typing import Any
 
 from robust_train.files import from_json, parse_json
 from robust_train.gpu.processes import started_at
-from robust_train.host.linux import is_flocked, is_locked, lock
+from robust_train.host.linux import (
+    is_flocked,
+    is_locked,
+    lock,
+    marked_processes,
+    processes_of,
+)
 from robust_train.queue.queue_dir import QueueDir, QueueProblem, why_not_written
 
 IDLE_SECONDS = 3600
@@ -162,6 +169,8 @@ class Registry(QueueDir):
         self.left_out: dict[int, int] = {}
         """Record files that were not read for their number, by user id."""
         self._known: dict[str, QueuedJob | None] = {}
+        self._dead: set[str] = set()
+        """Names of records whose jobs have ended: one never comes to life again."""
 
     def jobs(self) -> list[QueuedJob]:
         """Return the living jobs in the order of their tickets; remove what own dead ones left."""
@@ -169,19 +178,27 @@ class Registry(QueueDir):
             removed = self.fd
             super().__init__(self.base)
             os.close(removed)
-        matches, self.left_out = self.matches(_RECORD_FILE)
+        matches, self.left_out = self.matches(_RECORD_FILE, self._dead)
         known, self._known = self._known, {}
+        marked = functools.cache(marked_processes)
+        self._dead.intersection_update(os.listdir(self.fd) if self._dead else ())
         for match in matches:
             fd = self.open(match[0])
             if fd is None:
                 continue
             try:
                 owner = os.fstat(fd).st_uid
-                if is_locked(fd) or (match[1] == "job" and is_flocked(fd)):
-                    job = _read(fd, match, owner) or known.get(match[0])
+                job = _read(fd, match, owner) or known.get(match[0])
+                if (
+                    is_locked(fd)
+                    or (match[1] == "job" and is_flocked(fd))
+                    or (job and job.gpus and processes_of(job.id, owner, marked))
+                ):
                     self._known[match[0]] = job
-                elif os.geteuid() in (0, owner):
-                    self.remove(match[0])
+                else:
+                    self._dead.add(match[0])
+                    if os.geteuid() in (0, owner):
+                        self.remove(match[0])
             finally:
                 os.close(fd)
         return sorted(filter(None, self._known.values()), key=lambda job: job.order)
@@ -266,15 +283,17 @@ class Reservation:
         self.job = job
 
     def release(self) -> None:
-        """Release the reservation. What still has the descriptor open keeps it all the same."""
+        """Release the reservation. What is left of the job on its GPUs keeps it all the same."""
         if self.fd < 0:
             return
         fd, self.fd = self.fd, -1
         os.close(fd)
-        # while a process of ours has it open, others must see it
         again = self.registry.open(self._name)
         if again is not None:
-            if not is_locked(again):
+            job = self.job
+            if not is_locked(again) and not (
+                job.gpus and processes_of(job.id, job.owner)
+            ):
                 self.registry.remove(self._name)
             os.close(again)
 

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from robust_train.attempt.run import Run
@@ -22,6 +23,7 @@ from robust_train.host.linux import (
     collect,
     kill_descendants,
     readable,
+    signal_at_parents_death,
 )
 from robust_train.host.signals import wakeup_descriptor
 from robust_train.model.errors import ConfigError
@@ -48,6 +50,8 @@ class Program:
                     cwd=cwd,
                     pass_fds=_files_to_inherit(),
                     stdin=stdin,
+                    # where the reaper was killed as well
+                    preexec_fn=partial(signal_at_parents_death, signal.SIGKILL),
                 )
         except OSError as error:
             problem = error.strerror or error
