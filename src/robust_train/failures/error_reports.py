@@ -224,8 +224,8 @@ def one_line(lines: list[str], between: str = " ") -> str:
         between: what joins them.
     """
     kept = "\n".join(line for line in lines if not _FRAME.match(line))
-    told = _HINT.sub(" ", _APPENDIX.sub(" ", kept)).replace("\n", between)
-    return " ".join(told.split())
+    text = _HINT.sub(" ", _APPENDIX.sub(" ", kept)).replace("\n", between)
+    return " ".join(text.split())
 
 
 def _first_line(lines: list[str]) -> str:
