@@ -229,14 +229,35 @@ JOURNEYS: list[tuple[Any, ...]] = [
         "fewer workers with less ahead, then half",
         "0:20 1:70 // "
         "host → fewer_workers workers=2 64×1; host → fewer_workers workers=1;"
-        "host → fewer_workers workers=0; host → halve_batch 32×2 cuda:0",
+        "host → halve_batch 32×2 cuda:0 workers=1",
+    ),
+    (
+        "the built-in trainer can do without workers",
+        "0:20 // host:began → fewer_workers workers=0; host:began → halve_batch 32×2",
+        {"num_workers": 1, "reports_start": True},
+    ),
+    ("workers that hold little", "cpu // host:hold=0:workers=4 → halve_batch workers=4"),
+    ("there are no workers", "cpu // host:hold=1:workers=0 → halve_batch workers=4 32×2"),
+    (
+        "workers whose number is not ours",
+        "cpu // host:hold=1:workers=4 → fewer_workers workers=2;"
+        "host:hold=1:workers=4 → halve_batch workers=2 32×2",
     ),
     ("no workers are read", "cpu // host:no_workers → halve_batch workers=4 32×2"),
     (
         "a worker that dies",
         "cpu // "
-        "worker → fewer_workers workers=2; worker → fewer_workers workers=1;"
-        "worker → fewer_workers workers=0; worker → give up",
+        "worker → fewer_workers workers=2; worker → fewer_workers workers=1; worker → give up",
+    ),
+    (
+        "a worker that someone killed, of a fixed number",
+        "cpu // worker:killed → retry 64×1; worker:killed → halve_batch 32×2",
+        {"num_workers": 0, "max_retries": 1},
+    ),
+    (
+        "a worker that the kernel killed, of a fixed number",
+        "cpu // worker:kernel → halve_batch 32×2; worker:shared_memory → halve_batch 16×4",
+        {"num_workers": 0},
     ),
     *(
         (
@@ -489,8 +510,8 @@ JOURNEYS: list[tuple[Any, ...]] = [
     ),
     (
         "fewer workers for a batch that must not be split",
-        "cpu // host:kept:step=3 → fewer_workers workers=0; host:kept:step=3 → give up",
-        {"can_checkpoint": True, "num_workers": 1},
+        "cpu // host:kept:step=3 → fewer_workers workers=1; host:kept:step=3 → give up",
+        {"can_checkpoint": True, "num_workers": 2},
     ),
     (
         "a batch that must not be split gets further",
@@ -616,7 +637,11 @@ def attempt_of(spec: AttemptSpec, text: str) -> Attempt:
         elif name == "fragmented":
             evidence |= {"fragmented": True, "requested_bytes": GIB, "free_bytes": 0}
             evidence["reserved_unallocated_bytes"] = 3 * GIB
-        elif name in ("cublas", "cudnn"):
+        elif name == "workers":
+            evidence["workers"] = int(value)
+        elif name == "hold":
+            evidence["workers_hold_most"] = bool(int(value))
+        elif name in ("cublas", "cudnn", "kernel"):
             evidence["library"] = name
         elif name in ("own_limit", "no_workers"):
             evidence[name] = True

@@ -332,3 +332,14 @@ def test_a_rank_that_is_killed_inside_of_a_script_is_a_kill_like_any_other(
         ("completed", "none"),
     ]
     assert ended.attempts[0]["failure"]["evidence"]["clue"] == "killed"
+
+
+@pytest.mark.slow
+def test_a_killed_worker_of_a_fixed_number_costs_an_attempt_and_not_the_job(scripts: CommandWorld):
+    marker = scripts.world.folder / "was_killed"
+    ended = scripts.train([sys.executable, str(SCRIPTS / "workers.py"), str(marker)])
+    assert ended.returncode == 0, ended.output
+    assert [(a["outcome"], a["action"]) for a in ended.attempts] == [
+        ("worker_death", "retry"),
+        ("completed", "none"),
+    ]

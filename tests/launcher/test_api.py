@@ -317,16 +317,14 @@ def test_a_death_without_an_exception_is_raised_as_trainer_failed(tmp_path: Path
         launch(trainers.dies_of_segfault, run_dir=tmp_path)
 
 
-@pytest.mark.parametrize(("has_workers", "sizes"), [(False, "8, 4"), (True, "8, 8, 8, 4")])
 def test_memory_that_runs_out_everywhere_is_raised_with_what_was_tried(
-    tmp_path: Path, has_workers: bool, sizes: str
+    tmp_path: Path,
 ):
     def train(cfg):
-        _ = cfg.training.num_workers if has_workers else None
         raise MemoryError
 
     cfg = {"isolation": "none", "training": {"batch_size": 8, "num_workers": 2}}
-    with pytest.raises(AttemptsExhausted, match=f"cpu at micro-batch {sizes}"):
+    with pytest.raises(AttemptsExhausted, match="cpu at micro-batch 8, 4"):
         launch(train, cfg, run_dir=tmp_path)
 
 

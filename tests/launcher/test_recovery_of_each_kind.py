@@ -91,9 +91,9 @@ def actions(ended: Ended) -> list[str]:
         ),
         pytest.param(
             ["3 worker"] * 2,
-            "fewer_workers fewer_workers none",
+            "fewer_workers retry none",
             [A, A, A],
-            id="a killed data-loader worker means fewer workers",
+            id="a killed data-loader worker means fewer workers, then the same again",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_the_next_attempt_uses_what_the_remedy_says(
     assert {given["batch_size"] for given in script.given} == {64}
     is_excluded = f"{A} is excluded for 30 min for all jobs of this host" in ended.output
     assert is_excluded is ("ECC" in failures[0])
-    fewer = [(2, 2), (1, 1), (0, 1)] if "worker" in failures[0] else [(2, 2)] * 3
+    fewer = [(2, 2), (1, 1), (1, 1)] if "worker" in failures[0] else [(2, 2)] * 3
     assert [(one["num_workers"], one["prefetch_factor"]) for one in script.given] == fewer
 
 

@@ -109,11 +109,11 @@ def by_oom_killer(failure: Failure) -> Failure:
     """Return a failure that reports SIGKILL as one of host memory: the kernel counted a kill."""
     if failure.evidence.clue != Clue.KILLED:
         return failure
-    message = f"{failure.message}: the kernel's OOM killer"
+    is_workers = failure.kind is FailureKind.WORKER_DEATH
     return replace(
         failure,
-        kind=FailureKind.HOST_OOM,
-        message=message,
+        kind=failure.kind if is_workers else FailureKind.HOST_OOM,
+        message=f"{failure.message}: the kernel's OOM killer",
         evidence=Evidence(library="kernel"),
     )
 

@@ -32,6 +32,7 @@ _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
 )
 _MOST_LINES = 40
+_OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LINES = 15
 
 
@@ -46,7 +47,7 @@ def ended(attempt: Attempt, seconds: float, *, log: Path, stacks: Path) -> Attem
     """
     end = attempt.exit
     crash = None if end.stalled else native_stack_in(end.stacks or end.output)
-    failure = _failure(attempt, crash, stacks)
+    failure = _with_workers(_failure(attempt, crash, stacks), end)
     traceback = attempt.ending.traceback if isinstance(attempt.ending, Failed) else None
     if failure is None:
         traceback = None
@@ -66,6 +67,25 @@ def ended(attempt: Attempt, seconds: float, *, log: Path, stacks: Path) -> Attem
         traceback=traceback,
         peak_memory_bytes=peak,
     )
+
+
+def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
+    """Return the failure with what is known of the data-loader workers.
+
+    A process that is refused memory has reached a limit of its own, for which workers are no
+    matter. They are where the kernel counts the memory of all.
+    """
+    if failure is None or failure.kind not in _OF_THE_HOST:
+        return failure
+    is_workers = failure.kind is FailureKind.WORKER_DEATH
+    is_of_all = failure.evidence.library in ("kernel", "kubernetes", "os", "ray")
+    evidence = replace(
+        failure.evidence,
+        # one that died early was there between two looks
+        workers=end.workers or (None if is_workers else end.workers),
+        workers_hold_most=end.workers_hold_most if is_of_all else False,
+    )
+    return replace(failure, evidence=evidence)
 
 
 def _failure(

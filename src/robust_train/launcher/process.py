@@ -27,6 +27,7 @@ from robust_train.host.memory import OomKillWatch, read_host_memory
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
+from robust_train.host.workers import Workers, find_workers
 from robust_train.launcher.ending import RankEnd, event_of
 from robust_train.launcher.interpreters import (
     Interpreter,
@@ -59,6 +60,8 @@ _LAST_REPORT_SECONDS = 1.0
 """Time of the other ranks after a failure: for a report of their own that explains more."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
+_LONGEST_BETWEEN_LOOKS = 60.0
+_LOOK_SHARE = 0.0025  # of the time, which looks at the process tree may take
 _STANDBY_SHARE = 0.05  # of the memory that programs can still get, within the cgroup
 
 
@@ -352,6 +355,8 @@ class RunningAttempt:
         # by the monotonic clock: when it is killed (again), and when it was first
         self._kill_at = self._killed_at = math.inf
         self._is_begun = self._is_stopping = self._limits_others = False
+        self._workers: Workers | None = None  # at the last look that found some
+        self._began, self._look_at = time.monotonic(), 0.0
         self._unannounced: list[int] = []
 
     def run(
@@ -436,6 +441,8 @@ class RunningAttempt:
                 )
         if self._votes is not None:
             self._limit_other_ranks()
+        if now >= self._look_at:
+            self._look_for_workers(now)
         if is_given_up or not any(one.is_running for one in self._processes):
             return True
         if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
@@ -456,6 +463,15 @@ class RunningAttempt:
                     AFTER_FAILURE_SECONDS if is_failure else self._grace_seconds
                 )
             self._on_event(event)
+
+    def _look_for_workers(self, now: float) -> None:
+        """Look for data-loader workers, less often as time goes by."""
+        found = find_workers([one.pid for one in self._processes if one.is_running])
+        if found.count or self._workers is None:
+            self._workers = found
+        cost, age = time.monotonic() - now, now - self._began
+        pause = min(max(age, TICK_SECONDS), _LONGEST_BETWEEN_LOOKS)
+        self._look_at = now + max(pause, cost / _LOOK_SHARE)
 
     def _limit_other_ranks(self) -> None:
         """Limit the time of the others once a rank has failed, or all have reported their end."""
@@ -488,6 +504,10 @@ class RunningAttempt:
             own[0].returncode,
             own[0].pid,
             max(one.max_resident_bytes for one in own),
+            workers=None if self._workers is None else self._workers.count,
+            workers_hold_most=None
+            if self._workers is None
+            else self._workers.hold_most,
         )
 
     def _send_end(self, ends: Sequence[RankEnd]) -> None:

@@ -52,6 +52,10 @@ class Exit:
     stalled: str | None = None  # what stood still, for an attempt that was ended for it
     was_stopped: bool = False  # the launcher had asked it to stop
     oom_killed: bool | None = None  # by the kernel; None if unknown
+    # the data-loader workers of its processes, and whether they held most of the memory; None if
+    # unknown
+    workers: int | None = None
+    workers_hold_most: bool | None = None
     # the trainer's exception, of an attempt in the launcher's own process
     error: BaseException | None = field(default=None, compare=False)
 

@@ -59,6 +59,9 @@ class Evidence:
     # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
     library: str | None = None
     no_workers: bool = False  # the trainer has read no number of data-loader workers
+    workers: int | None = None  # data-loader workers among its processes
+    # they held most of the memory that ran out; None if unknown
+    workers_hold_most: bool | None = None
 
     @property
     def is_hardware(self) -> bool:

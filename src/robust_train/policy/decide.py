@@ -37,7 +37,12 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.checkpoint_gradients,
         remedies.again_after_progress,
     ),
-    FailureKind.WORKER_DEATH: (remedies.fewer_workers, remedies.again_after_progress),
+    FailureKind.WORKER_DEATH: (
+        remedies.fewer_workers,
+        remedies.killed_worker_again,
+        remedies.less_for_workers,
+        remedies.again_after_progress,
+    ),
     FailureKind.DEVICE_FAULT: (
         remedies.without_expandable_segments,
         remedies.half_after_internal_errors,

@@ -68,18 +68,53 @@ def expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
-    """Halve the data-loader workers, which hold memory of their own, each with less ahead."""
-    last = context.last
-    has_none = last.num_workers == 0 or context.evidence.no_workers
-    if has_none or context.evidence.clue in (Clue.IMPORT, Clue.MODEL):
+    """Halve the data-loader workers where they hold the memory, each with less ahead.
+
+    One is left: many programs cannot load in the training process. The built-in trainer can.
+    """
+    last, evidence = context.last, context.evidence
+    is_host = context.failure.kind is FailureKind.HOST_OOM
+    # where a worker died there were some
+    has_none = evidence.no_workers or (is_host and evidence.workers == 0)
+    holds_little = is_host and evidence.workers_hold_most is False
+    if has_none or holds_little or _workers_are_fixed(context):
+        return None
+    if evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
     workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
+    workers = workers if context.config.is_built_in else max(workers, 1)
+    if workers >= last.num_workers:
+        return None
     how = f": {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
         how += f", {last.prefetch_factor} → {prefetch} batches ahead"
     return context.retry(
         "fewer_workers", how, num_workers=workers, prefetch_factor=prefetch
     )
+
+
+def _workers_are_fixed(context: FailureContext) -> bool:
+    """Return whether the trainer had as many workers although it was given fewer."""
+    seen, given = context.evidence.workers, context.last.num_workers
+    return bool(seen) and any(
+        one.spec.num_workers > given and one.evidence.workers == seen
+        for one in context.history[:-1]
+    )
+
+
+def killed_worker_again(context: FailureContext) -> Retry | None:
+    """Retry the same where someone, and not the kernel, killed a data-loader worker."""
+    if context.evidence.library == "kernel":
+        return None
+    return killed_again(context)
+
+
+def less_for_workers(context: FailureContext) -> Retry | None:
+    """Half the micro-batch where memory was what a data-loader worker died of."""
+    is_memory = context.evidence.clue in (Clue.KILLED, Clue.SHARED_MEMORY)
+    if not is_memory and context.evidence.library != "kernel":
+        return None
+    return halve_batch(context)
 
 
 def halve_batch(context: FailureContext) -> Retry | None:

@@ -1,0 +1,66 @@
+"""Data-loader workers as the launcher sees them: in the process tree of an attempt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from robust_train.host.workers import Workers, find_workers
+
+HOLDS = """
+import multiprocessing, sys, time
+own, each, count, method = *map(int, sys.argv[1:4]), sys.argv[4]
+
+def work(ready, mib):
+    held = bytearray(b"x") * (mib << 20)
+    ready.release()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    held = bytearray(b"x") * (own << 20)
+    context = multiprocessing.get_context(method)
+    ready = context.Semaphore(0)
+    for _ in range(count):
+        context.Process(target=work, args=(ready, each), daemon=True).start()
+    for _ in range(count):
+        ready.acquire()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def started(tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for one in processes:
+        one.kill()
+        one.wait()
+        one.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "each", "count", "method", "workers"),
+    [
+        (1, 60, 2, "fork", Workers(2, hold_most=True)),
+        (60, 1, 2, "spawn", Workers(2, hold_most=False)),
+        # a fork's copy of its parent's memory is none of its own
+        (60, 1, 3, "fork", Workers(3, hold_most=False)),
+        (1, 1, 0, "fork", Workers()),
+    ],
+)
+def test_counts_the_workers_and_says_whether_they_hold_the_memory(
+    tmp_path, started, own: int, each: int, count: int, method: str, workers: Workers
+):
+    (tmp_path / "holds.py").write_text(HOLDS)
+    program = [sys.executable, "holds.py", str(own), str(each), str(count), method]
+    # a shell between is no worker, as a script's is none
+    command = ["sh", "-c", '"$@"; true', "sh", *program]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    started.append(process)
+    assert process.stdout.readline() == "ready\n"
+
+    assert find_workers([process.pid]) == workers
