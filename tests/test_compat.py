@@ -7,6 +7,7 @@ import inspect
 import logging
 import operator
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -481,6 +482,12 @@ def test_private_names_of_transformers_are_there(tmp_path: Path):
     assert found == [False, True]
     plain.create_optimizer_and_scheduler(1)
     compat.save_trainer(plain)
+    assert (tmp_path / "checkpoint-0" / "trainer_state.json").exists()
+    writes = []
+    compat.saving_through(plain, writes.append)
+    compat.save_trainer(plain)
+    shutil.rmtree(tmp_path / "checkpoint-0")
+    writes.pop()()
     assert (tmp_path / "checkpoint-0" / "trainer_state.json").exists()
 
 

@@ -311,6 +311,16 @@ def save_trainer(trainer: Any) -> None:
     trainer._save_checkpoint(trainer.model, trial=None)
 
 
+def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -> None:
+    """Have a transformers ``Trainer`` call ``around(save)`` in place of each save."""
+    write = trainer._save_checkpoint
+
+    def save_checkpoint(*arguments: Any, **options: Any) -> None:
+        around(lambda: write(*arguments, **options))
+
+    trainer._save_checkpoint = save_checkpoint
+
+
 LATEST = "_forward_cache"
 LOGGED = (
     "value",

@@ -103,14 +103,16 @@ def sigstop(depth: int) -> Callable[[Day], None]:
 
 
 def full_disk(day: Day) -> None:
-    """The run folder is on a disk of its own (see :func:`small_disk`), and now it is full."""
+    """The run folder is on a disk of its own (see :func:`small_disk`), which is full until someone
+    is notified of it."""
+    told = day.world.folder / "told"
     filler = fill(day.run_dir)
-    ended = day.end()
+    day.hold.unlink()
+    wait_until(told.exists, "someone is notified")
     filler.unlink()
-    if ended.returncode == 0:  # what it had to write was small enough for the last blocks
-        return
-    # a sweep's job has its own log, on the same full disk
-    assert day.kind.is_sweep or "No space left" in ended.output
+    ended = day.end()
+    assert ended.returncode == 0, ended.output
+    assert "No space left" in told.read_text()
 
 
 def unreadable_folder(day: Day) -> None:
@@ -204,6 +206,13 @@ def bug(day: Day) -> None:
     assert "a bug of mine" in ended.attempts[0]["message"]
 
 
+TELLS = (
+    "notify.command=[sh,-c,'cat > told']",
+    "notify.on=[disk]",
+    "notify.sweep_jobs=true",
+)
+
+
 @dataclass(frozen=True)
 class Event:
     """What happens to a job.
@@ -259,7 +268,7 @@ EVENTS = {
         f"SIGSTOP of process {depth}": Event(sigstop(depth), is_of_launcher=True)
         for depth in (0, 1, 2, 3)
     },
-    "full disk": Event(full_disk, is_of_launcher=True),
+    "full disk": Event(full_disk, words=TELLS),
     "unreadable folder": Event(unreadable_folder, is_of_launcher=True),
     "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
     "second launcher": Event(second_launcher, is_of_launcher=True),

@@ -166,12 +166,12 @@ def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
     monkeypatch.setattr(module, "of_all_ranks", meet)
     callback = module.RobustCallback(framework_config(8), Run(run_dir=tmp_path))
     state = SimpleNamespace(global_step=3)
-    callback.saved(SimpleNamespace(output_dir=tmp_path), state)
-    assert (seen, mark.exists()) == ([False], True)
-    # one that is written again is not marked meanwhile
     arguments = SimpleNamespace(output_dir=tmp_path)
+    callback.save(lambda: None, arguments, state)
+    assert seen == [False, True]
+    # one that is written again is not marked meanwhile
     callback.on_epoch_end(arguments, state, SimpleNamespace(should_save=True))
-    assert (seen, mark.exists()) == ([False, False], False)
+    assert (seen, mark.exists()) == ([False, True, False], False)
 
 
 @pytest.mark.parametrize("is_rank_0s", [True, False])
@@ -182,7 +182,7 @@ def test_whether_to_resume_is_what_rank_0_found_on_the_disk(
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     module = importlib.import_module("robust_train.integrations.transformers")
     first: list = [8 if is_rank_0s else None]
-    monkeypatch.setattr(module, "of_all_ranks", lambda value: first[:1] or [value])
+    monkeypatch.setattr(module, "of_all_ranks", lambda value: [first.pop()] if first else [value])
     if is_rank_0s:  # the mark has not come to this rank's machine
         (saved / "robust_train.json").unlink()
     _, _, again = _fit(tmp_path / "again", framework_config(8), saved)

@@ -107,6 +107,19 @@ def test_a_number_of_steps_counts_from_where_the_attempt_began():
     assert [step for step in range(47, 51) if saves.is_due(step)] == [49, 50]
 
 
+def test_a_checkpoint_that_could_not_be_written_is_due_each_minute_until_it_is():
+    time = Clock()
+    saves = SaveClock(SavePlan(1e9, 3), now=time)
+    due = []
+    for step in range(1, 200):
+        time.seconds += 1
+        if saves.is_due(step):
+            due.append(step)
+            saves.begin(step)
+            saves.failed() if step < 100 else saves.saved(step)
+    assert due[:5] == [3, 63, 123, 126, 129]
+
+
 def test_a_trainer_that_reports_no_steps_has_its_calls_counted():
     saves = SaveClock(SavePlan(1e9, 3), now=Clock())
     assert [look for look in range(1, 5) if saves.is_due(None)] == [3, 4]

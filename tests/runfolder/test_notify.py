@@ -32,8 +32,9 @@ from robust_train.launcher.notifier import (
     notifications,
     sentence,
 )
-from robust_train.model.attempt import Attempt
-from robust_train.model.events import Stalled, StallWarning
+from robust_train.model.attempt import Attempt, AttemptEnded
+from robust_train.model.events import CheckpointFailed, CheckpointSaved, Stalled, StallWarning
+from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 from sweep_world import SweepWorld
 from world import World
@@ -112,6 +113,21 @@ def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tm
     assert (stalled["event"], stalled["attempt"]) == ("stalled", 3)
     assert "no progress in attempt 3" in last
     assert not notifier.has_failed
+
+
+def test_a_disk_that_takes_no_checkpoint_is_notified_of_once_until_it_does(tmp_path: Path):
+    notifier = Notifier(NotifyConfig(_writes(tmp_path / "told")))
+    failed = CheckpointFailed("No space left on device")
+    full = Failure(FailureKind.DISK_FULL, "OSError: No space left")
+    ended = AttemptEnded(Attempt(3, AttemptSpec((), 8, 1), failure=full))
+    for event in (failed, failed, ended, CheckpointSaved("/c", 5), ended):
+        notifier.on_event(event, THIRD)
+        notifier.finish()
+    lines = (tmp_path / "told").read_text().splitlines()[1::2]
+    assert [line.partition(": ")[2] for line in lines] == [
+        "no checkpoint could be saved: No space left on device",
+        "OSError: No space left",
+    ]
 
 
 @pytest.mark.parametrize(

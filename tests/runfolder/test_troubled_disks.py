@@ -11,7 +11,7 @@ import pytest
 
 from command_world import CommandWorld
 from disks import fill, small_disk
-from robust_train.folder.checkpoints import record_checkpoint
+from robust_train.folder.checkpoints import record_checkpoint, why_full
 from robust_train.folder.identity import begin_job, wait_until_readable
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
 from world import World
@@ -50,6 +50,19 @@ def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(
     assert ended.returncode == 75, ended.output
     assert "Traceback" not in ended.output
     assert "No space left on device" in ended.stderr.splitlines()[-1]
+
+
+def test_whether_a_disk_has_room_again(disk: Path, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    message = f"OSError: [Errno 28] No space left on device: '{disk}/cache'"
+    filler = fill(disk)
+    assert why_full(run_dir, message) == f"no space is left in {disk}"
+    assert why_full(run_dir, "OSError: [Errno 28] No space left on /nowhere/x") is None
+    assert "(No space left on device)" in str(why_full(disk, ""))
+    filler.unlink()
+    assert "(No space left on device)" in str(why_full(disk, "")), "64 KiB are not enough"
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize(

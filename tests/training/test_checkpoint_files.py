@@ -27,7 +27,7 @@ LIMITED = """
 import logging, resource, sys
 from pathlib import Path
 from training_world import WatchedRun, config
-from robust_train.model.errors import UserError
+from robust_train.folder.checkpoints import CheckpointError
 from training_world import train
 
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -37,7 +37,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 run = WatchedRun(folder)
 try:
     train(cfg, run)
-except UserError as error:
+except CheckpointError as error:
     print("FAILED", type(error).__name__, error)
 print("STEPS", run.last_step, "CHECKPOINTS", len(run.of("checkpoint")))
 """
@@ -57,7 +57,7 @@ def in_a_limited_process(folder: Path, limit_bytes: int) -> subprocess.Completed
 def test_training_goes_on_when_a_checkpoint_is_too_large_and_says_so_at_the_end(tmp_path):
     ended = in_a_limited_process(tmp_path, limit_bytes=10_000)
     assert "STEPS 46 CHECKPOINTS 0" in ended.stdout
-    assert "FAILED UserError" in ended.stdout
+    assert "FAILED CheckpointError" in ended.stdout
     assert f"cannot write {tmp_path / 'checkpoints' / 'final.pt'}: File too large" in ended.stdout
     assert ended.stderr.count("training goes on, earlier ones are kept") == 2
     assert list((tmp_path / "checkpoints").iterdir()) == []

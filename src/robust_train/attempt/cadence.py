@@ -18,6 +18,8 @@ log = logging.getLogger("robust_train")
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
 SHORTEST_AFTER_FAILURE_SECONDS = 1.0
+OWED_SECONDS = 60.0
+"""Until a checkpoint that could not be written is tried again."""
 _LARGEST_SHARE = 0.01
 
 
@@ -67,6 +69,7 @@ class SaveClock:
         self._saved_at = now()
         self._saved_step: int | None = None
         self._saving_since: float | None = None
+        self._retries_at: float | None = None
         self._calls = 0
 
     def is_due(self, step: int | None) -> bool:
@@ -75,6 +78,8 @@ class SaveClock:
         step = self._calls if step is None else step
         if self._saved_step is None:
             self._saved_step = step - 1
+        if self._retries_at is not None:
+            return self._now() >= self._retries_at
         if self._plan.every_steps and step - self._saved_step >= self._plan.every_steps:
             return True
         now = self._now()
@@ -94,9 +99,15 @@ class SaveClock:
             self._cost = self._now() - self._saving_since
         self._saving_since = None
 
+    def failed(self) -> None:
+        """Record that the checkpoint could not be written: it is due again in a minute."""
+        self._saving_since = None
+        self._retries_at = self._now() + OWED_SECONDS
+
     def saved(self, step: int | None) -> float | None:
         """Return for how many seconds the save held training up, None if that is not known."""
         self.copied()
+        self._retries_at = None
         self._mark(step)
         return self._cost
 
@@ -116,6 +127,8 @@ class Saving:
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
         self._job_started = None if identity is None else identity.started
+        # why the last checkpoint could not be written, None if it was
+        self.owed: str | None = None
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
@@ -135,7 +148,7 @@ class Saving:
 
     def saved(self, path: Path, step: int | None) -> None:
         """Write the manifest of the complete checkpoint at ``path``."""
-        seconds = self.clock.saved(step)
+        seconds, self.owed = self.clock.saved(step), None
         if self.job is None:
             return
         try:
@@ -151,6 +164,11 @@ class Saving:
             log.warning(
                 "no manifest of the checkpoint %s: %s", path, error.strerror or error
             )
+
+    def failed(self, reason: str) -> None:
+        """Record that a checkpoint could not be written."""
+        self.owed = reason
+        self.clock.failed()
 
     def rotate(self, pattern: str, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``."""

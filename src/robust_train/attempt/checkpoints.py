@@ -29,6 +29,7 @@ from robust_train.folder.checkpoints import (
 from robust_train.folder.identity import wait_until_readable
 from robust_train.host.memory import read_host_memory
 from robust_train.model.errors import RankFailure
+from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
@@ -136,6 +137,12 @@ def _host_copy(content: Content, copies: int) -> Content | None:
         raise
 
 
+def is_of_disk(error: BaseException) -> bool:
+    """Return whether a save failed because of the disk, whichever library says so."""
+    full = FailureKind.DISK_FULL
+    return isinstance(error, OSError) or classify_failure(error).kind is full
+
+
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
     result, error = None, None
@@ -143,6 +150,10 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
         result = act()
     except (OSError, MemoryError, RuntimeError, _Unusable) as raised:
         error = raised
+    except Exception as raised:  # safetensors has an error of its own
+        if not is_of_disk(raised):
+            raise
+        error = OSError(first_line(raised))
     for rank, found in enumerate(gather(error)):
         if found is None:
             continue

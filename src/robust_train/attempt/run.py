@@ -22,6 +22,7 @@ from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
 from robust_train.model.events import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochEnded,
     Event,
@@ -222,7 +223,11 @@ class Run:
             self._checkpoint_answers.remove(answer)
 
     def checkpoint_failed(self, reason: str) -> None:
-        """Report that no checkpoint could be saved, so that no one goes on waiting for it."""
+        """Report that no checkpoint could be saved: training goes on, the user is notified, and
+        :attr:`checkpoint_due` is true again in a minute."""
+        if self.is_main:
+            self.saving.failed(reason)
+            self.report(CheckpointFailed(reason))
         self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
 
     def _answer_checkpoint(self, reply: dict[str, Json]) -> None:

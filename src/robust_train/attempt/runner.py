@@ -38,6 +38,7 @@ from robust_train.config.attempt import AttemptRequest
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.files import plain
+from robust_train.folder.checkpoints import CheckpointError
 from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
 from robust_train.host.votes import Flags
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
@@ -98,6 +99,7 @@ def run_attempt(
             with AttemptRequests(run, run.run_dir, tick):
                 result = call_trainer(load(), request.cfg, request.config, run)
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
+                _refuse_to_lose_steps(run)
             ending = Finished(plain(result, "the trainer's result"))
         except BaseException as raised:
             if isinstance(raised, SystemExit) and raised.code in (None, 0):
@@ -121,6 +123,15 @@ def run_attempt(
         if run.memory_keeper is not None and not (process_ends and error is not None):
             run.memory_keeper.clean_up(error)
     return error
+
+
+def _refuse_to_lose_steps(run: Run) -> None:
+    """Fail a completed training that a full disk has kept from saving its last steps: the next
+    attempt repeats them once there is room."""
+    if run.saving.owed is not None and not run.was_told_to_stop:
+        unsaved = CheckpointError(run.saving.owed)
+        if classify_failure(unsaved).kind is FailureKind.DISK_FULL:
+            raise unsaved
 
 
 def call_trainer(

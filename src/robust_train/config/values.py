@@ -14,7 +14,7 @@ from robust_train.readable import meant
 
 AUTO = "auto"
 
-EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "stalled")
+EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "stalled", "disk")
 """What ``notify.on`` may name."""
 
 URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"

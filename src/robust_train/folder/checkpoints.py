@@ -13,8 +13,10 @@ import fnmatch
 import json
 import logging
 import os
+import re
 import shutil
 import struct
+import tempfile
 import time
 import zipfile
 import zlib
@@ -26,6 +28,9 @@ from typing import Any, Literal
 from robust_train.files import from_json, replacing, sync, write_json
 
 log = logging.getLogger("robust_train")
+
+_IN_TEXT = re.compile(r"/[^\s'\":;,]+")
+_LEAST_BYTES = 1 << 20
 
 SUFFIX = ".manifest.json"
 SCHEMA = 1
@@ -105,6 +110,28 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             "checkpoint %s has changed since it was reported; using it", changed.path
         )
     return changed
+
+
+def why_full(run_dir: Path, message: str) -> str | None:
+    """Return which disk is full: that of a path in a failure's ``message``, or the run folder's,
+    which has to take another checkpoint; None if there is room."""
+    for path in map(Path, _IN_TEXT.findall(message)):
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(path.parent)
+            is_counted = disk.f_blocks and not disk.f_flag & os.ST_RDONLY
+            is_full = disk.f_bavail * disk.f_frsize < _LEAST_BYTES
+            if is_counted and (is_full or (disk.f_files and not disk.f_favail)):
+                return f"no space is left in {path.parent}"
+    try:
+        folder = run_dir / "checkpoints"
+        size = max((one.bytes for one in read_manifests(folder)), default=0)
+        # what counts space, inodes and a quota
+        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else run_dir) as file:
+            os.posix_fallocate(file.fileno(), 0, max(size, _LEAST_BYTES))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"no checkpoint fits into {run_dir} ({error.strerror})"
+    return None
 
 
 def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:

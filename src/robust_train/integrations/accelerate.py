@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.checkpoints import together
+from robust_train.attempt.checkpoints import is_of_disk, together
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import require
 from robust_train.integrations.sample_order import StepShares, take_over
@@ -171,7 +171,9 @@ class RobustLoop:
         try:
             together(lambda: self.accelerator.save_state(str(unfinished)), of_all_ranks)
             together(lambda: self.run.is_main and unfinished.rename(path), of_all_ranks)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            if not is_of_disk(error):
+                raise
             if self.run.is_main:
                 log.warning(
                     "checkpoint: %s; training goes on, earlier ones are kept", error

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.checkpoints import is_of_disk, together
 from robust_train.attempt.run import Run
-from robust_train.compat import save_trainer
+from robust_train.compat import save_trainer, saving_through
 from robust_train.config.trainers import require
 from robust_train.files import replacing
 from robust_train.integrations.steering import (
@@ -30,6 +32,7 @@ from robust_train.integrations.steering import (
 )
 from robust_train.integrations.transformers_step import recover_in_steps
 from robust_train.model.errors import Interrupted, UserError
+from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -94,6 +97,9 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     _checkpoint_gradients(trainer, cfg)
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
+    saving_through(
+        trainer, lambda write: callback.save(write, trainer.args, trainer.state)
+    )
     recover_in_steps(trainer, run)
     checkpoint = trainer.args.resume_from_checkpoint
     there = of_all_ranks(None if checkpoint is None else _marked(Path(checkpoint)))[0]
@@ -142,6 +148,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self.run = run
         self._cfg = cfg
         self._steps = Steps(cfg, run)
+        self._problem: str | None = None  # why the last checkpoint was not written
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **others: Any
@@ -209,8 +216,31 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         self.run.saving.clock.begin(state.global_step)
         self.run.speed.pause()
 
+    def save(self, write: Callable[[], None], args: Any, state: Any) -> None:
+        """Write a checkpoint and mark it complete once every rank has written its files. If the
+        disk keeps one rank from it, all of them train on."""
+        self._problem, path = None, _folder(args, state)
+
+        def mark() -> None:
+            if not self.run.is_main:
+                return
+            content = {"effective_batch_size": effective_batch_size(self._cfg)}
+            with replacing(path / _MARK, durable=True) as new:
+                new.write_text(json.dumps(content))
+
+        try:
+            together(write, of_all_ranks)
+            together(mark, of_all_ranks)
+        except Exception as error:
+            if not is_of_disk(error):
+                raise
+            self._problem = first_line(error)
+            if self.run.is_main:
+                log.warning("checkpoint: %s; training goes on", self._problem)
+                shutil.rmtree(path, ignore_errors=True)
+
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Report a complete checkpoint, and stop here if requested."""
+        """Report a checkpoint, and stop here if requested."""
         self.saved(args, state)
         if self.run.stop_requested:
             raise Interrupted(f"stopped after step {state.global_step}")
@@ -224,14 +254,11 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         of_all_ranks(None)
 
     def saved(self, args: Any, state: Any) -> None:
-        """Report the checkpoint of this step, once every rank has written its files."""
-        path = _folder(args, state)
-        of_all_ranks(None)
-        if self.run.is_main:
-            content = {"effective_batch_size": effective_batch_size(self._cfg)}
-            with replacing(path / _MARK, durable=True) as mark:
-                mark.write_text(json.dumps(content))
-        self.run.checkpoint_saved(path, state.global_step)
+        """Report the checkpoint of this step, or that it could not be written."""
+        if self._problem is None:
+            self.run.checkpoint_saved(_folder(args, state), state.global_step)
+        else:
+            self.run.checkpoint_failed(self._problem)
 
 
 def _folder(args: Any, state: Any) -> Path:

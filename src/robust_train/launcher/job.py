@@ -30,6 +30,7 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.advice import with_advice
 from robust_train.files import as_json
+from robust_train.folder.checkpoints import why_full
 from robust_train.folder.identity import (
     Beginning,
     begin_job,
@@ -71,6 +72,7 @@ from robust_train.model.events import (
     ScriptStarted,
     TrainerSupports,
 )
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import (
@@ -94,6 +96,10 @@ if TYPE_CHECKING:
     from robust_train.launcher.inline import InlineExecutor
 
 log = logging.getLogger("robust_train")
+
+
+_DISK_POLL_SECONDS = 5.0
+_DISK_LINE_SECONDS = 60.0
 
 
 class Engine(Protocol):
@@ -365,6 +371,7 @@ class Job:
             self._wait_for_room()
             if not isinstance(self.decision, Retry):
                 return self.decision
+            self._wait_for_disk()
             spec = self.decision.spec
             if not self.attempts or self.devices.take(spec.gpus):
                 self._attempt(spec)
@@ -385,6 +392,18 @@ class Job:
                     self.decision = on_gpus(self.policy, known, retry, found)
                 return
             self._decide_again(retry.otherwise, "waited_in_vain", found.reason)
+
+    def _wait_for_disk(self) -> None:
+        """Wait for space after an attempt that a full disk has ended."""
+        failure = self.attempts[-1].failure if self.attempts else None
+        if failure is None or failure.kind is not FailureKind.DISK_FULL:
+            return
+        next_line = 0.0
+        while (problem := why_full(self.run_dir, failure.message)) is not None:
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + _DISK_LINE_SECONDS
+                log.warning("%s: waiting for space, then training goes on", problem)
+            self.sleep(_DISK_POLL_SECONDS)
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
         assert decision is not None

@@ -29,7 +29,16 @@ from robust_train.config.values import URLS_VARIABLE
 from robust_train.files import printable, strict_json
 from robust_train.folder.state import RunState, read_summary
 from robust_train.launcher.hydra_state import sweep_folder
-from robust_train.model.events import Event, Json, Stalled, StallWarning
+from robust_train.model.attempt import AttemptEnded
+from robust_train.model.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    Json,
+    Stalled,
+    StallWarning,
+)
+from robust_train.model.failure import FailureKind
 from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
@@ -100,7 +109,7 @@ class Notifier:
         self.has_failed = False
         self._settings = settings
         self._run_dir = run_dir
-        self._hopes_for_gpu = False
+        self._hopes_for_gpu = self._is_unsaved = False
         self._last_news: tuple[str, float] | None = None
         self._deliveries: list[_Delivery] = []
         self._lock = threading.Lock()  # in-process attempts: their thread ticks
@@ -117,7 +126,16 @@ class Notifier:
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an attempt without progress, at half of its limit and at its end."""
+        """Notify of an attempt without progress, at half of its limit and at its end; and of a disk
+        that takes no checkpoint, once until it takes one."""
+        match event:
+            case CheckpointSaved():
+                self._is_unsaved = False
+            case CheckpointFailed(reason=reason) if not self._is_unsaved:
+                self._disk_fails(state, f"no checkpoint could be saved: {reason}")
+            case AttemptEnded(record=record) if record.kind is FailureKind.DISK_FULL:
+                if not self._is_unsaved:
+                    self._disk_fails(state, record.message or "the disk is full")
         if isinstance(event, (StallWarning, Stalled)):
             text = None
             if isinstance(event, StallWarning):
@@ -128,6 +146,11 @@ class Notifier:
                 )
             with self._lock:
                 self._notify("stalled", state, text)
+
+    def _disk_fails(self, state: RunState, problem: str) -> None:
+        self._is_unsaved = True
+        with self._lock:
+            self._notify("disk", state, f"{state.name} on {state.host}: {problem}")
 
     def _news(self, state: RunState) -> str | None:
         """Return the event that a job's state amounts to; None if no one is notified."""

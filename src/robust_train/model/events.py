@@ -108,6 +108,15 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be saved, for this ``reason``; it is tried again in a minute."""
+
+    name = "checkpoint_failed"
+    is_frequent = True
+    reason: str
+
+
+@dataclass(frozen=True)
 class MemoryReported(Event):
     """Memory in use at a moment called ``milestone``: of CUDA, or of the process without it."""
 

@@ -24,7 +24,7 @@ from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import CheckpointError, write_atomically
-from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
+from robust_train.model.errors import ConfigError, Interrupted, RankFailure
 from robust_train.step.ranks import Replicated, of_all_ranks
 from robust_train.step.rewind import (
     capture_rng,
@@ -492,14 +492,8 @@ class Training:
             "test_accuracy": test.accuracy,
         }
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
-        try:
-            if run.is_main:
-                write_atomically(content, path)
-        except CheckpointError as error:
-            raise UserError(
-                f"{error}; training is complete, its weights are not saved: make room and repeat "
-                f"the command with hydra.run.dir={run.run_dir}"
-            ) from error
+        if run.is_main:
+            write_atomically(content, path)
         log.info("trained weights: %s", path)
         return {
             "objective": validation.accuracy,
