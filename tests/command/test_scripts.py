@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,10 @@ from command_world import SCRIPTS, CommandWorld, argv, script
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
+from robust_train.launcher.inputs import values_used
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import Progress, TrainingStarted
+from robust_train.model.spec import AttemptSpec
 from simulated_nvml import Gpu, Machine
 from terminal_screen import lines_shown
 from two_gpu_machine import A, B
@@ -43,6 +48,152 @@ def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts: CommandWo
     assert "trained 16 x 4" in (ended.run_dir / "attempt-3.log").read_text().splitlines()
     assert "MemoryError" in (ended.run_dir / "attempt-1.log").read_text()
     assert {a["effective_batch_size"] for a in ended.attempts} == {64}
+
+
+NO_ACCUMULATION = """
+import sys
+size, rate = int(sys.argv[1]), float(sys.argv[2])
+print(f"trained with {size} at {rate:g}")
+if size > 16:
+    raise MemoryError
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "rates", "warning"),
+    [
+        ((), (0.4, 0.4, 0.4), "--keep-effective-batch"),
+        (("--scale-learning-rate", "sqrt"), (0.4, 0.282843, 0.2), "rate is 0.2 instead of 0.4"),
+    ],
+    ids=["not scaled", "square root"],
+)
+def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
+    scripts: CommandWorld, options: tuple[str, ...], rates: tuple[float, ...], warning: str
+):
+    (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
+    own = ("--batch-size", "64", "--learning-rate", "0.4", *options)
+    program = (sys.executable, "train.py", "{batch_size}", "{learning_rate}")
+    ended = scripts.run(*own, "--", *program)
+    assert ended.returncode == 0, ended.output
+    sizes = [
+        (a["batch_size"], a["gradient_accumulation_steps"], a["effective_batch_size"])
+        for a in ended.attempts
+    ]
+    assert sizes == [(64, 1, 64), (32, 1, 32), (16, 1, 16)]
+    for size, rate in zip((64, 32, 16), rates, strict=True):
+        assert f"trained with {size} at {rate}" in ended.stdout
+    assert "the effective batch size is now 32 instead of 64" in ended.stdout
+    assert ended.stdout.count(warning) == 1
+
+
+def test_a_learning_rate_follows_the_batch_only_where_that_was_asked_for():
+    rates = {}
+    for how in ("null", "linear", "sqrt"):
+        keys = ("training.lr=0.4", "training.batch_size=64", f"trainer.scale_learning_rate={how}")
+        config = checked(composed(["trainer=command", argv("true"), *keys]))
+        rates[how] = round(config.learning_rate_at(16), 6)
+    assert rates == {"null": 0.4, "linear": 0.1, "sqrt": 0.2}
+
+
+def test_a_script_that_cannot_accumulate_is_not_tried_again_where_the_batch_is_to_be_kept(
+    scripts: CommandWorld,
+):
+    (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
+    own = ("--batch-size", "64", "--keep-effective-batch")
+    ended = scripts.run(*own, "--", sys.executable, "train.py", "{batch_size}", "1")
+    assert ended.returncode == 1
+    assert len(ended.attempts) == 1
+    assert "would change the effective batch size" in ended.summary["reason"]
+
+
+def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repeated(
+    scripts: CommandWorld,
+):
+    (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
+    ended = scripts.run("--batch-size", "64", "--", sys.executable, "train.py", "64", "1")
+    assert ended.returncode == 1
+    assert "--batch-size 64 does not reach the script" in ended.stdout
+    (attempt,) = ended.attempts
+    assert attempt["batch_size"] is None
+    assert "micro-batch" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("source", "has"),
+    [
+        ("import os; n = os.environ['ROBUST_TRAIN_BATCH_SIZE']", {"batch_size"}),
+        ("n = robust_train.current_run().batch_size", {"batch_size"}),
+        (
+            "from robust_train.integrations.accelerate import Accelerator",
+            {"batch_size", "gradient_accumulation_steps"},
+        ),
+        ("batch_size = 64", set()),
+    ],
+)
+def test_a_script_that_reads_a_value_itself_is_given_it(tmp_path: Path, source: str, has: set[str]):
+    (tmp_path / "train.py").write_text(source)
+    words = argv("python", str(tmp_path / "train.py"))
+    cfg = composed(["trainer=command", words])
+    assert values_used(cfg, checked(cfg)) == has
+
+
+def test_a_script_that_a_key_is_written_for_is_given_its_value():
+    words = argv("python", "train.py", "${training.gradient_accumulation_steps}")
+    cfg = composed(["trainer=command", words])
+    assert values_used(cfg, checked(cfg)) == {"gradient_accumulation_steps"}
+
+
+def test_what_a_script_leaves_behind_says_so(scripts: CommandWorld):
+    """No checkpoint, an error of several lines, an unfinished line, options instead of keys."""
+    code = (
+        "import sys, time\nprint('Loss: 2.18', end='', flush=True)\ntime.sleep(0.3)\n"
+        "raise ValueError('the weights are not whole\\nSee https://example.org/docs: help')"
+    )
+    own = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--init_from=resume")
+    ended = scripts.run(*own, "--", sys.executable, "-c", code)
+    assert ended.returncode == 1
+    reason = "ended with exit code 1: ValueError: the weights are not whole"
+    assert ended.summary["reason"] == reason
+    assert "attempt 1 failed: exit code 1" in ended.stdout
+    assert "no new file matches the pattern for checkpoints ckpt/*.pt" in ended.stdout
+    assert "--resume-argv has no {checkpoint}" in ended.stdout
+    assert "Loss: 2.18" in ended.stdout.splitlines()
+
+    scripts.run_dir = scripts.folder / "other"
+    ended = scripts.run("--", "./no_such_file")
+    assert ended.stderr == "PROGRAM: './no_such_file' is not an executable file\n"
+    ended = scripts.run("--resume-argv", "--from {last}", "--", "true")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("--resume-argv: {last} is not a placeholder")
+
+
+def test_a_script_that_ends_with_0_over_its_dead_children_is_doubted(scripts: CommandWorld):
+    code = (
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'raise MemoryError(\"no more\")'])"
+    )
+    ended = scripts.run("--", sys.executable, "-c", code)
+    assert ended.returncode == 0
+    assert "exit code 0, but its output shows a failure: MemoryError: no more" in ended.stdout
+
+
+def test_a_script_that_was_killed_without_a_checkpoint_begins_again_and_that_is_said(
+    scripts: CommandWorld,
+):
+    ended = scripts.run("--", "sh", "-c", "[ {attempt} = 2 ] || kill -9 {$}{$}".replace("{$}", "$"))
+    assert ended.returncode == 0, ended.output
+    assert "the same again on cpu from the beginning, for no checkpoint is known" in ended.stdout
+
+
+def test_steps_of_an_attempt_that_resumed_begin_where_the_one_before_had_saved():
+    first = Attempt(1, AttemptSpec((), 1, 1)).after(Progress(5, 20))
+    assert (first.start_step, first.end_step) == (0, 5)
+    known = Attempt(2, first.spec, resumed_from="five.pt", start_step=5)
+    assert known.after(Progress(10, 20)).start_step == 5
+    assert known.after(Progress(3, 20)).start_step == 2, "it counts otherwise"
+    unknown = Attempt(2, first.spec, resumed_from="five.pt")
+    assert unknown.after(Progress(6, 20)).after(Progress(9, 20)).start_step == 5
+    assert unknown.after(TrainingStarted(0)).after(Progress(6, 20)).start_step == 0
 
 
 WAITS_TO_BE_SEEN = """
@@ -194,7 +345,9 @@ def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batc
 ):
     attempts = scripts.folder / "attempts"
     scripts.world.environ |= {"BATCH_BUDGETS": '{"0,1": 8}', "ATTEMPTS_FILE": str(attempts)}
-    words = script("within_a_budget.py", "{batch_size}", "{num_gpus}")
+    words = script(
+        "within_a_budget.py", "{batch_size}", "{num_gpus}", "{gradient_accumulation_steps}"
+    )
     ended = scripts.train(words, "num_gpus=2", "training.batch_size=16")
     assert ended.returncode == 0, ended.output
     told = [json.loads(line) for line in attempts.read_text().splitlines()]

@@ -44,6 +44,8 @@ from robust_train.model.failure import FailureKind
 VALUES = ScriptValues(
     batch_size=16,
     gradient_accumulation_steps=4,
+    effective_batch_size=128,
+    learning_rate="0.1",
     num_gpus=2,
     min_batch_size=2,
     num_workers=0,

@@ -174,9 +174,8 @@ def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host
 
 def test_stop_a_second_time_has_to_be_meant(host: Host):
     world = host.world("first")
-    process = host.train(world, "hangs_after_a_step", "stop_grace_seconds=600")
+    process = host.train(world, "does_not_hear_a_stop", "stop_grace_seconds=600")
     status = host.told("status")
-    os.kill(status["attempt_pid"], signal.SIGSTOP)  # it cannot even hear that it is to stop
     host.told("stop")
     assert "--now" in host.refused("stop")
     host.told("stop", "--now")

@@ -6,6 +6,7 @@ torch is imported by those that use it, so that the others start sooner.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def hangs_after_a_step(cfg, run):
     while not _told_to_end():
         time.sleep(0.02)
     return "ended"
+
+
+def does_not_hear_a_stop(cfg, run):
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    return hangs_after_a_step(cfg, run)
 
 
 def trains_in_parts(cfg, run):

@@ -19,6 +19,7 @@ _WHICH_HELP = "id, run folder or job name; default: your only live job"
 _WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
 _SECONDS = checked(float, lambda n: 0 <= n < 1e6, "a number of seconds, 0 or more")
 _COUNT = checked(int, lambda n: n >= 1, "an integer of 1 or more")
+_POSITIVE = checked(float, lambda n: 0 < n < 1e9, "a number over 0")
 _AMOUNT = checked(int, lambda n: n >= 0, "an integer of 0 or more")
 _SHARE = checked(float, lambda n: 0 < n <= 1, "a number over 0, up to 1")
 _WAIT = option(
@@ -65,6 +66,21 @@ _STARTING = (
                 metavar="N",
                 help="smallest micro-batch size to try (4)",
             ),
+            flag(
+                "--keep-effective-batch",
+                help="stop where the script cannot make up for a smaller micro-batch",
+            ),
+            option(
+                "--learning-rate",
+                type=_POSITIVE,
+                metavar="LR",
+                help="the {learning_rate} of the first attempt",
+            ),
+            option(
+                "--scale-learning-rate",
+                choices=("linear", "sqrt"),
+                help="how {learning_rate} follows an effective batch that cannot be kept",
+            ),
             option(
                 "--min-gpu-memory-mb",
                 type=_AMOUNT,
@@ -100,6 +116,11 @@ _STARTING = (
                 "--resume-argv",
                 metavar="ARGUMENTS",
                 help="append these if there is a checkpoint, as '--resume {checkpoint}'",
+            ),
+            option(
+                "--stop-signal",
+                choices=("TERM", "INT", "USR1"),
+                help="asks the script to stop, as at Ctrl-C (TERM)",
             ),
             option(
                 "overrides",
@@ -337,7 +358,7 @@ _MORE = (
             option(
                 "path",
                 metavar="PATH",
-                help="a run folder, a sweep folder, or a file in one",
+                help="a run folder, a sweep folder, or a file in one; or a job's id or name",
             ),
             flag("--open", help="show it in the browser"),
             option(

@@ -155,9 +155,27 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     if not command.takes_program:
         return parser_of(command).parse_args(words)
     own, program = _split(words)
-    arguments = parser_of(command).parse_args(own)
+    arguments = parser_of(command).parse_args(_joined(command, own))
     arguments.program = program
     return arguments
+
+
+def _joined(command: Command, words: Sequence[str]) -> list[str]:
+    """Return the words with an option that takes another program's arguments joined to its value,
+    which may look like an option."""
+    takes = {
+        name
+        for each in command.options
+        for name in each.names
+        if each.settings.get("metavar") == "ARGUMENTS"
+    }
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in takes:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

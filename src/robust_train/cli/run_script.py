@@ -9,7 +9,7 @@ import shlex
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from robust_train.cli.command import CommandFailed
@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
     start_early()
     try:
         with never_blocking_output():
-            return _run(overrides, texts, arguments.run_dir)
+            return _run(arguments, overrides, texts)
     finally:
         discard_early()
 
@@ -68,6 +68,12 @@ def overrides_of(arguments: Namespace) -> list[str]:
     pairs = {
         "training.batch_size": batch_size,
         "training.gradient_accumulation_steps": arguments.gradient_accumulation,
+        "preserve_effective_batch_size": True
+        if arguments.keep_effective_batch
+        else None,
+        "training.lr": arguments.learning_rate,
+        "trainer.scale_learning_rate": arguments.scale_learning_rate,
+        "trainer.stop_signal": arguments.stop_signal,
         "min_batch_size": min_batch_size,
         "min_gpu_memory_mb": arguments.min_gpu_memory_mb,
         "max_retries": arguments.max_retries,
@@ -81,18 +87,37 @@ def overrides_of(arguments: Namespace) -> list[str]:
         for key, value in pairs.items()
         if value is not None
     ]
+    _check_learning_rate(arguments)
     return ["trainer=command", *given, *arguments.overrides]
+
+
+def _gives(arguments: Namespace, key: str) -> bool:
+    """Return whether an override before the program gives this key."""
+    return any(each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides)
+
+
+def _check_learning_rate(arguments: Namespace) -> None:
+    used = any("learning_rate" in placeholders_in(word) for word in arguments.program)
+    is_given = arguments.learning_rate is not None or _gives(arguments, "training.lr")
+    if used and not is_given:
+        problem = "{learning_rate} is used but not given; add --learning-rate LR"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG)
+    if arguments.scale_learning_rate is not None and not used:
+        problem = (
+            "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
+            "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
+        )
+        raise CommandFailed(problem, EXIT_BAD_CONFIG)
 
 
 def _batch_sizes(arguments: Namespace) -> tuple[int | None, int | None]:
     """Return the first and the smallest micro-batch size; None if a key gives it."""
     batch_size, least = arguments.batch_size, arguments.min_batch_size
-    by_key = any(
-        each.startswith("training.batch_size=") for each in arguments.overrides
-    )
+    by_key = _gives(arguments, "training.batch_size")
     if batch_size is None and not by_key:
         used = set().union(*(placeholders_in(word) for word in arguments.program))
-        if used & {"batch_size", "min_batch_size"} or least is not None:
+        sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
+        if used & sizes or least is not None:
             problem = "the batch size is used but not given; add --batch-size N"
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
         # the script has a batch size of its own, so a smaller one of ours would change nothing
@@ -130,7 +155,7 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
     return {key: value for key, value in texts.items() if value is not None}
 
 
-def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) -> int:
+def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json]) -> int:
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.command import check_command
@@ -141,6 +166,7 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) 
     from robust_train.config.values import is_secret
     from robust_train.launcher import detach
     from robust_train.launcher.hydra_state import run_folder
+    from robust_train.launcher.inputs import values_used
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
@@ -153,16 +179,61 @@ def _run(overrides: Sequence[str], texts: dict[str, Json], run_dir: str | None) 
         check_command(config)
         if detach.is_due(config):
             return detach.start()
-        folder = run_folder(run_dir, job_name_of(config, ""))
+        folder = run_folder(arguments.run_dir, job_name_of(config, ""))
         _log_into(folder)
+        for warning in _warnings(arguments, values_used(cfg, config)):
+            log.warning("%s", warning)
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
         return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
     except JobInterrupted as error:
         return error.exit_code
     except refusals.REFUSALS as error:
-        print(refusals.explain(error, "robust", overrides), file=sys.stderr)
+        line = refusals.explain(error, "robust", overrides)
+        print(_in_options(line, arguments), file=sys.stderr)
         return refusals.exit_code_of(error)
+
+
+_OPTIONS = {
+    "trainer.argv": "PROGRAM",
+    "trainer.resume_argv": "--resume-argv",
+    "trainer.checkpoint_glob": "--checkpoint",
+    "training.batch_size": "--batch-size",
+    "training.gradient_accumulation_steps": "--gradient-accumulation",
+    "training.lr": "--learning-rate",
+    "min_batch_size": "--min-batch-size",
+    "min_gpu_memory_mb": "--min-gpu-memory-mb",
+    "device": "--device",
+}
+"""Keys in messages, and how people who write no keys know them."""
+
+
+def _in_options(line: str, arguments: Namespace) -> str:
+    """Return a refusal with options in place of the keys that were not written."""
+    for key, option in _OPTIONS.items():
+        if not _gives(arguments, key):
+            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}=", f"{option} ", line)
+            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}:", f"{option}:", line)
+    return line
+
+
+def _warnings(arguments: Namespace, used: Collection[str]) -> Iterator[str]:
+    """Yield what the command line asks for and the script does not get."""
+    by_key = _gives(arguments, "training.batch_size")
+    if (arguments.batch_size or by_key) and "batch_size" not in used:
+        option = (
+            "training.batch_size" if by_key else f"--batch-size {arguments.batch_size}"
+        )
+        yield (
+            f"{option} does not reach the script, so its batch is its own and is not halved: write "
+            "{batch_size} in its command; one that reads a variable is run as "
+            "env BATCH_SIZE={batch_size} python train.py"
+        )
+    words = [*arguments.program, arguments.resume_argv or ""]
+    if arguments.resume_argv and not any("{checkpoint}" in word for word in words):
+        yield (
+            "--resume-argv has no {checkpoint}: the script has to find its newest checkpoint itself"
+        )
 
 
 def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:

@@ -85,6 +85,7 @@ def notify(arguments: Namespace) -> Answer:
 
 def report(arguments: Namespace) -> Answer:
     """Write ``report.html`` from what a run or sweep folder holds, or return the data behind it."""
+    from robust_train.folder.run_list import NoLiveRun, choose_run
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
     from robust_train.report.story import Story, story_of
@@ -93,6 +94,14 @@ def report(arguments: Namespace) -> Answer:
     folder = Path(arguments.path)
     if os.path.isfile(folder):
         folder = folder.parent
+    if not os.path.lexists(folder):
+        try:
+            folder = choose_run(arguments.path, dead_too=True).run_dir
+        except NoLiveRun as error:
+            problem = (
+                f"{folder}: no such folder, and no run of yours has that id or name"
+            )
+            raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     if not os.path.isdir(folder):
         raise CommandFailed(f"{folder}: no such folder", EXIT_BAD_CONFIG)
     of_a_sweep = is_sweep(folder)

@@ -39,6 +39,8 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
 def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustConfig:
     """Return a job's config with what one attempt uses."""
     chosen: dict[str, Any] = {name: getattr(spec, name) for name in _CHOSEN}
+    if config.is_script:
+        chosen["lr"] = config.learning_rate_at(spec.effective_batch_size)
     training = replace(config.training, **chosen)
     return replace(config, device=device, num_gpus=spec.ranks, training=training)
 
@@ -58,7 +60,7 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.device, cfg.num_gpus = config.device, config.num_gpus
-        for name in (*_CHOSEN, "effective_batch_size"):
+        for name in (*_CHOSEN, "effective_batch_size", "lr"):
             cfg.training[name] = getattr(config.training, name)
     OmegaConf.resolve(cfg)
     return cfg

@@ -173,10 +173,10 @@ def _check_auto(config: RobustConfig, share: int) -> None:
             f"training.gradient_accumulation_steps={steps}: with training.batch_size=auto it "
             "follows from training.effective_batch_size=…; give that instead"
         )
-    if not config.preserve_effective_batch_size:
+    if config.preserve_effective_batch_size is False:
         raise ConfigError(
             "preserve_effective_batch_size=false: with training.batch_size=auto the result would "
-            "depend on the GPU; leave it true, or give training.batch_size as a number"
+            "depend on the GPU; leave it out, or give training.batch_size as a number"
         )
     if config.min_batch_size > share:
         raise ConfigError(

@@ -18,7 +18,8 @@ AUTO = "auto"
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+|\$)\}")
 _INTERPOLATION = re.compile(r"\$(?=\$*\{)")
-_ALMOST = 0.75
+ALMOST = 0.75
+"""How alike a name is to a placeholder that was probably meant."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ScriptValues:
 
     batch_size: int  # micro-batch
     gradient_accumulation_steps: int  # micro-batches of each process per optimizer step
+    effective_batch_size: int  # samples of all processes per optimizer step
+    learning_rate: str  # as given, scaled if that was asked for
     num_gpus: int  # processes that it is to start, one for each GPU that it sees
     min_batch_size: int  # no attempt uses a smaller micro-batch
     num_workers: int  # data-loader workers
@@ -65,12 +68,13 @@ def placeholders_in(text: str) -> set[str]:
     return set(_PLACEHOLDER.findall(text)).intersection(PLACEHOLDERS)
 
 
-def near_misses_in(text: str) -> list[tuple[str, str]]:
-    """Return names in braces that are nearly a placeholder, each with that one."""
+def near_misses_in(text: str, cutoff: float = ALMOST) -> list[tuple[str, str]]:
+    """Return names in braces that are nearly a placeholder, each with that one; with a ``cutoff``
+    of 0 every name that is none."""
     misses = []
     for name in _PLACEHOLDER.findall(text):
-        close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=_ALMOST)
-        if close and name not in PLACEHOLDERS:
+        close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=cutoff)
+        if close and name not in (*PLACEHOLDERS, "$"):
             misses.append((name, close[0]))
     return misses
 

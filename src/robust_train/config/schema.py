@@ -239,6 +239,16 @@ class TrainerConfig:
     )
     checkpoint_glob: str | None = key(None, "pattern of the script's own checkpoints")
     cwd: str | None = key(None, "the script's working directory; `null`: the command's")
+    stop_signal: str = key(
+        "TERM",
+        "asks the script to stop; at the end of `stop_grace_seconds` it is killed",
+        choices=("TERM", "INT", "USR1"),
+    )
+    scale_learning_rate: str | None = key(
+        None,
+        "scale {learning_rate} with the effective batch, where that cannot be kept",
+        choices=("linear", "sqrt"),
+    )
 
 
 @dataclass(frozen=True)
@@ -360,8 +370,12 @@ class RobustConfig(PlainConfig):
         more="That is when torch's allocator had to empty its cache in two steps in a row "
         "([recovery](recovery.md#nearly-out-of-memory))",
     )
-    preserve_effective_batch_size: bool = key(
-        True, "accumulation grows as the micro-batch shrinks"
+    preserve_effective_batch_size: bool | None = key(
+        None,
+        "accumulation grows as the micro-batch shrinks; `true`: stop where that is impossible",
+        more="`auto`: go on with another effective batch then, and say so; `false`: never grow",
+        choices=(AUTO, True, False),
+        written=AUTO,
     )
     retry: RetryConfig = group(RetryConfig)
     isolation: str = key(
@@ -460,6 +474,17 @@ class RobustConfig(PlainConfig):
         """Whether an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs."""
         by = self.cuda_visible_devices
         return by == "index" or (by == AUTO and self.is_script)
+
+    def learning_rate_at(self, effective_batch_size: int) -> float:
+        """Return the learning rate for a script that trains with this effective batch."""
+        training = self.training
+        asked = (
+            training.batch_size * training.gradient_accumulation_steps * self.num_gpus
+        )
+        power = {"linear": 1.0, "sqrt": 0.5}.get(
+            self.trainer.scale_learning_rate or "", 0
+        )
+        return float(training.lr * (effective_batch_size / asked) ** power)
 
     @property
     def min_gpu_memory_bytes(self) -> int:

@@ -50,6 +50,13 @@ _FOR_A_SCRIPT = {
         "accumulate gradients over more of them: the effective batch stays the same"
     ),
 }
+_WITHOUT_A_BATCH = {
+    _SMALLER_BATCH[0]: (
+        "give --batch-size N and write {batch_size} where the command has its batch size: then it "
+        "is halved when memory runs out"
+    ),
+    _SMALLER_BATCH[1]: "",
+}
 _FOR_ANY_MODEL = {
     _OF_THE_MODEL[0]: (
         "train with mixed precision or gradient checkpointing: activations take less memory"
@@ -175,7 +182,7 @@ def with_advice(
     if attempt.spec.num_workers == 0 or is_script or failure.evidence.no_workers:
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if is_script:
-        instead |= _FOR_A_SCRIPT
+        instead |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
     if not is_built_in:
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:

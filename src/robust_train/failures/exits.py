@@ -99,7 +99,13 @@ def classify_exit(
     if killer is not None:
         return by_kernel
     crash = native_stack_in(output_tail) if name is not None else None
-    words = _told_last(lines) if crash is None else crash.headline
+    if crash is not None:
+        words = crash.headline
+    elif "Traceback (most recent call last)" in output_tail:
+        # a message of several lines begins, rather than ends, with what happened
+        words = next(reports_in(output_tail)).headline
+    else:
+        words = _told_last(lines)
     clue = Clue.CRASHED if name == "SIGSEGV" else None
     message = f"{ended}: {words}" if words else ended
     return Failure(FailureKind.BUG, message, Evidence(clue=clue))

@@ -40,6 +40,8 @@ class Screen:
         self._waiting = bytearray()
         self._dropped_bytes = 0
         self._is_gone = self._is_unread = False
+        self._source: object = None  # who wrote last
+        self._is_in_line = False  # whether that did not end its line
         mode = os.fstat(descriptor).st_mode
         self._is_socket = stat.S_ISSOCK(mode)
         self._fd = -1
@@ -55,6 +57,14 @@ class Screen:
     def is_behind(self) -> bool:
         """Whether output waits for its reader."""
         return bool(self._waiting)
+
+    def write_line_of(self, source: object, data: bytes) -> None:
+        """Show ``data``; a line that the other of us and the trainer has left open is ended."""
+        is_others = (source is None) != (self._source is None)
+        if is_others and self._is_in_line and not data.startswith((b"\n", b"\r\n")):
+            data = b"\n" + data
+        self._source, self._is_in_line = source, not data.endswith(b"\n")
+        self.write(data)
 
     def write(self, data: bytes) -> None:
         """Show ``data`` now, later or never."""
@@ -130,7 +140,7 @@ def show(descriptor: int, data: bytes, source: object = None) -> None:
     with contextlib.suppress(OSError):
         screen = screen_of(descriptor)
         if screen.area is None:
-            screen.write(data)
+            screen.write_line_of(source, data)
         else:
             screen.area.write(data, source)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from robust_train.host import screen
+from robust_train.host.linux import readable
 from robust_train.host.screen import flush_output
 
 _TAIL_BYTES = 16_384
@@ -29,7 +30,7 @@ _BAR_SECONDS = 1.0
 """How often the log gets the state of a line that is still being rewritten."""
 
 
-def has_input() -> bool:
+def _has_input() -> bool:
     """Return whether standard input is a file or a pipe: a terminal's stays with the launcher."""
     try:
         mode = os.fstat(0).st_mode
@@ -46,19 +47,20 @@ class OutputStream:
     Attributes:
         child_fd: what the child gets.
         read_fd: where its output can be read.
+        is_terminal: whether it is one.
     """
 
     def __init__(self, ours: TextIO) -> None:
         self._ours = ours
         self._target: int | None = None
-        self._is_terminal = False
+        self.is_terminal = False
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         # a notebook's stream has the number of the terminal that the notebook was started in
         if isinstance(ours, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 self._target = ours.fileno()
         if self._target is not None and os.isatty(self._target):
-            self._is_terminal = True
+            self.is_terminal = True
             self.read_fd, self.child_fd = pty.openpty()
             _copy_settings(self._target, self.child_fd)
         else:
@@ -69,10 +71,11 @@ class OutputStream:
         os.set_blocking(self.read_fd, False)
 
     def fit(self) -> None:
-        """Give the child's terminal the size of ours, which people change."""
-        if self._is_terminal and self._target is not None:
-            with contextlib.suppress(OSError):
+        """Give the child's terminal the size of ours, which people change, and no input."""
+        if self.is_terminal and self._target is not None:
+            with contextlib.suppress(OSError, termios.error):
                 _copy_size(self._target, self.child_fd)
+                _end_input(self.read_fd, self.child_fd)
 
     def read(self) -> bytes:
         """Return what has arrived, empty if nothing has."""
@@ -113,6 +116,15 @@ class OutputPump:
         self._tail = b""
         # what is not shown yet: a process may die in words that we can do better; None: all is
         self.held: list[tuple[OutputStream, bytes]] | None = None
+
+    @property
+    def input_fd(self) -> int | None:
+        """What attempts read: our standard input where that is a file or a pipe, a terminal without
+        input where ours is one (``stty size`` asks there); None: nothing."""
+        if _has_input():
+            return 0
+        both = os.isatty(0) and self.stdout.is_terminal
+        return self.stdout.child_fd if both else None
 
     def hold(self) -> None:
         """Keep back what comes, until it is released."""
@@ -227,7 +239,15 @@ def _copy_settings(source: int, target: int) -> None:
     attributes = termios.tcgetattr(target)
     # the real terminal translates line ends, once is enough
     attributes[1] &= ~termios.OPOST
+    attributes[3] |= termios.ICANON
     termios.tcsetattr(target, termios.TCSANOW, attributes)
+
+
+def _end_input(master: int, child: int) -> None:
+    """Have an end of file wait for whoever reads the child's terminal by lines."""
+    attributes = termios.tcgetattr(child)
+    if attributes[3] & termios.ICANON and not readable([child], 0):
+        os.write(master, attributes[6][termios.VEOF])
 
 
 def _copy_size(source: int, target: int) -> None:

@@ -143,6 +143,17 @@ def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
 
 
+def doubt_of(attempt: Attempt) -> str | None:
+    """Return why a script that ended with 0 may have failed; None without such a sign."""
+    if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
+        return None
+    seen = classify_exit(1, without_escapes(attempt.exit.output))
+    if not seen.kind.is_memory and seen.kind is not FailureKind.WORKER_DEATH:
+        return None
+    what = seen.message.removeprefix("ended with exit code 1: ")
+    return f"the script ended with exit code 0, but its output shows a failure: {what}"
+
+
 def last_words(output: str, log_name: str) -> str:
     """Return the end of what a script printed, for people: its last traceback or lines."""
     # of a line that was rewritten, as by a progress bar, what was there in the end

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
+from robust_train.config.placeholders import PLACEHOLDERS, PREFIX, placeholders_in
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
@@ -29,11 +33,57 @@ from robust_train.model.spec import AttemptSpec
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import name_for_trainer
 
+_BEYOND_ANY = 999_999_937
+_LARGEST_PROGRAM_BYTES = 1 << 20
+
+
+def values_used(cfg: DictConfig, config: RobustConfig) -> frozenset[str]:
+    """Return which values of an attempt reach the script of ``cfg``.
+
+    Its command, or a file that this names, has the placeholder, the variable or an attribute of
+    ``current_run()``, or the command interpolates the key.
+    """
+    trainer = config.trainer
+    used: set[str] = set()
+    splits = ("batch_size", "gradient_accumulation_steps")
+    for word in (*(trainer.argv or ()), *trainer.resume_argv):
+        used |= placeholders_in(word)
+        for text in (word, _program_text(Path(trainer.cwd or ".", word))):
+            used.update(
+                name
+                for name in PLACEHOLDERS
+                if PREFIX + name.upper() in text
+                or re.search(rf"(?:\b|_)run(?:\(\))?\.{name}\b", text)
+            )
+            if "robust_train.integrations" in text:
+                used.update(splits)
+    if trainer.argv is None:
+        return frozenset(used)
+    words = trainer_config(cfg, config).trainer.argv
+    for name in splits:
+        changes: dict[str, Any] = {name: _BEYOND_ANY}
+        training = replace(config.training, **changes)
+        changed = trainer_config(cfg, replace(config, training=training))
+        if changed.trainer.argv != words:
+            used.add(name)
+    return frozenset(used)
+
+
+def _program_text(path: Path) -> str:
+    """Return a program's source; empty where the path leads to none."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_PROGRAM_BYTES:
+            return ""
+        return path.read_text(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
 
 def policy_settings(
     config: RobustConfig,
     found_sizes: Mapping[str, int] | None = None,  # by probes, by kind of device
     requested_size: int | None = None,  # what `robust-train run halve-batch` led to
+    used: Collection[str] | None = None,  # values of an attempt that reach its script
 ) -> PolicySettings:
     """Return what the decisions of a job depend on."""
     return PolicySettings.of(
@@ -49,6 +99,7 @@ def policy_settings(
         ),
         found_sizes=found_sizes or {},
         requested_size=requested_size or 0,
+        used=used,
     )
 
 

@@ -33,7 +33,7 @@ from robust_train.host.linux import (
 )
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
 from robust_train.host.wire import read_events
-from robust_train.launcher.attempt_output import OutputPump, has_input
+from robust_train.launcher.attempt_output import OutputPump
 from robust_train.model.events import Event, Prepared
 
 log = logging.getLogger("robust_train")
@@ -223,7 +223,8 @@ class Interpreters:
         with theirs, os.fdopen(os.memfd_create("command"), "w+") as file:
             json.dump(command, file)
             file.seek(0)
-            stdin = 0 if has_input() else nothing
+            stdin = self.pump.input_fd
+            stdin = nothing if stdin is None else stdin
             streams = (stdin, self.pump.stdout.child_fd, self.pump.stderr.child_fd)
             self._request({"start": True}, (file.fileno(), *streams, theirs.fileno()))
             reply = self._reply("started")

@@ -46,14 +46,19 @@ from robust_train.host.job_logging import logged_to_screen
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch, end_without_traceback_if_uncaught
 from robust_train.launcher import detach
-from robust_train.launcher.ending import ended, error_of
+from robust_train.launcher.ending import doubt_of, ended, error_of
 from robust_train.launcher.hydra_state import (
     about_job,
     owns_terminal,
     run_folder,
     sweep_folder,
 )
-from robust_train.launcher.inputs import policy_settings, request_for, search_prefix
+from robust_train.launcher.inputs import (
+    policy_settings,
+    request_for,
+    search_prefix,
+    values_used,
+)
 from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.launcher.run_folder import RunFolder
@@ -282,7 +287,8 @@ class Job:
             if key.startswith(prefix)
         }
         requested = self.folder.state.requested_micro_batch
-        self.policy = policy_settings(config, found, requested)
+        used = values_used(self.cfg, config)
+        self.policy = policy_settings(config, found, requested, used)
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -423,6 +429,10 @@ class Job:
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
         narration.log_end(attempt, self.decision)
+        if (doubt := doubt_of(attempt)) is not None:
+            log.warning("%s", doubt)
+        if len(self.attempts) == 1 and isinstance(self.decision, Retry):
+            self._log_unmatched()
         self.folder.decided(attempt, self.decision, self.checkpoint)
 
     def _run_attempt(self, spec: AttemptSpec) -> Attempt:
@@ -434,7 +444,8 @@ class Job:
             self.run_dir, job, self.checkpoint, sleep=self.sleep
         )
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        attempt = Attempt(number, spec, time.time(), resumed_from)
+        start = self._saved_step(resumed_from)
+        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start)
         self.folder.attempt_starts(attempt)
         request = request_for(
             attempt,
@@ -460,6 +471,22 @@ class Job:
         if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
             raise ConfigError(attempt.ending.config_error) from process_exit.error
         return ended(attempt, seconds, log=request.log_file, stacks=request.stacks_file)
+
+    def _saved_step(self, checkpoint: str | None) -> int:
+        """Return the step of a checkpoint of this launch, 0 if unknown."""
+        steps = {one.checkpoint: one.saved_step for one in self.attempts}
+        return steps.get(checkpoint) or 0
+
+    def _log_unmatched(self) -> None:
+        """Log that the pattern for a script's checkpoints leads to none."""
+        trainer = self.config.trainer
+        if trainer.checkpoint_glob is not None and self.checkpoint is None:
+            log.warning(
+                "no new file matches the pattern for checkpoints %s (in %s): whatever comes next "
+                "starts from the beginning",
+                trainer.checkpoint_glob,
+                Path(trainer.cwd or ".").absolute(),
+            )
 
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
@@ -547,6 +574,8 @@ class Job:
             advice=wording.speed_advice(self.attempts),
             error=None if last is None else error_of(last),
         )
+        if last is not None and status != "completed":
+            self._log_unmatched()
         self.folder.record(JobEnded(status, reason))
         summary.write()
         if status == "completed":

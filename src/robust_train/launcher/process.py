@@ -416,7 +416,7 @@ class RunningAttempt:
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
         while self._unannounced:
-            log.info("%s", _stopping(self._unannounced.pop(), self._grace_seconds))
+            log.info("%s", self._stopping(self._unannounced.pop()))
         now = time.monotonic()
         if now >= self._kill_at:
             self._kill_at, self._killed_at = now + 1.0, min(self._killed_at, now)
@@ -538,6 +538,18 @@ class RunningAttempt:
         if self._votes is not None:
             self._votes.raise_flag(STOP)
         self._signal_all(stop_signal(os.environ))
+        self._signal_all(signal.SIGCONT)  # a stopped process would not get it
+
+    def _stopping(self, signum: int) -> str:
+        is_interrupt = signum == signal.SIGINT
+        again = (
+            "press Ctrl-C" if is_interrupt else f"send {signal.Signals(signum).name}"
+        )
+        config = self._request.config
+        what = "saving a checkpoint"
+        if config.is_script:
+            what = f"SIG{config.trainer.stop_signal} to the script"
+        return f"stopping: {what}, at most {self._grace_seconds:g} s; {again} again to kill"
 
     def _kill_in(self, seconds: float) -> None:
         """Have it killed after so long, unless that is due earlier."""
@@ -547,10 +559,3 @@ class RunningAttempt:
         for one in self._processes:
             if one.is_running:
                 self._interpreters.signal(one, signum)
-
-
-def _stopping(signum: int, grace_seconds: float) -> str:
-    again = f"send {signal.Signals(signum).name}"
-    if signum == signal.SIGINT:
-        again = "press Ctrl-C"
-    return f"stopping: saving a checkpoint, at most {grace_seconds:g} s; {again} again to kill"

@@ -125,7 +125,8 @@ class Attempt:
                 )
                 # a metric may be anything
                 loss = finite(event.metrics.get("loss", self.loss))
-                return replace(self, end_step=event.step, total_steps=total, loss=loss)
+                after = replace(self, end_step=event.step, total_steps=total, loss=loss)
+                return after._started_before(event.step) if self.step is None else after
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step
                 saves = self.saves + 1
@@ -171,6 +172,13 @@ class Attempt:
                 memory = {**self.memory, **event.memory}
                 return replace(self, ending=event, end_step=step, memory=memory)
         return self
+
+    def _started_before(self, step: int) -> Attempt:
+        """Return the attempt, whose first reported step this is, with where it resumed if it has
+        not reported that."""
+        before = max(step - 1, 0)
+        is_known = self.resumed_from is None or 0 < self.start_step <= before
+        return self if is_known else replace(self, start_step=before)
 
     @property
     def outcome(self) -> str:

@@ -48,10 +48,23 @@ class FailureContext:
     def last(self) -> AttemptSpec:
         """What the attempt used when it failed; a trainer may have split its batches further."""
         spec, reached = self.attempt.spec, self.attempt.sizes[-1]
-        if reached >= spec.batch_size:
+        if reached >= spec.batch_size or not self.settings.accumulates:
             return spec
         batch_size, accumulation = with_accumulation(self.sizes, reached)
         return spec.with_batch(batch_size, accumulation)
+
+    @property
+    def saved(self) -> str:
+        """From where the next attempt goes on."""
+        if any(one.checkpoint or one.resumed_from for one in self.history):
+            return "the last checkpoint"
+        hint = " (--checkpoint)" if self.config.is_script else ""
+        return f"the beginning, for no checkpoint is known{hint}"
+
+    @property
+    def at_size(self) -> str:
+        """The micro-batch in a sentence; empty for a script that is given none."""
+        return f" at micro-batch {self.last.batch_size}" if self.last.has_batch else ""
 
     @property
     def keeps_batch(self) -> str:
@@ -276,11 +289,17 @@ class FailureContext:
         now = spec.effective_batch_size
         if now in (wanted, self.attempt.spec.effective_batch_size):
             return ""
-        if not self.config.preserve_effective_batch_size:
-            return (
-                f"the effective batch size is now {now} instead of {wanted}: "
-                "preserve_effective_batch_size is false"
+        change = f"the effective batch size is now {now} instead of {wanted}"
+        if self.config.preserve_effective_batch_size is False:
+            return f"{change}: preserve_effective_batch_size is false"
+        if not self.settings.can_accumulate:
+            if self.config.trainer.scale_learning_rate is not None:
+                was, rate = map(self.config.learning_rate_at, (wanted, now))
+                return f"{change}; the learning rate is {rate:.4g} instead of {was:.4g}"
+            is_known = any(
+                one.spec.effective_batch_size != wanted for one in self.history
             )
+            return change if is_known else f"{change}: {_CANNOT_ACCUMULATE}"
         return (
             f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
             f"effective batch size {wanted}; it is now {now}"
@@ -307,6 +326,13 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
     used = max(after - left, attempt.memory.get("max_allocated", 0))
     needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
     return taken, min(needed, before)
+
+
+_CANNOT_ACCUMULATE = (
+    "the script is not given {gradient_accumulation_steps}. Pass that on if it can accumulate; "
+    "else scale the learning rate (--learning-rate, --scale-learning-rate and {learning_rate}), "
+    "or stop instead: --keep-effective-batch"
+)
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:

@@ -17,7 +17,12 @@ from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry, RetryR
 from robust_train.policy import remedies
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import Rule
-from robust_train.policy.sizes import PolicySettings, largest_up_to, size_to_begin_with
+from robust_train.policy.sizes import (
+    PolicySettings,
+    largest_up_to,
+    next_smaller,
+    size_to_begin_with,
+)
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DEVICE_OOM: (
@@ -171,9 +176,9 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
 def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
-        if retry is None or (
-            context.keeps_batch and not _has_same_split(retry, context)
-        ):
+        if retry is None or context.settings.refuses(retry.spec):
+            continue
+        if context.keeps_batch and not _has_same_split(retry, context):
             continue
         if retry.room is not None:
             return replace(retry, otherwise=_first_remedy(context, rules[number:]))
@@ -216,17 +221,27 @@ def _why_give_up(context: FailureContext) -> str:
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for one in context.history:
-        size = " down to ".join(map(str, one.sizes))
+        size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
         tried.setdefault(one.spec.device, []).append(size)
     listed = "; ".join(
-        f"{device} at micro-batch {', '.join(sizes)}" for device, sizes in tried.items()
+        f"{device} at micro-batch {', '.join(sizes)}" if any(sizes) else device
+        for device, sizes in tried.items()
     )
     if not kind.is_memory:
         return f"{kind.value} again after every remedy ({listed}): {message}"
     hint = ""
     if not context.config.allow_cpu_fallback:
         hint = " (allow_cpu_fallback is false)"
-    if context.nothing_was_reported:
+    can_halve = context.last.has_batch
+    if can_halve and context.last.batch_size > context.settings.min_batch_size:
+        smaller = context.last.with_batch(
+            *next_smaller(context.sizes, context.last.batch_size)
+        )
+        if context.settings.refuses(smaller):
+            hint += "; a smaller micro-batch would change the effective batch size, which is kept"
+    if not can_halve:
+        hint += "; the batch was not halved: the command has no {batch_size}"
+    elif context.nothing_was_reported:
         hint += "; no attempt reported a step: where model or data do not fit, no batch does"
     if context.keeps_batch:
         hint += f"; the batch was not split: {context.keeps_batch}"
@@ -333,4 +348,8 @@ def _can(rule: RetryRule, context: FailureContext) -> bool:
         return bool(context.last.gpus)
     last = context.last
     has_smaller = last.has_batch and last.batch_size > context.settings.min_batch_size
-    return rule.then != "smaller_batch" or (has_smaller and not context.keeps_batch)
+    if rule.then != "smaller_batch":
+        return True
+    if not has_smaller or context.keeps_batch:
+        return False
+    return not context.settings.refuses(remedies.halved(context, "", "").spec)

@@ -120,7 +120,8 @@ def less_for_workers(context: FailureContext) -> Retry | None:
 def halve_batch(context: FailureContext) -> Retry | None:
     """Half the micro-batch on the same device, while that can help."""
     is_smallest = context.last.batch_size <= context.settings.min_batch_size
-    if is_smallest or context.failed_before_training:
+    has_smaller = context.last.has_batch and not is_smallest
+    if not has_smaller or context.failed_before_training:
         return None
     if _confirmed_by_another_gpu(context):
         return None
@@ -138,11 +139,15 @@ def halve_batch_on_request(context: FailureContext) -> Retry:
     """Half the micro-batch on the same device because the user asks for it."""
     action = "halve_batch_on_request"
     why, size = "requested by 'robust-train run halve-batch': ", context.last.batch_size
-    if size > context.settings.min_batch_size:
-        return halved(context, action, why)
-    return Retry(
-        context.last, action, f"{why}micro-batch {size} is the smallest already"
-    )
+    problem = f"micro-batch {size} is the smallest already"
+    if not context.last.has_batch:
+        problem = "the command has no {batch_size}"
+    elif size > context.settings.min_batch_size:
+        smaller = halved(context, action, why)
+        if not context.settings.refuses(smaller.spec):
+            return smaller
+        problem = "a smaller one would change the effective batch size"
+    return Retry(context.last, action, why + problem)
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
@@ -162,7 +167,7 @@ def switch_gpu(context: FailureContext) -> Retry | None:
     at_most = context.last.batch_size * offered / max(had, 1)
     batch_size, accumulation = largest_up_to(context.sizes, at_most)
     how = (
-        f" at micro-batch {context.last.batch_size}; {device_name(group)} has {mib(offered)} free "
+        f"{context.at_size}; {device_name(group)} has {mib(offered)} free "
         f"({mib(had)} were free on {device_name(context.failed_gpus)})"
     )
     return context.retry(
@@ -184,7 +189,7 @@ def second_opinion(context: FailureContext) -> Retry | None:
     if _confirmed_by_another_gpu(context):
         return None
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had]
-    how = f" at micro-batch {context.last.batch_size}: same size once on "
+    how = f"{context.at_size}: same size once on "
     return _exchange(
         context,
         short,
@@ -339,9 +344,7 @@ def killed_again(context: FailureContext) -> Retry | None:
     if context.failures_without_progress > context.config.max_retries:
         return None
     where = device_name(context.last.gpus)
-    return context.retry(
-        "retry", f": the same again on {where} from the last checkpoint"
-    )
+    return context.retry("retry", f": the same again on {where} from {context.saved}")
 
 
 def crashed_once_more(context: FailureContext) -> Retry | None:
@@ -415,7 +418,7 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
     asked = context.settings.for_ranks(context.settings.cpu_ranks).asked
     how = " and no other GPU is available: on the CPU"
     if context.failure.kind is FailureKind.DEVICE_OOM:
-        how = f" at micro-batch {context.last.batch_size} and no GPU has more to offer"
+        how = f"{context.at_size} and no GPU has more to offer"
     return context.retry(
         "cpu_fallback",
         how,
@@ -491,9 +494,8 @@ def halved(context: FailureContext, action: str, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last = context.last
     size, accumulation = next_smaller(context.sizes, last.batch_size)
-    reason = (
-        f"{why}micro-batch {last.batch_size} → {size}, accumulation "
-        f"{last.gradient_accumulation_steps} → {accumulation}"
-    )
+    reason = f"{why}micro-batch {last.batch_size} → {size}"
+    if accumulation != last.gradient_accumulation_steps:
+        reason += f", accumulation {last.gradient_accumulation_steps} → {accumulation}"
     spec = last.with_batch(size, accumulation)
     return Retry(spec, action, reason, context.warning_about(spec))

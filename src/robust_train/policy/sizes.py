@@ -8,7 +8,7 @@ memory is bytes. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ class PolicySettings:
     asked: AttemptSpec
     # False if the user's own environment, or WSL, settles it
     may_use_expandable_segments: bool = True
+    # False for a script that is not given the accumulation
+    can_accumulate: bool = True
     # the trainer supports `training.gradient_checkpointing`
     can_checkpoint: bool = False
     # micro-batches that earlier launches found, by kind of device
@@ -37,13 +39,24 @@ class PolicySettings:
 
     @classmethod
     def of(
-        cls, config: RobustConfig, *, expandable_segments: bool = True, **known: Any
+        cls,
+        config: RobustConfig,
+        *,
+        expandable_segments: bool = True,
+        used: Collection[str] | None = None,
+        **known: Any,
     ) -> PolicySettings:
-        """Return the settings of a job; ``known`` are fields beside its config."""
-        training = config.training
-        placeholders = placeholders_in(" ".join(config.trainer.argv or ()))
-        # 1 is also what scripts without a batch size have
-        is_one = training.batch_size == training.gradient_accumulation_steps == 1
+        """Return the settings of a job.
+
+        Args:
+            config: the job's.
+            expandable_segments: the allocator's first setting.
+            used: the values of an attempt that reach its script; None: its placeholders.
+            known: fields beside the config.
+        """
+        training, is_script = config.training, config.is_script
+        if used is None:
+            used = placeholders_in(" ".join(config.trainer.argv or ()))
         asked = AttemptSpec(
             gpus=(),
             batch_size=training.batch_size,
@@ -52,16 +65,31 @@ class PolicySettings:
             num_workers=training.num_workers,
             prefetch_factor=training.prefetch_factor,
             expandable_segments=expandable_segments,
-            has_batch=not (config.is_script and is_one) or "batch_size" in placeholders,
+            has_batch=not is_script or "batch_size" in used,
             gradient_checkpointing=training.gradient_checkpointing,
         )
-        can_checkpoint = "gradient_checkpointing" in placeholders or config.is_built_in
-        return cls(config, asked, **{"can_checkpoint": can_checkpoint, **known})
+        found = {
+            "can_accumulate": not is_script or "gradient_accumulation_steps" in used,
+            "can_checkpoint": "gradient_checkpointing" in used or config.is_built_in,
+        }
+        return cls(config, asked, **{**found, **known})
 
     @property
     def min_batch_size(self) -> int:
         """No attempt uses a smaller micro-batch."""
         return self.config.min_batch_size
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the accumulation makes up for a smaller micro-batch."""
+        is_off = self.config.preserve_effective_batch_size is False
+        return self.can_accumulate and not is_off
+
+    def refuses(self, spec: AttemptSpec) -> bool:
+        """Return whether the user wants no attempt with this effective batch."""
+        is_strict = self.config.preserve_effective_batch_size is True
+        same = spec.effective_batch_size == self.asked.effective_batch_size
+        return is_strict and not same
 
     @property
     def share(self) -> int:
@@ -77,7 +105,7 @@ class PolicySettings:
     def for_ranks(self, ranks: int) -> PolicySettings:
         """Share the same effective batch among another number of processes."""
         asked = self.asked
-        if ranks == asked.ranks or not self.config.preserve_effective_batch_size:
+        if ranks == asked.ranks or not self.accumulates:
             return replace(self, asked=replace(asked, ranks=ranks))
         total = asked.effective_batch_size
         exact = (
@@ -98,7 +126,7 @@ class PolicySettings:
         return tuple(
             fewer
             for fewer in range(ranks - 1, (least or ranks) - 1, -1)
-            if not self.config.preserve_effective_batch_size
+            if not self.accumulates
             or self.for_ranks(fewer).asked.effective_batch_size == total
         )
 
@@ -117,7 +145,7 @@ def settings_of_batch(
 
 def with_accumulation(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     """Return ``batch_size`` and the accumulation that makes up the effective batch with it."""
-    if not settings.config.preserve_effective_batch_size:
+    if not settings.accumulates:
         return batch_size, settings.asked.gradient_accumulation_steps
     return batch_size, -(-settings.share // batch_size)
 
@@ -130,7 +158,7 @@ def next_smaller(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     rounded up, and the effective batch is no longer exact.
     """
     at_most = max(batch_size // 2, settings.min_batch_size)
-    if settings.config.preserve_effective_batch_size:
+    if settings.accumulates:
         for candidate in range(at_most, settings.min_batch_size - 1, -1):
             if settings.share % candidate == 0:
                 return candidate, settings.share // candidate
@@ -141,7 +169,7 @@ def sizes(settings: PolicySettings) -> Iterator[tuple[int, int]]:
     """Yield each (micro-batch, accumulation) from the requested one to ``min_batch_size``."""
     size = settings.asked.batch_size, settings.asked.gradient_accumulation_steps
     yield size
-    while size[0] > settings.min_batch_size:
+    while settings.asked.has_batch and size[0] > settings.min_batch_size:
         size = next_smaller(settings, size[0])
         yield size
 
@@ -245,10 +273,12 @@ def size_to_begin_with(
     # the job may go on with other sizes than it was requested with
     requested = [size for size in exact if size <= settings.requested_size]
     if requested and not history and requested[-1] < spec.batch_size:
-        return spec.with_batch(*with_accumulation(ranks, requested[-1])), (
+        smaller = spec.with_batch(*with_accumulation(ranks, requested[-1]))
+        was, now = spec.effective_batch_size, smaller.effective_batch_size
+        stays = f"stays {now}" if now == was else f"is {now} instead of {was}"
+        return smaller, (
             f"micro-batch {requested[-1]} instead of {spec.batch_size}, as 'robust-train run "
-            "halve-batch' requested of this job; the effective batch size stays "
-            f"{settings.asked.effective_batch_size}"
+            f"halve-batch' requested of this job; the effective batch size {stays}"
         )
     if not settings.config.finds_batch_size:
         return spec, ""

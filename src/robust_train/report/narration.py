@@ -179,6 +179,8 @@ def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
             and last.kind is FailureKind.BUG
         )
         first = "after mending it" if is_bug else "to go on"
+        if summary.checkpoint is None and not is_bug:
+            first = "to begin again, for no checkpoint is known"
         log.info("%s: %s", first, how_to_go_on)
 
 
@@ -197,7 +199,11 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         return
     # the reason follows at the job's end, whole
     is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions
-    what = names[0].rpartition(".")[2] if is_bug and names else attempt.outcome
+    what = attempt.outcome
+    if is_bug and attempt.script is not None:
+        what = ending_of(attempt)
+    elif is_bug and names:
+        what = names[0].rpartition(".")[2]
     log.error("attempt %d failed: %s", attempt.number, what)
     # where no CUDA can work, the job's reason has the advice
     if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:

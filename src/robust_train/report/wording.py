@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from robust_train.model.attempt import UNFINISHED, Attempt
@@ -62,8 +62,8 @@ ACTIONS = {
 """The decision after an attempt for people, if its name does not do."""
 
 _TROUBLES = {
-    "device_oom": "memory ran out on {where} at batch size {sizes}",
-    "host_oom": "host memory ran out at batch size {sizes}",
+    "device_oom": "memory ran out on {where}{sizes}",
+    "host_oom": "host memory ran out{sizes}",
     "worker_death": "a data-loader worker died{times}",
     "disk_full": "the disk was full or failed{times}",
     "interrupted": "it was interrupted{times}",
@@ -171,13 +171,19 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
         failed, key=lambda a: (a.outcome, a.spec.where)
     ):
         own = list(group)
-        *sizes, last = dict.fromkeys(str(a.batch_size or "?") for a in own)
+        sizes = _listed(dict.fromkeys(str(a.batch_size) for a in own if a.batch_size))
         what = OUTCOMES.get(outcome, outcome.replace("_", " "))
         yield _TROUBLES.get(outcome, what + "{times} on {where}").format(
             where=where,
-            sizes=f"{', '.join(sizes)} and {last}" if sizes else last,
+            sizes=f" at batch size {sizes}" if sizes else "",
             times="" if len(own) == 1 else f" {len(own)} times",
         )
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Return ``64, 32 and 16``."""
+    *most, last = tuple(words) or ("",)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _sentence(text: str) -> str:
@@ -223,12 +229,12 @@ def _what_worked(
             s.seconds for s in spans if s.use is Use.LOST and s.attempt in failed
         )
         sizes = ", ".join(dict.fromkeys(failed.values()))
+        effective = {a.spec.effective_batch_size for a in attempts}
+        same = ": the effective batch is the same" if len(effective) == 1 else ""
         yield Advice(
             f"On {last.spec.where} batch size {last.batch_size} fitted and {sizes} did not. "
             f"Finding this out cost {duration(lost)}.",
-            (
-                "begin the next run with the size that fitted: the effective batch is the same",
-            ),
+            ("begin the next run with the size that fitted" + same,),
             f"training.batch_size={last.batch_size} "
             f"training.gradient_accumulation_steps={last.spec.gradient_accumulation_steps}",
         )
@@ -255,10 +261,8 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
     known = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
-    return (
-        f"{what} ran out in attempt {attempt.number} on {attempt.spec.where} at batch size "
-        f"{attempt.batch_size}{known}."
-    )
+    size = "" if attempt.batch_size is None else f" at batch size {attempt.batch_size}"
+    return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
 
 
 def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:

@@ -94,7 +94,9 @@ class OOMHandler:
             max_retries=_UNLIMITED if max_retries is None else max_retries,
             auto_device=False,
             allow_cpu_fallback=False,
-            preserve_effective_batch_size=preserve_effective_batch_size,
+            preserve_effective_batch_size=(
+                None if preserve_effective_batch_size else False
+            ),
         )
         self._batch_argument = batch_argument
         self._spec = first_attempt(self._settings, ())

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from robust_train.attempt.script.messages import LineReader, OwnFailure, Result,
 from robust_train.attempt.script.program import Program
 from robust_train.config.checks import read
 from robust_train.config.placeholders import (
+    ALMOST,
     AUTO,
     EVENTS_VARIABLE,
     PLACEHOLDERS,
@@ -92,7 +94,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
     if run.stop_requested:
         raise Interrupted("asked to stop before the script was started")
     run.report(ScriptStarted(argv, str(cwd)))
-    program = Program(argv, _environment(values, attempt.events), cwd)
+    stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
+    program = Program(argv, _environment(values, attempt.events), cwd, stop_signal)
     try:
         returncode = program.wait(run, config.stop_grace_seconds, attempt.poll)
     finally:
@@ -199,6 +202,10 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
     return ScriptValues(
         batch_size=training.batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
+        effective_batch_size=(
+            training.batch_size * training.gradient_accumulation_steps * config.num_gpus
+        ),
+        learning_rate=f"{training.lr:.12g}",
         num_gpus=config.num_gpus,
         min_batch_size=config.min_batch_size,
         num_workers=training.num_workers,
@@ -295,7 +302,7 @@ def check_command(config: RobustConfig) -> Path:
     for word in trainer.argv:
         _refuse_near_misses("trainer.argv", word)
     for word in trainer.resume_argv:
-        _refuse_near_misses("trainer.resume_argv", word)
+        _refuse_near_misses("trainer.resume_argv", word, every=True)
     _refuse_near_misses("trainer.checkpoint_glob", trainer.checkpoint_glob or "")
     cwd = Path(os.path.expanduser(trainer.cwd or ".")).absolute()
     if not cwd.is_dir():
@@ -312,9 +319,10 @@ def check_command(config: RobustConfig) -> Path:
     return cwd
 
 
-def _refuse_near_misses(key: str, text: str) -> None:
-    """Refuse ``{batchsize}``, which would reach the script unchanged."""
-    for name, meant in near_misses_in(text):
+def _refuse_near_misses(key: str, text: str, *, every: bool = False) -> None:
+    """Refuse ``{batchsize}``, which would reach the script unchanged; ``every``: also a name that
+    is like none of ours."""
+    for name, meant in near_misses_in(text, cutoff=0.0 if every else ALMOST):
         raise ConfigError(
             f"{key}: {{{name}}} is not a placeholder; did you mean {{{meant}}}? "
             f"There are {', '.join(PLACEHOLDERS)}"

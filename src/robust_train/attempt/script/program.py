@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from robust_train.attempt.run import Run
 from robust_train.host.linux import (
     TICK_SECONDS,
@@ -30,6 +32,8 @@ from robust_train.model.errors import ConfigError
 
 log = logging.getLogger("robust_train")
 
+_SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
+
 
 class Program:
     """A running script. It stays in the process group of its attempt. Orphans of what it starts
@@ -37,13 +41,18 @@ class Program:
     ConfigError: it cannot be started."""
 
     def __init__(
-        self, argv: Sequence[str], environ: Mapping[str, str], cwd: Path
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: Path,
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         become_subreaper()
+        self._stop_signal = stop_signal
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
         try:
-            with _own_input() as stdin:
+            with _own_input() as stdin, _not_ignored(stop_signal):
                 self._process = subprocess.Popen(
                     list(argv),
                     env=dict(environ),
@@ -71,9 +80,10 @@ class Program:
         """Wait until the script and all that it started have ended; return its exit status as
         subprocess has it. Calls ``on_tick`` about twice a second.
 
-        If ``run.stop_requested``, SIGTERM goes to the script, and when that has ended to the
-        processes it leaves behind (a shell does not wait for what it runs). What still lives after
-        ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends them.
+        If ``run.stop_requested``, the stop signal goes to the script, and when that has ended to
+        the processes it leaves behind (a shell does not wait for what it runs). What still lives
+        after ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends
+        them.
         """
         kill_at: float | None = None
         try:
@@ -108,10 +118,53 @@ class Program:
         return [pid for pid in found if pid == self.pid or collect(pid)]
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
-        for pid in set(pids) - self._asked:
-            self._asked.add(pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGTERM)
+        """Send the stop signal, once to each; what was stopped by SIGSTOP would not get it."""
+        below = children(recursive=True)
+        if (
+            self._stop_signal == signal.SIGINT
+        ):  # a shell waits for its child to end by it
+            pids = [*pids, *_run_by_shells(below)]
+        asked = set(pids) - self._asked
+        self._asked |= asked
+        for pid in asked:
+            _send(pid, self._stop_signal)
+        for process in below if asked else ():
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    _send(process.pid, signal.SIGCONT)
+
+
+def _send(pid: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
+    """Yield the processes whose parent is a shell among these: a terminal asks them as well."""
+    shells = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.name() in _SHELLS:
+                shells.add(process.pid)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() in shells:
+                yield process.pid
+
+
+@contextlib.contextmanager
+def _not_ignored(signum: signal.Signals) -> Iterator[None]:
+    """Have a program that is started meanwhile not ignore a signal, as ``nohup … &`` makes it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signum) != signal.SIG_IGN:
+        yield
+        return
+    # a handler is reset by exec, what is ignored stays so
+    signal.signal(signum, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
