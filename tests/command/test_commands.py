@@ -97,7 +97,7 @@ MISTAKES = [
     ("run --resume-argv 'x -- ls", 2, ["--resume-argv", "quotation"]),
     ("run max_retrys=3 -- ls", 2, ["did you mean max_retries?"]),
     ("run training.batch_size=x -- ls", 2, ["training.batch_size=x", "an integer"]),
-    ("run --device gpu7 -- ls", 2, ["device=gpu7", "cuda:<number>"]),
+    ("run --device gpu7 -- ls", 2, ["--device gpu7", "cuda:<number>"]),
     ("run -- no_such_program", 2, ["no_such_program", "PATH"]),
     ("run --batch-size 8 -- ls {batchsize}", 2, ["did you mean {batch_size}?"]),
     # runs

@@ -15,7 +15,8 @@ RESUME = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--resume {checkpoint}")
 @pytest.fixture
 def ckpt(scripts: CommandWorld) -> list[str]:
     """A batch size, the resume arguments, and the script that goes with them."""
-    return ["--batch-size", "64", *RESUME, "--", *script("resuming.py", "ckpt")]
+    program = ["env", "BATCH_SIZE={batch_size}", *script("resuming.py", "ckpt")]
+    return ["--batch-size", "64", *RESUME, "--", *program]
 
 
 def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(
@@ -55,14 +56,30 @@ def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWor
         "echo MemoryError: no more; exit 1"
     )
     ended = scripts.run(
-        "--batch-size", "8", "--resume-argv", "--from {checkpoint}", "--", "sh", "-c", code, "x"
+        "--batch-size",
+        "8",
+        "--resume-argv",
+        "--from {checkpoint}",
+        "--",
+        "sh",
+        "-c",
+        code,
+        "{batch_size}",
     )
     # an empty file is no checkpoint, whoever says so
     assert "is gone or torn" in ended.output
     code = code.replace("touch mine", "echo 4 > mine")
     scripts.run_dir.rename(scripts.folder / "first")
     ended = scripts.run(
-        "--batch-size", "8", "--resume-argv", "--from {checkpoint}", "--", "sh", "-c", code, "x"
+        "--batch-size",
+        "8",
+        "--resume-argv",
+        "--from {checkpoint}",
+        "--",
+        "sh",
+        "-c",
+        code,
+        "{batch_size}",
     )
     assert ended.returncode == 0, ended.output
     assert f"with --from {scripts.folder / 'mine'}" in ended.stdout
@@ -78,7 +95,7 @@ def test_an_older_checkpoint_is_no_news_while_the_newest_is_written_over(scripts
         "echo MemoryError: no more; exit 1"
     )
     arguments = ["--batch-size", "64", "--min-batch-size", "32", *RESUME]
-    ended = scripts.run(*arguments, "--", "sh", "-c", code)
+    ended = scripts.run(*arguments, "--", "sh", "-c", code, "{batch_size}")
     assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 32], ended.output
     saved = [event for event in ended.journal if event["event"] == "checkpoint"]
     assert {Path(event["path"]).name for event in saved if event["attempt"] > 1} == {"5.pt"}

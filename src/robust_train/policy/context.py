@@ -176,9 +176,10 @@ class FailureContext:
     def got_further(self) -> bool:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
         attempt, step = self.attempt, self.attempt.saved_step
-        is_first = len(self.history) == 1  # its first may be what it resumed from
+        # its first may be what it resumed from
+        may_be_old = len(self.history) == 1 and attempt.resumed_from is not None
         has_saved = (
-            attempt.saves > is_first if step is None else step > attempt.start_step
+            attempt.saves > may_be_old if step is None else step > attempt.start_step
         )
         return has_saved and len(self.since_progress) == 1
 
