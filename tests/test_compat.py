@@ -341,7 +341,12 @@ def test_the_allocators_history_is_called_as_torch_has_it():
     )
     compat.record_allocator_history(fake, 5)
     compat.dump_allocator_snapshot(fake, "a path")
-    assert [list(one.arguments.values()) for one in seen] == [["python", 5], ["a path"]]
+    compat.end_allocator_history(fake)
+    assert [one.arguments for one in seen] == [
+        {"stacks": "python", "max_entries": 5},
+        {"filename": "a path"},
+        {"enabled": None},
+    ]
     assert compat.allocator_history_is_recorded(fake) is True
 
 

@@ -95,6 +95,11 @@ def record_allocator_history(torch: Any, max_entries: int) -> None:
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
+def end_allocator_history(torch: Any) -> None:
+    """Undo :func:`record_allocator_history`; what was recorded is dropped."""
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
 def allocator_history_is_recorded(torch: Any) -> bool:
     """Return whether torch records where GPU memory is allocated from."""
     return bool(torch._C._cuda_isHistoryEnabled())

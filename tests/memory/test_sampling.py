@@ -69,6 +69,34 @@ def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(
     assert {s.allocated for s in samples} == {None}
 
 
+def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..., Machine]):
+    """An open session blocks ``nvidia-smi --gpu-reset``; a minute is 50 ms here."""
+    machine = machine_with(Gpu(), Gpu())
+    open_and_asked = machine.python(
+        f"""
+        import json, pathlib, time
+        from robust_train.gpu.inventory import known_session
+        from robust_train.memory.samples import Sampler
+        folder = pathlib.Path({str(machine.folder)!r})
+        sampler = Sampler(folder, 1, "cuda:0", 0.001, lambda: 1, cost_share=1, nvml_seconds=0.05)
+        sampler.start()
+        calls, seen = folder / "calls", []
+        while not calls.exists() or calls.read_text().count("nvmlShutdown") < 3:
+            seen.append(known_session() is not None)
+            time.sleep(0.002)
+        sampler.stop()
+        print(json.dumps([seen.count(True), len(seen)]))
+        """,
+        CUDA_VISIBLE_DEVICES=machine.uuid(1),
+    )
+    opened, shut = machine.calls("nvmlInit"), machine.calls("nvmlShutdown")
+    assert 3 <= len(shut) <= len(opened) <= len(shut) + 1
+    samples = read_samples(machine.folder / FILE_NAME)
+    assert {sample.device for sample in samples} == {"cuda:1"}
+    assert None not in {sample.gpu_used for sample in samples}, "between two looks the last counts"
+    assert open_and_asked[0] < open_and_asked[1]
+
+
 def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(
     own_trainers: World, cuda_machine_with: Callable[..., Machine]
 ):

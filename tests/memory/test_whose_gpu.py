@@ -213,6 +213,22 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
     assert cuda.workspaces_cleared == 0
 
 
+def test_the_allocators_history_ends_after_some_hundred_steps(use, tmp_path):
+    """It costs a few percent of a step that is short, and a job may run for days."""
+    calls: list[Any] = []
+    cuda = use(FakeCuda())
+    cuda.memory = SimpleNamespace(_record_memory_history=lambda **given: calls.append(given))
+    (tmp_path / "oom-attempt-1.json").touch()
+    run = Run(run_dir=tmp_path)
+    with AttemptMemory(run, settings(sample_interval_ms=0)) as keeper:
+        for step in range(299):
+            keeper.step_done(step)
+        assert [given.get("enabled", True) for given in calls] == [True]
+        for step in range(299, 900):
+            keeper.step_done(step)
+    assert [given.get("enabled", True) for given in calls] == [True, None]
+
+
 def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     use(FakeCuda(is_broken=True))

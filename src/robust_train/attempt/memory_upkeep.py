@@ -40,6 +40,7 @@ log = logging.getLogger("robust_train")
 _RESERVE_BYTES = 16 * MIB
 _LONGEST_GAP = 100_000
 _TIGHT_STEPS = 2
+_STEPS_WITH_HISTORY = 300
 
 
 class Reserve:
@@ -119,6 +120,8 @@ class AttemptMemory:
         self._next_log = 0
         self._has_written_oom = False
         self._is_set_up = False
+        self._end_history: Callable[[], None] | None = None
+        self._steps_with_history = 0
         self._reserve = Reserve()
         self._sampler: Sampler | None = None
         if memory.sample_interval_ms:
@@ -164,6 +167,11 @@ class AttemptMemory:
         self._reserve.hold()
         if not self._is_set_up:
             self._set_up_cuda()
+        if self._end_history is not None:
+            self._steps_with_history += 1
+            if self._steps_with_history == _STEPS_WITH_HISTORY:
+                self._end_history()
+                self._end_history = None
         self._watch_allocator(step)
         every = self._settings.log_frequency
         if every and step >= self._next_log:
@@ -229,7 +237,7 @@ class AttemptMemory:
             and self._index is not None
             and self._settings.snapshot_on_oom
         ):
-            record_history_after_an_oom(self._run.run_dir)
+            self._end_history = record_history_after_an_oom(self._run.run_dir)
 
     def _clear(
         self, reason: str, *, thorough: bool = True, error: BaseException | None = None

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,19 +37,25 @@ _ENTRIES_OF_A_RUN = 20_000
 _ENTRIES_ON_REQUEST = 100_000
 
 
-def record_history_after_an_oom(run_dir: Path) -> None:
+def record_history_after_an_oom(run_dir: Path) -> Callable[[], None] | None:
     """Record where GPU memory is allocated from now on, if it has run out in this run folder. It
     costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
-    never need it. Recording begins when CUDA starts."""
+    never need it, or for days. Recording begins when CUDA starts. Returns what ends it, None if
+    nothing is recorded."""
     torch = sys.modules.get("torch")
     if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
-        return
+        return None
 
     def record() -> None:
         with contextlib.suppress(Exception):
             compat.record_allocator_history(torch, _ENTRIES_OF_A_RUN)
 
+    def end() -> None:
+        with contextlib.suppress(Exception):
+            compat.end_allocator_history(torch)
+
     compat.when_cuda_starts(torch, record)
+    return end
 
 
 def write_out_of_memory(

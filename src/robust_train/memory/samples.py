@@ -22,9 +22,10 @@ from pathlib import Path
 import psutil
 
 from robust_train.files import LineFile, MalformedEvent, Spacing, from_json, json_lines
-from robust_train.gpu.inventory import find_gpu
+from robust_train.gpu.inventory import close_session, find_gpu
 from robust_train.host.memory import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.cuda import cached_on, device_index, started_torch
+from robust_train.model.gpu import GpuInfo
 from robust_train.readable import MIB, first_line
 
 log = logging.getLogger("robust_train")
@@ -32,6 +33,7 @@ log = logging.getLogger("robust_train")
 FILE_NAME = "memory.jsonl"
 
 _COST_SHARE = 0.0025
+_NVML_SECONDS = 60.0
 _STOP_SECONDS = 2.0
 
 
@@ -146,12 +148,18 @@ class Sampler:
         whole_tree: bool = False,
         # of the time, which samples may take: longer pauses follow expensive ones
         cost_share: float = _COST_SHARE,
+        # so long NVML is asked for each sample, and from then on once in that time
+        nvml_seconds: float = _NVML_SECONDS,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME)
         self._attempt = attempt
         self._device = device
         self._index = device_index(device)
         self._gpu_name = ""
+        self._gpu: GpuInfo | None = None
+        self._nvml_seconds = nvml_seconds
+        self._ask_next = 0.0  # when NVML is to be asked again
+        self._often_until = time.monotonic() + nvml_seconds
         self._process = psutil.Process()
         self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
         self._interval_seconds = interval_seconds
@@ -207,7 +215,7 @@ class Sampler:
             # by the UUID that CUDA knows it by, once that is known
             self._gpu_name = self._gpu_name or _uuid_of(self._index) or ""
             cached = cached_on(self._index)
-            gpu = find_gpu(self._gpu_name) if self._gpu_name else None
+            gpu = self._as_nvml_has_it() if self._gpu_name else None
             if gpu is not None:
                 device = f"cuda:{gpu.index}"
         return Sample(
@@ -222,6 +230,17 @@ class Sampler:
             resident=resident,
             anonymous=anonymous,
         )
+
+    def _as_nvml_has_it(self) -> GpuInfo | None:
+        """Return the GPU as it is, or was a minute ago at most: an open session of NVML blocks
+        a reset of any GPU of the machine, and an attempt may take days."""
+        now = time.monotonic()
+        if now >= self._ask_next:
+            self._gpu = find_gpu(self._gpu_name)
+            if now >= self._often_until:
+                close_session()
+                self._ask_next = now + self._nvml_seconds
+        return self._gpu
 
 
 def _uuid_of(index: int) -> str | None:

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, TypeVar
 
 import torch
@@ -248,7 +250,9 @@ class SharedStep:
         if self._group is None:
             return None
         self._items = items
-        present = tuple(parameter.grad is not None for parameter in self._parameters)
+        # without a line of Python for each parameter: there may be ten thousand
+        gradients = map(attrgetter("grad"), self._parameters)
+        present = tuple(map(is_not, gradients, repeat(None)))
         report = RankReport(ran_out, size, items, present, returns_more)
         return self._group.exchange(report)
 
