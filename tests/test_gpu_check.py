@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import types
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from cuda_on_the_cpu import cuda_on_the_cpu
-from robust_train.cli.doctor import exercise
+from robust_train.cli.doctor import probe_here
 from robust_train.memory import stats as in_use
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
@@ -163,10 +164,11 @@ def test_without_nvml_a_probe_says_why(monkeypatch):
         gpu_check.gpu()
 
 
-def test_what_doctor_runs_on_a_gpu_finds_half_of_it_and_leaves_nothing(h200):
-    gpu_check.limit_to(7 * MIB)
-    seen = exercise(torch.device("cuda", 0), 8 * MIB)
-    assert (seen["parts"], seen["left_bytes"]) == (2, 0)
+def test_what_doctor_runs_on_a_gpu_keeps_below_two_gib_and_leaves_nothing(h200, capsys):
+    probe_here()
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["parts"], seen["left_bytes"]) == (1, 0), "half of what was asked for"
+    assert 0 < h200.reserved <= GIB
     assert h200.workspaces_cleared
 
 

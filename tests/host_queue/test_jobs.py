@@ -319,10 +319,10 @@ print(json.dumps(exercise(torch.device("cpu"), total)))
         exercise(torch.device("cpu"), 2**20)
 
 
-def test_a_probe_leaves_the_gpu_of_a_job_alone_and_fails_without_cuda(
+def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cuda(
     host_with: Callable[..., Host],
 ):
-    host = host_with(Gpu(), Gpu())
+    host = host_with(Gpu(), Gpu(), Gpu(free_mib=20000, utilization=97, compute=[(1, 20000)]))
     busy = host.start(4000).wait_for("granted")["gpu"]
     environ = host.machine.environment()
     done = warm.robust_train("doctor", "--probe", "--json", environ=environ)
@@ -334,6 +334,10 @@ def test_a_probe_leaves_the_gpu_of_a_job_alone_and_fails_without_cuda(
     passed, text = results.pop(busy)
     assert passed
     assert text.startswith("not probed: no GPU was available now: GPU ")
+    passed, text = results.pop(host.machine.uuid(2))
+    assert passed
+    assert text.startswith("not probed: others compute on it: ")
+    assert text.endswith(" 20000 MiB")
     ((passed, text),) = results.values()
     assert not passed
     assert text.startswith("Found no NVIDIA driver on your system"), "torch's own words"

@@ -339,7 +339,8 @@ _MACHINE = (
             ),
             flag(
                 "--probe",
-                help="use each free GPU for some seconds: allocate, run out of memory, recover",
+                help="use less than 2 GiB of each GPU on which no one computes, for some seconds: "
+                "allocate, run out of memory, recover",
             ),
             _QUEUE_DIR,
             _JSON,

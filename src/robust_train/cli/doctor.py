@@ -24,7 +24,8 @@ from robust_train.config.schema import RobustConfig
 from robust_train.gpu.bounded import NoAnswer, run_command
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.processes import sees_host_pids, user_name
+from robust_train.gpu.processes import find_holders, sees_host_pids, user_name
+from robust_train.gpu.select import others_on
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.host.memory import cgroup_rooms, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
@@ -67,6 +68,7 @@ _TITLES = {
 _PACKAGES = ("robust-train", "torch", "nvidia-ml-py", "psutil")
 _PROBE_SECONDS = 90.0
 _PROBE_BYTES = 2 * GIB
+_PROBE_CACHE_BYTES = 1 * GIB  # beside it are CUDA's context and libraries
 _PARTS = 8
 
 
@@ -260,8 +262,8 @@ def _queue_lines(queue: dict[str, Json]) -> list[str]:
 
 
 def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
-    """Probe a usable GPU that no job has; return whether it passed, and one line about it. Without
-    a ``queue_directory`` nothing is reserved."""
+    """Probe a usable GPU that no job has and on which no one computes; return whether it passed,
+    and one line about it. Without a ``queue_directory`` nothing is reserved."""
     queue = HostQueue(
         queue_directory,
         name="doctor --probe",
@@ -276,6 +278,9 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
         found = queue.wait(request)
         if isinstance(found, NoGpu):
             return True, f"not probed: {found.reason}"
+        now = [one for one in read_inventory().gpus if one.uuid == gpu.uuid]
+        if others := "".join(others_on(one, find_holders(now)) for one in now):
+            return True, f"not probed: others compute on it: {others}"
         environ = {**os.environ, VARIABLE: gpu.uuid}
         command = [sys.executable, "-m", __name__]
         done = run_command(command, _PROBE_SECONDS, environ)
@@ -296,7 +301,7 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
 
 
 def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
-    """Compute on a device, ask for twice the memory that is free there, and go on with less. Raises
+    """Compute on a device, ask for twice the memory that may be had there, and go on. Raises
     RuntimeError: a result is wrong, or memory never ran out."""
     import torch
 
@@ -331,17 +336,19 @@ def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
     return {"parts": _PARTS / size, "left_bytes": left, "seconds": seconds}
 
 
-def _probe_here() -> None:
+def probe_here() -> None:
+    """Exercise the first GPU of this process, and print what was seen."""
     import torch
 
     try:
         torch.cuda.current_device()  # starts CUDA
     except (AssertionError, RuntimeError) as error:
         sys.exit(" ".join(str(error).split()))
-    device = torch.device("cuda", 0)
-    # others may be on it too
-    print(json.dumps(exercise(device, torch.cuda.mem_get_info(device)[0])))
+    total = torch.cuda.get_device_properties(0).total_memory
+    # memory runs out at a limit of this process: others may come to the GPU meanwhile
+    torch.cuda.set_per_process_memory_fraction(min(_PROBE_CACHE_BYTES / total, 1.0), 0)
+    print(json.dumps(exercise(torch.device("cuda", 0), _PROBE_CACHE_BYTES)))
 
 
 if __name__ == "__main__":
-    _probe_here()
+    probe_here()
