@@ -327,15 +327,20 @@ def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -
 
 
 LATEST = "_forward_cache"
+UPDATES = "_update_count"
 LOGGED = (
     "value",
     "cumulated_batch_size",
     "has_reset",
     LATEST,
     "_computed",
-    "_update_count",
+    UPDATES,
 )
 """What a value that Lightning logs keeps; tensors among it are replaced, never changed in place."""
+
+
+METRIC_NOTES = (UPDATES, "_computed", LATEST)
+"""What a torchmetrics object keeps beside its state."""
 
 
 def logged_by(trainer: Any) -> Any:

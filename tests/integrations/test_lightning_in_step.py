@@ -19,6 +19,7 @@ from robust_train.integrations.steering import InStep
 from robust_train.step import engine
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
+torchmetrics = pytest.importorskip("torchmetrics")
 
 
 class Net(lightning.LightningModule):
@@ -98,9 +99,8 @@ class Fitted(running_out.Fitted):
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
-            max_epochs=1,
             num_sanity_val_steps=0,
-            **(options or {"gradient_clip_val": 0.5}),
+            **({"max_epochs": 1} | (options or {"gradient_clip_val": 0.5})),
         )
         data = loader(size=batch_size)
         self.result = fit(
@@ -160,6 +160,120 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
         fitted.trainer.test(fitted.model, ORDERED, verbose=False) for fitted in (split, whole)
     )
     assert one == pytest.approx(other, abs=1e-6)
+
+
+class _Measured(Net):
+    """Logs torchmetrics objects in every way that projects do, and extremes of batches."""
+
+    def __init__(self, fuse: Fuse) -> None:
+        super().__init__(fuse)
+        for stage in ("train", "val"):
+            self.add_module(f"{stage}_loss", torchmetrics.MeanMetric())
+            self.add_module(f"{stage}_worst", torchmetrics.MaxMetric())
+            self.add_module(f"{stage}_samples", torchmetrics.SumMetric())
+            self.add_module(f"{stage}_right", torchmetrics.Accuracy("binary"))
+            both = {"mse": torchmetrics.MeanSquaredError(), "mae": torchmetrics.MeanAbsoluteError()}
+            self.add_module(
+                f"{stage}_both", torchmetrics.MetricCollection(both, prefix=f"{stage}_")
+            )
+            self.add_module(f"{stage}_auroc", torchmetrics.AUROC("binary"))
+        self.steps: list[dict[str, float]] = []
+
+    def _measure(self, stage: str, batch) -> torch.Tensor:
+        x, y = batch
+        found = self.layers(x)
+        loss = functional.mse_loss(found, y)
+        for name in ("loss", "worst"):
+            metric = getattr(self, f"{stage}_{name}")
+            metric(loss)
+            self.log(f"{stage}_{name}", metric, on_step=stage == "train", on_epoch=True)
+        for name, given in (
+            ("samples", (len(x),)),
+            ("right", (found.flatten(), (y > 0.5).int().flatten())),
+        ):
+            metric = getattr(self, f"{stage}_{name}")
+            metric(*given)
+            self.log(f"{stage}_{name}", metric, on_step=True, on_epoch=True)
+        getattr(self, f"{stage}_auroc").update(found[:, 0], (y[:, 0] > 0.5).int())
+        self.log(f"{stage}_auroc", getattr(self, f"{stage}_auroc"), on_epoch=True, on_step=False)
+        both = getattr(self, f"{stage}_both")
+        both(found, y) if stage == "train" else both.update(found, y)
+        self.log_dict(both, on_step=False, on_epoch=True)
+        size = float(len(x))
+        for reduce_fx in ("min", "max", "sum"):
+            self.log(f"{stage}_{reduce_fx}_size", size, reduce_fx=reduce_fx, on_epoch=True)
+            self.log(f"{stage}_{reduce_fx}_loss", loss, reduce_fx=reduce_fx, on_epoch=True)
+        self.log(f"{stage}_far", found.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self._measure("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self._measure("val", batch)
+
+    test_step = validation_step
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        metrics = self.trainer.callback_metrics
+        self.steps.append({name: float(value) for name, value in metrics.items()})
+
+
+@pytest.mark.parametrize("options", [{}, {"max_epochs": 2}])
+def test_metric_objects_and_extremes_are_those_of_whole_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict
+):
+    whole = Fitted(tmp_path, _Measured(Fuse()), **options)
+    assert whole.result["train_samples_epoch"] == 23
+    assert whole.result["train_max_size"] == 4
+    for fuse in (
+        Fuse("forward", 3, fits=2),
+        Fuse("backward", 4, fits=1),
+        Fuse("forward", 6, fits=1),
+        Fuse("forward", 1, fits=3, training=False),
+        Fuse("forward", 2, fits=1, training=False),
+    ):
+        split = Fitted(tmp_path, _Measured(fuse), **options)
+        assert split.changed(training=fuse.is_for_training), fuse.at
+        differ_by_rounding_alone(split.weights, whole.weights)
+        for one, other in zip(split.model.steps, whole.model.steps, strict=True):
+            assert one == pytest.approx(other, abs=1e-5), (fuse.where, fuse.at)
+        assert split.result == pytest.approx(whole.result, abs=1e-5), (fuse.where, fuse.at)
+    lines = {r.getMessage() for r in caplog.records if "reduce_fx" in r.getMessage()}
+    assert len(lines) == 2, "of a maximum over samples in training and validation"
+    assert all("_far'" in line and "not of a mean" in line for line in lines)
+
+
+class _TooMuchToKeep(torchmetrics.MeanSquaredError):
+    """Gets more of a batch than is kept until its last part."""
+
+    def update(self, found, wanted, _large):
+        super().update(found, wanted)
+
+
+class _LargelyMeasured(Net):
+    def __init__(self, fuse: Fuse) -> None:
+        super().__init__(fuse)
+        self.metric = _TooMuchToKeep()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        found = self.layers(x)
+        self.metric(found, y, torch.empty(17 << 20, dtype=torch.uint8).expand(len(x), -1))
+        self.log("mse", self.metric, on_step=True, on_epoch=True)
+        return functional.mse_loss(found, y)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append(float(self.trainer.callback_metrics["mse_step"]))
+
+
+def test_metric_objects_that_get_more_than_is_kept_count_each_sample_once(tmp_path: Path):
+    whole, split = (
+        Fitted(tmp_path, _LargelyMeasured(fuse)) for fuse in (Fuse(), Fuse("forward", 3, fits=2))
+    )
+    assert split.changed(training=True)
+    assert split.model.outputs == pytest.approx(whole.model.outputs, abs=1e-6)
+    assert split.result["mse_epoch"] == pytest.approx(whole.result["mse_epoch"], abs=1e-6)
 
 
 class _Manual(Net):

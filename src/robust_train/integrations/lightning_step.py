@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,10 +19,19 @@ import torch
 from torch import Tensor
 
 from robust_train.attempt.run import Run
-from robust_train.compat import LATEST, LOGGED, accumulates_now, logged_by
+from robust_train.compat import (
+    LATEST,
+    LOGGED,
+    UPDATES,
+    accumulates_now,
+    logged_by,
+)
 from robust_train.config.trainers import require
+from robust_train.integrations.metric_objects import MetricObjects, States
 from robust_train.integrations.steering import InStep, OpenStep
 from robust_train.step.splitting import Part
+
+log = logging.getLogger("robust_train.integrations")
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _automatic: Any = require(
@@ -110,6 +121,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
             def step() -> Any:
                 result = self._training_step(inputs)
+                if result.closure_loss is not None:
+                    scale = trainer.accumulate_grad_batches
+                    self._logged.loss = result.closure_loss.detach() * scale
                 if weight != 1.0 and result.closure_loss is not None:
                     result.closure_loss = result.closure_loss * weight
                     result.loss = result.closure_loss.detach().clone()
@@ -117,15 +131,12 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
             backward, zero_grad = self._make_backward_fn(optimizer), self._zero_once
             closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
-            if not part.start:
-                self._logged.of_parts.clear()
-            with self._logged.part(part.data, len(part), is_whole=is_whole):
+            with self._logged.part(part, samples, is_whole=is_whole):
                 return closure.closure()
 
         is_last = not accumulates_now(trainer)
-        found = self._step.run_batch(
-            batch, self._in_step.samples_of(batch), body, is_last=is_last
-        )
+        samples = self._in_step.samples_of(batch)
+        found = self._step.run_batch(batch, samples, body, is_last=is_last)
         self._logged.batch_ends(batch, syncs=is_last)
         if is_last:
             self._step = None
@@ -151,11 +162,15 @@ def _evaluate(
 ) -> Any:
     """Run a validation, test or prediction step for each part of a batch."""
 
-    def body(part: Part) -> Any:
-        with logged.part(part.data, len(part), is_whole=part.data is batch):
-            return inner(part.data, *rest)
+    samples = in_step.samples_of(batch) if in_step.is_on else None
 
-    logged.of_parts.clear()
+    def body(part: Part) -> Any:
+        with logged.part(part, samples, is_whole=part.data is batch):
+            result = inner(part.data, *rest)
+            loss = result.get("loss") if isinstance(result, dict) else result
+            logged.loss = loss if isinstance(loss, Tensor) else None
+            return result
+
     found = in_step.evaluate(trainer.model, batch, body)
     logged.batch_ends(batch, syncs=True)
     return in_step.joined(found)
@@ -165,8 +180,13 @@ class _Logged:
     """What ``self.log`` has taken, as if each batch was one part."""
 
     def __init__(self, trainer: Any) -> None:
+        self.loss: Tensor | None = None  # of the part in progress
         self._trainer = trainer
-        self.of_parts: dict[str, list[tuple[Tensor, int]]] = {}
+        self._objects = MetricObjects(lambda: trainer.lightning_module)
+        self._of_parts: dict[str, list[_OfPart]] = {}
+        self._whole: dict[str, Tensor] = {}  # of the last batch that was split
+        self._before: _Logs = {}, []  # at the batch's start
+        self._has_warned: set[str] = set()
         self._in_part = False
         self._reduce = trainer.strategy.reduce
         if trainer.world_size > 1:
@@ -177,68 +197,173 @@ class _Logged:
         return tensor if self._in_part else self._reduce(tensor, *args, **options)
 
     @contextlib.contextmanager
-    def part(self, data: Any, samples: int, *, is_whole: bool) -> Iterator[None]:
-        """Let values logged within the block count as a mean over ``data``'s samples."""
+    def part(
+        self, part: Part, samples: int | None, *, is_whole: bool
+    ) -> Iterator[None]:
+        """Let values logged within the block count as a mean over the part's samples, of so many
+        ``samples`` in the batch."""
         before, results = self.state(), logged_by(self._trainer)
+        if not part.start:
+            self._of_parts, self._whole, self._before = {}, {}, before
+            self._objects.batch_begins(before[1])
+        self.loss = None
         is_one_of_several = not is_whole or self._trainer.world_size > 1
         if results is not None:
-            results.batch, results.batch_size = data, None
+            results.batch, results.batch_size = part.data, None
         for _, metric in self._values() if is_one_of_several else ():
             setattr(metric, LATEST, None)
+            if not is_whole and _is_extreme_or_sum(metric):
+                metric.value = torch.full_like(metric.value, _nothing(metric.meta))
         self._in_part = True
         try:
-            yield
+            with (
+                contextlib.nullcontext() if is_whole else self._objects.part(len(part))
+            ):
+                yield
         except BaseException:
             self.restore(before)
             raise
         finally:
             self._in_part = False
         for key, metric in self._values() if is_one_of_several else ():
-            if (latest := getattr(metric, LATEST)) is not None:
-                self.of_parts.setdefault(key, []).append((latest, samples))
-            elif key in before:
-                setattr(metric, LATEST, before[key][LATEST])
+            known = before[0].get(key, {})
+            value = getattr(metric, LATEST)
+            if not is_whole and _is_extreme_or_sum(metric):
+                # also if it is logged for the epoch alone
+                is_new = getattr(metric, UPDATES) != known.get(UPDATES, 0)
+                value = metric.value if is_new else None
+            if value is not None:
+                found = _OfPart(value, len(part), self.loss)
+                self._of_parts.setdefault(key, []).append(found)
+            elif known:
+                setattr(metric, LATEST, known[LATEST])
+        if not is_whole and part.stop == samples:
+            self._join()
+
+    def _join(self) -> None:
+        """Make one value of a batch of those of its parts."""
+        exact = self._objects.batch_ends()
+        for key, metric in self._values():
+            found = self._of_parts.get(key)
+            if not found:
+                continue
+            if metric.is_tensor:
+                self._whole[key] = whole = self._reduced(key, metric, found)
+                if _is_extreme_or_sum(metric):
+                    self._count_once(key, metric, whole)
+            elif any(metric.value is one for one in exact):
+                setattr(metric, LATEST, getattr(metric.value, LATEST))
+            else:
+                setattr(metric, LATEST, _mean(found))
+
+    def _count_once(self, key: str, metric: Any, whole: Tensor) -> None:
+        """Let the epoch's figure go on from the batch's start by this value alone."""
+        known = self._before[0].get(key)
+        both = [whole] if known is None else [known["value"].to(whole), whole]
+        metric.value = torch.as_tensor(metric.meta.reduce_fx(torch.stack(both)))
 
     def batch_ends(self, batch: Any, *, syncs: bool) -> None:
-        """Make one value of a batch of those of its parts; with ``syncs`` one of all ranks."""
+        """Show a batch's values; with ``syncs`` of all ranks."""
         for key, metric in self._values():
-            if found := self.of_parts.get(key):
-                value = _reduced(metric.meta, found)
+            if metric.is_tensor and (found := self._of_parts.get(key)):
+                value = self._whole.get(key, found[-1].value)
                 value = metric.meta.sync(value) if syncs else value
-                setattr(metric, LATEST, value)
+                if metric.meta.on_step:
+                    setattr(metric, LATEST, value)
                 if not metric.meta.on_epoch:
                     metric.value = value
         results = logged_by(self._trainer)
         if results is not None and results.batch is not batch:
             results.batch, results.batch_size = batch, None
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return what was logged so far."""
-        return {
+    def state(self) -> _Logs:
+        """Return what was logged so far, and what torchmetrics objects hold."""
+        values = {
             key: {
                 name: getattr(metric, name) for name in LOGGED if hasattr(metric, name)
             }
             for key, metric in self._values()
         }
+        return values, self._objects.state()
 
-    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+    def restore(self, state: _Logs) -> None:
         """Go back to a :meth:`state`."""
+        values, objects = state
         for key, metric in self._values():
-            if key not in state:
+            if key not in values:
                 del logged_by(self._trainer)[key]
-            for name, value in state.get(key, {}).items():
+            for name, value in values.get(key, {}).items():
                 setattr(metric, name, value)
+        self._objects.restore(objects)
 
     def _values(self) -> list[tuple[str, Any]]:
-        results = logged_by(self._trainer) or {}
-        return [(key, metric) for key, metric in results.items() if metric.is_tensor]
+        return list((logged_by(self._trainer) or {}).items())
+
+    def _reduced(self, key: str, metric: Any, found: list[_OfPart]) -> Tensor:
+        """Return a batch's value of those of its parts."""
+        values = torch.stack([one.value for one in found])
+        if metric.meta.is_mean_reduction or len(found) == 1:
+            return _mean(found)
+        if all(one.is_loss for one in found):
+            return _mean(found)
+        if all(float(one.value) == one.samples for one in found):
+            return values.sum()
+        name = metric.meta.reduce_fx.__name__
+        is_count = metric.meta.is_sum_reduction and bool((values % 1 == 0).all())
+        if not is_count and key not in self._has_warned:
+            self._has_warned.add(key)
+            log.warning(
+                "self.log(%r, reduce_fx=%s): where a batch is split, its value is the %s of its "
+                "parts' values, which is that of a %s over samples, not of a mean",
+                metric.meta.name,
+                *(name, name, name),
+            )
+        return torch.as_tensor(metric.meta.reduce_fx(values))
 
 
-def _reduced(meta: Any, found: list[tuple[Tensor, int]]) -> Tensor:
-    values = torch.stack([value for value, _ in found])
-    sizes = values.new_tensor([size for _, size in found])
-    if not meta.is_mean_reduction or len(found) == 1:
-        return torch.as_tensor(meta.reduce_fx(values))
+_Logs = tuple[dict[str, dict[str, Any]], States]
+
+
+@dataclass(frozen=True)
+class _OfPart:
+    """A value that was logged of a part, and what its step returned."""
+
+    value: Tensor
+    samples: int
+    loss: Tensor | None
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the value is the loss, a mean over the samples."""
+        loss = self.loss
+        return (
+            loss is not None
+            and loss.ndim == 0
+            and torch.isclose(
+                loss.detach().to(self.value), self.value, rtol=1e-6, atol=0
+            ).item()
+            is True
+        )
+
+
+def _is_extreme_or_sum(metric: Any) -> bool:
+    """Return whether the epoch's figure has values of batches in it that are not their means."""
+    meta = metric.meta
+    return bool(metric.is_tensor and meta.on_epoch and not meta.is_mean_reduction)
+
+
+def _nothing(meta: Any) -> float:
+    """Return what a value begins with in an epoch."""
+    if meta.is_sum_reduction:
+        return 0.0
+    return float("-inf") if meta.is_max_reduction else float("inf")
+
+
+def _mean(found: list[_OfPart]) -> Tensor:
+    values = torch.stack([one.value for one in found])
+    if len(found) == 1:
+        return values[0]
+    sizes = values.new_tensor([one.samples for one in found])
     return (values * sizes).sum() / sizes.sum()
 
 

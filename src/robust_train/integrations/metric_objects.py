@@ -1,0 +1,205 @@
+"""torchmetrics objects of a model, which count each batch once whatever its parts.
+
+The parts of a batch update them as they come. After the last part the objects go back to the
+batch's start and are updated once with all that the parts gave them: that is exact for a mean of
+means or a maximum too, and their latest value is the whole batch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from robust_train.compat import METRIC_NOTES, tree_leaves
+from robust_train.config.trainers import require
+from robust_train.readable import MIB
+
+log = logging.getLogger("robust_train.integrations")
+
+# Lightning needs it
+_Metric: Any = require(
+    "torchmetrics", "robust_train.integrations.lightning", extra="lightning"
+).Metric
+
+_MOST_BYTES = 64 * MIB
+"""Of what the parts of a batch give, kept until the last one; more stays as the parts left it."""
+
+Call = tuple[Any, str, tuple[Any, ...], dict[str, Any]]
+"""A metric, the method that was called, and its arguments."""
+
+States = list[tuple[Any, dict[str, Any]]]
+"""Metrics and what they hold; no dictionary, for their hash changes with it."""
+
+
+class MetricObjects:
+    """The torchmetrics objects of a model, looked up when they are needed first."""
+
+    def __init__(self, model: Callable[[], nn.Module | None]) -> None:
+        self._model = model
+        self._found: list[Any] | None = None
+        self._before: States = []  # at the batch's start
+        self._parts: list[tuple[int, list[Call]]] | None = (
+            None  # None: too large to keep
+        )
+        self._bytes = 0
+        self._is_inside = False  # a metric that calls others counts itself
+
+    def state(self) -> States:
+        """Return copies of what the objects hold."""
+        return [(metric, _state_of(metric)) for metric in self._metrics()]
+
+    def restore(self, states: States) -> None:
+        """Go back to a :meth:`state`."""
+        self._is_inside = False
+        for metric, state in states:
+            for name, value in state.items():
+                setattr(metric, name, _copy(value))
+
+    def batch_begins(self, states: States) -> None:
+        """Begin a batch in which the objects hold ``states``."""
+        self._before, self._parts, self._bytes = states, [], 0
+
+    @contextlib.contextmanager
+    def part(self, samples: int) -> Iterator[None]:
+        """Note within this block what the objects are given of a part."""
+        calls: list[Call] = []
+        with contextlib.ExitStack() as stack:
+            for metric in self._metrics():
+                stack.enter_context(self._noted(metric, calls))
+            yield
+        if self._parts is not None:
+            tensors = (leaf for call in calls for leaf in tree_leaves(call[2:]))
+            self._bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+            self._parts.append((samples, calls))
+            if self._bytes > _MOST_BYTES:
+                self._parts = None
+
+    def batch_ends(self) -> list[Any]:
+        """Count the batch's parts as one; return the objects for which that was possible."""
+        parts, self._parts = self._parts or [], None
+        sizes = [samples for samples, _ in parts]
+        names = {tuple((id(m), name) for m, name, _, _ in calls) for _, calls in parts}
+        if len(sizes) < 2 or len(names) != 1 or not parts[0][1]:
+            return []
+        called = [call[0] for call in parts[0][1]]
+        # another of a collection's group takes over what the first one holds
+        touched = {id(inner) for metric in called for inner in metric.modules()}
+        before = [one for one in self._before if id(one[0]) in touched]
+        after = [(metric, _state_of(metric)) for metric, _ in before]
+        self.restore(before)
+        try:
+            with torch.no_grad():
+                for calls in zip(*(calls for _, calls in parts), strict=True):
+                    metric, name = calls[0][:2]
+                    args, named = _joined([call[2:] for call in calls], sizes)
+                    getattr(metric, name)(*args, **named)
+        except Exception as error:
+            # what the parts gave cannot be put together, or that does not fit
+            log.debug("torchmetrics objects stay as the parts left them: %s", error)
+            self.restore(after)
+            return []
+        return called
+
+    def _metrics(self) -> list[Any]:
+        model = self._model()
+        if self._found is None and model is not None:
+            self._found = [m for m in model.modules() if isinstance(m, _Metric)]
+        return self._found or []
+
+    @contextlib.contextmanager
+    def _noted(self, metric: Any, calls: list[Call]) -> Iterator[None]:
+        update, handles = metric.update, _Hooks(self, metric, calls).register()
+
+        def noted(*args: Any, **named: Any) -> Any:
+            if self._is_inside:
+                return update(*args, **named)
+            calls.append((metric, "update", *_detached((args, named))))
+            self._is_inside = True
+            try:
+                return update(*args, **named)
+            finally:
+                self._is_inside = False
+
+        metric.update = noted
+        try:
+            yield
+        finally:
+            metric.update = update
+            for handle in handles:
+                handle.remove()
+
+
+class _Hooks:
+    """Note a call of a metric itself, but of none that another metric calls."""
+
+    def __init__(self, owner: MetricObjects, metric: Any, calls: list[Call]) -> None:
+        self._owner, self._metric, self._calls = owner, metric, calls
+        self._is_outermost = False
+
+    def register(self) -> Sequence[RemovableHandle]:
+        metric = self._metric
+        return (
+            metric.register_forward_pre_hook(self._begins, with_kwargs=True),
+            metric.register_forward_hook(self._ends, always_call=True),
+        )
+
+    def _begins(self, metric: Any, args: Any, named: Any) -> None:
+        self._is_outermost = not self._owner._is_inside
+        if self._is_outermost:
+            self._owner._is_inside = True
+            self._calls.append((metric, "__call__", *_detached((args, named))))
+
+    def _ends(self, metric: Any, args: Any, result: Any) -> None:
+        if self._is_outermost:
+            self._owner._is_inside = self._is_outermost = False
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    states = {name: _copy(value) for name, value in metric.metric_state.items()}
+    return states | {name: getattr(metric, name) for name in METRIC_NOTES}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(value)  # tensors are added to it, and none is changed
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_detached, value))
+    return value
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return what the whole batch would have given, of what each part gave.
+
+    Samples are put together. A number with a fraction is a mean, any other a count.
+    """
+    first = values[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(list(values))
+    if isinstance(first, float) or (
+        isinstance(first, Tensor) and first.is_floating_point()
+    ):
+        total = sum(value * size for value, size in zip(values, sizes, strict=True))
+        return total / sum(sizes)
+    if isinstance(first, Tensor) or type(first) is int:
+        return sum(values[1:], first)
+    if isinstance(first, dict):
+        return {key: _joined([value[key] for value in values], sizes) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(items, sizes) for items in zip(*values, strict=True))
+    if isinstance(first, list):
+        return [item for value in values for item in value]
+    return first
