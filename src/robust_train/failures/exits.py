@@ -34,7 +34,7 @@ _STOPS = frozenset(
 )
 _TAIL_LINES = 60
 _KERNELS = named("KERNEL_OOM").words
-_KILLED = named("KILLED").words
+_TAKEN = named("TAKEN").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b")
 
@@ -84,7 +84,7 @@ def classify_exit(
         if name == "SIGKILL":
             message = "killed by SIGKILL (sender unknown)"
             return Failure(FailureKind.INTERRUPTED, message, Evidence(clue=Clue.KILLED))
-        taken = _KILLED.search(one_line(lines))
+        taken = _TAKEN.search(one_line(lines))
         clue = None if taken is None else Clue.KILLED
         return Failure(FailureKind.INTERRUPTED, ended, Evidence(clue=clue))
     reported = _reported_in(output_tail, lines, native=name is not None)

@@ -141,9 +141,9 @@ def match(report: ErrorReport) -> Match | None:
     """Return what a report is; None if no section matches, which is a bug by default. A match of
     the kind ``bug`` is one that no cause behind the exception can change."""
     if report.is_programming_error:
-        for_vllm = named("NOT_ENOUGH_FOR_VLLM")
-        is_vllms = report.types[:1] == ("ValueError",) and for_vllm.matches(report)
-        return for_vllm.match if is_vllms else None
+        is_believed = report.types[:1] == ("ValueError",)
+        rows = (row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed)
+        return next((row.match for row in rows if row.matches(report)), None)
     in_turn = [row for row in PATTERNS if "apart" not in row.names]
     found = next((row.match for row in in_turn if row.matches(report)), None)
     if found is not None or report.unwrapped in ("", report.text):
