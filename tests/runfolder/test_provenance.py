@@ -18,6 +18,8 @@ from robust_train.folder.provenance import (
     public_variables,
     this_command,
 )
+from robust_train.launcher.hydra_state import run_folder
+from world import World
 
 
 def test_secrets_are_left_out():
@@ -28,8 +30,15 @@ def test_secrets_are_left_out():
         "+notify.urls=…",
         "s3://…@host/x",
     ]
-    assert public_command(["+wandb={api_key:0a1b2c3d4e}"]) == ["+wandb={api_key:…}"]
-    harmless = ["+model={max_tokens:1000000000}"]
+    harmless = [
+        "+model={max_tokens:1000000000}",
+        "model.name=vit_base_patch16_clip_224",
+        "hydra.run.dir=/tmp/pytest-of-root/pytest-220/test_a_long_name0/run",
+        "training.num_tokens=5",
+        "model.tokenizer=gpt2",
+        "data.image_key=pixels",
+        "trainer.argv=[python,train.py,--batch_size,'{batch_size}']",
+    ]
     assert public_command(harmless) == harmless
     given = {
         "SLURM_JWT": "a",
@@ -41,6 +50,61 @@ def test_secrets_are_left_out():
     given |= {"ROBUST_TRAIN_NOTIFY_URLS": "a://b", "TORCH_PROXY": "http://u:p@h"}
     shown = {"CUDA_VISIBLE_DEVICES": "0", "HF_HOME": "/h", "TORCH_PROXY": "http://…@h"}
     assert public_variables(given) == shown
+
+
+SECRET = "aB3" + "x" * 40
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "+db.password=Tr0ub4dor&3!",
+        "+db.passwd='correct horse battery'",
+        "+login={user: ada, password: short7!}",
+        "+wandb={api_key:0a1b2c3d4e}",
+        "+db.dsn=mysql://ada:pw@host/runs",
+        "notify.command=[curl,-H,'Authorization: Bearer x',https://host]",
+        "trainer.argv=[python,train.py,--token,abc]",
+        f"+hub=hf_{SECRET}",
+        f"+api=sk-proj-{SECRET}",
+        f"+git=ghp_{SECRET[:36]}",
+        "+cloud=AKIAIOSFODNN7EXAMPLE",
+        "+chat=https://hooks.slack.com/services/T00000000/B00000000/XXXXXXXXXXXXXXXXXXXXXXXX",
+        "+jwt_of_mine=eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3",
+        "+tls='-----BEGIN RSA PRIVATE KEY-----'",
+    ],
+)
+def test_an_override_is_hidden_for_its_name_or_for_its_form(word: str):
+    assert public_command([word]) == [f"{word.partition('=')[0]}=…"]
+
+
+def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone(world: World):
+    secret = "Tr0ub4dor&3!"
+    words = [f"+db.password='{secret}'", f"+hub=hf_{SECRET}", "hydra.verbose=false"]
+    ended = world.train("plain", *words)
+    assert ended.returncode == 0, ended.output
+    assert world.run_dir.stat().st_mode & 0o777 == 0o700
+    names = ("report.html", "summary.json", "journal.jsonl", "state.json", "environment.json")
+    for name in names:
+        text = (world.run_dir / name).read_text()
+        assert secret not in text, name
+        assert SECRET not in text, name
+    assert "+hub=…" in (world.run_dir / "report.html").read_text()
+
+
+def test_who_else_may_read_a_run_folder(tmp_path: Path):
+    for folder, group_reads, mode in (
+        ("new", True, 0o750),
+        ("used", False, 0o755),
+        ("new as well", False, 0o700),
+    ):
+        path = tmp_path / folder
+        path.mkdir(mode=0o755)
+        (path / ".hydra").mkdir()
+        if folder == "used":
+            (path / "train.py").touch()
+        run_folder(path, "", group_reads=group_reads)
+        assert path.stat().st_mode & 0o777 == mode
 
 
 @pytest.fixture

@@ -179,7 +179,11 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
         check_command(config)
         if detach.is_due(config):
             return detach.start()
-        folder = run_folder(arguments.run_dir, job_name_of(config, ""))
+        folder = run_folder(
+            arguments.run_dir,
+            job_name_of(config, ""),
+            group_reads=config.group_reads_runs,
+        )
         _log_into(folder)
         for warning in _warnings(arguments, values_used(cfg, config)):
             log.warning("%s", warning)

@@ -343,6 +343,10 @@ class RobustConfig(PlainConfig):
         "go on in the background, past logout",
         more="([walk away](walk-away.md))",
     )
+    group_reads_runs: bool = key(
+        False,
+        "let the group read new run folders; `false`: mode 0700, for the user alone",
+    )
     job_name: str | None = key(
         None,
         "name of the job; `null`: `<model>_<dataset>`, or the function or script",

@@ -7,6 +7,7 @@ has a time limit, as on a disk that hangs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
 import os
@@ -17,8 +18,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -43,27 +45,67 @@ _MATTERS = re.compile(
 )
 _SECRET = re.compile(r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I)
 _IN_URL = re.compile(r"(\w://)[^\s/@\"']+@")
-_LITERAL = re.compile(
-    r"((?:passw|secret|token|api_?key)\w*[\"']?\s*[=:]\s*)"
-    r"(?:([\"'])[^\"'\s]{8,}[\"']|(?=[a-z_-]*\d)(?=\d*[a-z])[\w+/-]{8,}(?=[\s,}\]]|$))",
-    re.I | re.M,
+_NAME = (
+    r"(?:token(?!s|iz)|(?:api|access|secret|private|auth|ssh|account|service|client|db|license)"
+    r"[_-]?key|pass(?:word|wd|phrase|code)?(?![a-z])|pwd|secret|credential|auth(?!or(?!iz))|cookie"
+    r"|jwt|dsn|webhook|ur[il](?![a-z])|notify)"
 )
+_NAMED = re.compile(_NAME, re.I)
+_NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|null|none)"
+_HARMLESS = re.compile(_NUMBER, re.I)
+_INSIDE = re.compile(rf"{_NAME}[\w-]*[\"']?\s*[:=,]\s*(?!{_NUMBER}\s*[\s,}}\]])", re.I)
+# forms that the detectors lack: of Hugging Face, of OpenAI's projects
+_TOKEN = re.compile(r"\b(?:hf_|sk-)[\w-]{16}")
+# what the shortest token consists of
+_OPAQUE = re.compile(r"[\w.+~=-]{16}|-----BEGIN")
 
 
 def public_command(words: Sequence[str]) -> list[str]:
-    """Return a command line without what looks like a secret."""
+    """Return a command line, or overrides, without values whose name or form is that of a
+    secret."""
     shown, hides_next = [], False
     for word in words:
-        name, is_pair, _ = word.partition("=")
-        is_named = bool(_SECRET.search(name)) and (is_pair or word.startswith("-"))
+        name, is_pair, value = word.partition("=")
+        is_name = bool(is_pair) or word.startswith("-")
+        is_named = is_name and bool(_NAMED.search(name))
+        is_hidden = is_named and not _HARMLESS.fullmatch(value)
         if hides_next and not word.startswith("-"):
             shown.append("…")
-        elif is_secret(word) or (is_pair and is_named):
+        elif is_pair and (is_hidden or _holds_secret(value)):
             shown.append(f"{name}=…")
+        elif not is_pair and _holds_secret(word):
+            shown.append("…")
         else:
             shown.append(_public_text(word))
         hides_next = is_named and not is_pair
     return shown
+
+
+def _holds_secret(text: str) -> bool:
+    """Return whether something in a text is named like a secret, or has the form of one."""
+    if _INSIDE.search(text) or _TOKEN.search(text):
+        return True
+    return _OPAQUE.search(text) is not None and any(
+        True for detector in _detectors() for _ in detector.analyze_string(text)
+    )
+
+
+@functools.cache
+def _detectors() -> Sequence[Any]:
+    """Return what knows the forms of tokens. Imported here: few commands need it, and it takes a
+    tenth of a second."""
+    try:
+        import detect_secrets.core.plugins.util as plugins
+        from detect_secrets.plugins.base import RegexBasedDetector
+    except ImportError:  # a record is never worth a job
+        return []
+
+    classes: Collection[type] = plugins.get_mapping_from_secret_type_to_class().values()
+    return [
+        one()
+        for one in classes
+        if issubclass(one, RegexBasedDetector) and one.__name__ != "IPPublicDetector"
+    ]
 
 
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -75,8 +117,8 @@ def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _public_text(text: str) -> str:
-    """Return a text without credentials in URLs and literals that are named like secrets."""
-    return _LITERAL.sub(r"\1\2…\2", _IN_URL.sub(r"\1…@", text))
+    """Return a text without credentials in URLs."""
+    return _IN_URL.sub(r"\1…@", text)
 
 
 def read_environment(run_dir: Path) -> dict[str, Json]:
@@ -192,9 +234,11 @@ def _found(pattern: str, file: str | Path) -> str | None:
 _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 
-def this_command(key: str, folder: Path) -> str:
+def this_command(
+    key: str, folder: Path, shown: Callable[[Sequence[str]], list[str]] = list
+) -> str:
     """Return the command of this process with a folder for ``key``."""
-    words = [word for word in command() if not word.startswith(f"{key}=")]
+    words = [word for word in shown(command()) if not word.startswith(f"{key}=")]
     path = str(folder)
     if not _PLAIN.fullmatch(path):  # a bracket or comma has a meaning in an override
         path = '"{}"'.format(path.replace('"', r"\""))
@@ -202,21 +246,23 @@ def this_command(key: str, folder: Path) -> str:
 
 
 def resume_command(run_dir: Path) -> str | None:
-    """Return :func:`how_to_go_on` for any working directory."""
-    same = how_to_go_on(run_dir)
+    """Return :func:`how_to_go_on` for any working directory, for a file: without secrets."""
+    same = how_to_go_on(run_dir, shown=public_command)
     if same is None or same.startswith("launch("):
         return same
     cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
     return f"cd {shlex.quote(str(cwd))} && {same}"
 
 
-def how_to_go_on(run_dir: Path) -> str | None:
+def how_to_go_on(
+    run_dir: Path, shown: Callable[[Sequence[str]], list[str]] = list
+) -> str | None:
     """Return the command that resumes a job; None if it is a part of a sweep."""
-    words = command()
+    words = shown(command())
     if HydraConfig.initialized():
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return None
-        return this_command("hydra.run.dir", run_dir)
+        return this_command("hydra.run.dir", run_dir, shown)
     if "--" in words and "run" in words[: words.index("--")]:
         split = words.index("--")
         if not any(word.startswith("--run-dir") for word in words[:split]):

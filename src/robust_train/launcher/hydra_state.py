@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -15,13 +17,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
-from robust_train.folder.provenance import command
+from robust_train.folder.provenance import public_command
 from robust_train.model.errors import unusable_folder
 
 _LONGEST_COMMAND = 2000
+OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
+"""What Hydra has in a run folder before anything of ours."""
 
 
-def run_folder(run_dir: str | Path | None, name: str) -> Path:
+def run_folder(
+    run_dir: str | Path | None, name: str, *, group_reads: bool = False
+) -> Path:
     """Make and return the run folder: the one given, Hydra's, or a new one for a job's name. Raises
     ConfigError: it cannot be made, RunFolderUnavailable: now."""
     if run_dir is not None:
@@ -36,7 +42,16 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
     except OSError as error:
         problem = f"run folder {path}: cannot be made: {error.strerror}"
         raise unusable_folder(problem, error) from error
+    close_to_others(path, group_reads=group_reads)
     return path.resolve()
+
+
+def close_to_others(folder: Path, *, group_reads: bool) -> None:
+    """Let only the user, or also the group, into a folder that holds nothing but Hydra's files: one
+    that was used before, or is something else as well, keeps the rights it has."""
+    with contextlib.suppress(OSError):
+        if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
+            folder.chmod(0o750 if group_reads else 0o700)
 
 
 def sweep_folder() -> Path | None:
@@ -51,7 +66,8 @@ def sweep_folder() -> Path | None:
 
 
 def about_job(config: RobustConfig, name: str) -> dict[str, str]:
-    """Return what a launch records of its job: name, model, data set, overrides and command."""
+    """Return what a launch records of its job: name, model, data set, overrides and command without
+    secrets."""
     overrides = (
         list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     )
@@ -61,8 +77,8 @@ def about_job(config: RobustConfig, name: str) -> dict[str, str]:
         if config.is_built_in or any(one.startswith(group) for one in overrides):
             about[group] = chosen.name or ""
     # of `python -c` the command is a whole program
-    about["overrides"] = shlex.join(overrides)
-    about["command"] = shlex.join(command())[:_LONGEST_COMMAND]
+    about["overrides"] = shlex.join(public_command(overrides))
+    about["command"] = shlex.join(public_command(sys.orig_argv))[:_LONGEST_COMMAND]
     return {key: value for key, value in about.items() if value}
 
 

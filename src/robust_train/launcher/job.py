@@ -213,7 +213,9 @@ class Job:
         self.trainer_ref = TrainerRef.of(self.trainer, inline=config.runs_inline)
         self.search_prefix = search_prefix(cfg, self.trainer)
         self.name = job_name_of(config, self.trainer)
-        self.run_dir = run_folder(run_dir, self.name)
+        self.run_dir = run_folder(
+            run_dir, self.name, group_reads=config.group_reads_runs
+        )
         refuse_other_version(self.run_dir, resume=config.resume)
         self.signals = SignalWatch()
         self.live = LiveStatus(is_wanted=owns_terminal(config))

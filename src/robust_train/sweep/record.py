@@ -23,6 +23,7 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import read_object, write_json
+from robust_train.folder.provenance import public_command
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.errors import EXIT_TRY_LATER
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
@@ -337,7 +338,8 @@ def differing_overrides(jobs: Sequence[SweepJob]) -> list[str]:
     common: set[str] = set()
     if len(jobs) > 1:
         common = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs))
-    return [" ".join(o for o in job.overrides if o not in common) for job in jobs]
+    own = ([o for o in job.overrides if o not in common] for job in jobs)
+    return [" ".join(public_command(overrides)) for overrides in own]
 
 
 def as_csv(rows: Sequence[SweepRow]) -> str:

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import logging
 import os
-import re
 import socket
 import sys
 import time
@@ -36,7 +35,7 @@ from robust_train.folder.state import read_summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
-from robust_train.launcher.hydra_state import sweep_folder
+from robust_train.launcher.hydra_state import OF_HYDRA, close_to_others, sweep_folder
 from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
@@ -67,8 +66,6 @@ from robust_train.sweep.record import (
 
 log = logging.getLogger("robust_train")
 
-# what Hydra has just put there for the new job: its folder and open log files
-OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
@@ -187,6 +184,7 @@ class HydraSession:
             )
         folder = Path(str(config.hydra.sweep.dir)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        close_to_others(folder, group_reads=unchecked(config).group_reads_runs)
         launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         id_ = uuid.uuid4().hex
         lock = _lock(folder, id_)
