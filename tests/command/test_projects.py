@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,108 @@ def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world: World, own_pr
         assert ended.returncode == 2, ended.stdout + ended.stderr
         (line,) = ended.stderr.splitlines()
         assert words in line
+
+
+@pytest.fixture
+def foreign(world: World) -> Path:
+    """A Hydra project that knows nothing of us, but for the decorator of its ``main``."""
+    folder = world.folder / "foreign"
+    files = {
+        "main.py": """
+            import functools
+            from collections import OrderedDict
+
+            import robust_train
+
+            def task_wrapper(task):
+                @functools.wraps(task)
+                def wrapped(cfg):
+                    return task(cfg=cfg)
+                return wrapped
+
+            @task_wrapper
+            def train(cfg):
+                if cfg.data.batch_size > cfg.fits:
+                    size = cfg.data.batch_size
+                    raise RuntimeError(f"CUDA out of memory. Tried to allocate {size}.00 MiB")
+                return {"val/acc": Figure(cfg.data.batch_size), "batch": cfg.data.batch_size}
+
+            class Figure:  # as numpy's and torch's
+                ndim = 0
+                def __init__(self, value): self.value = value
+                def item(self): return self.value
+
+            @robust_train.hydra_main(
+                version_base="1.3", config_path="configs", config_name="train.yaml"
+            )
+            def main(cfg):
+                assert "robust" not in cfg
+                return train(cfg)
+
+            if __name__ == "__main__":
+                main()
+        """,
+        "configs/train.yaml": """
+            defaults: [_self_, {data: mine}, {model: mine}, {trainer: mine}, {hydra: mine}]
+            task_name: train
+            seed: null
+            fits: 100
+            optimized_metric: val/acc
+            never_read: ???
+        """,
+        "configs/data/mine.yaml": "{batch_size: 32, num_workers: 0}",
+        "configs/model/mine.yaml": "{name: [1], lr: fast}",
+        "configs/trainer/mine.yaml": "{accumulate_grad_batches: 1, devices: 1}",
+        "configs/hydra/mine.yaml": """
+            run: {dir: "out/${task_name}"}
+            sweep: {dir: "out/sweep"}
+            job_logging:
+              handlers: {file: {filename: "${hydra.runtime.output_dir}/${task_name}.log"}}
+        """,
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text))
+    return folder
+
+
+def test_a_hydra_project_needs_one_edit(world: World, foreign: Path):
+    """Its groups and its batch size stay its own; ours are in ``robust``."""
+    ended = _run(world, foreign, sys.executable, "main.py", "fits=10", "robust.num_gpus=1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    folder = foreign / "out" / "train"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["result"] == {"val/acc": 8, "batch": 8, "objective": 8}
+    sizes = [(one["batch_size"], one["effective_batch_size"]) for one in summary["attempts"]]
+    assert sizes == [(32, 32), (16, 32), (8, 32)]
+    assert "attempt 1" in (folder / "train.log").read_text()
+
+
+def test_mistakes_in_the_group_robust_are_one_line(world: World, foreign: Path):
+    (foreign / "configs/data/both.yaml").write_text("{a: {batch_size: 4}, b: {batch_size: 8}}")
+    for words, line in (
+        (["robust.num_gpu=2"], "robust.num_gpu: no such key; did you mean robust.num_gpus?"),
+        (["robust.num_gpus=0"], "robust.num_gpus=0: must be 1 or more"),
+        (
+            ["robust.training.batch_size=8"],
+            "robust.training.batch_size=8: the project has data.batch_size=32; set that",
+        ),
+        (
+            ["data=both"],
+            "robust.training.batch_size: there are data.a.batch_size, data.b.batch_size; say "
+            "which the training uses: 'robust.training.batch_size=${data.a.batch_size}'",
+        ),
+    ):
+        ended = _run(world, foreign, sys.executable, "main.py", *words)
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        assert ended.stderr.splitlines() == [line]
+
+
+def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world: World, foreign: Path):
+    ended = _run(world, foreign, sys.executable, "main.py", "-m", "data.batch_size=16,8", "fits=20")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    sweep = json.loads((foreign / "out/sweep/sweep.json").read_text())
+    assert [job["result"] for job in sweep["jobs"]] == [16, 8]
 
 
 @pytest.mark.slow

@@ -100,6 +100,7 @@ def run_attempt(
                 result = call_trainer(load(), request.cfg, request.config, run)
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
                 _refuse_to_lose_steps(run)
+            result = figures_of(result, request.config.objective)
             ending = Finished(plain(result, "the trainer's result"))
         except BaseException as raised:
             if isinstance(raised, SystemExit) and raised.code in (None, 0):
@@ -123,6 +124,19 @@ def run_attempt(
         if run.memory_keeper is not None and not (process_ends and error is not None):
             run.memory_keeper.clean_up(error)
     return error
+
+
+def figures_of(result: Any, objective: str | None) -> Any:
+    """Return a trainer's result; of metrics and objects together, ``(metrics, objects)``, the
+    metrics. ``objective`` is the name of one that is to be optimised."""
+    if isinstance(result, tuple) and result and isinstance(result[0], Mapping):
+        result = result[0]
+    if objective is None or not isinstance(result, Mapping):
+        return result
+    if objective not in result:
+        names = ", ".join(map(str, result))
+        log.warning("objective=%s: not in the result, which has %s", objective, names)
+    return {**result, "objective": result.get(objective)}
 
 
 def _refuse_to_lose_steps(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,7 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from robust_train.config.checks import unchecked
-from robust_train.config.composition import plain_config
+from robust_train.config.composition import complete, plain_config
+from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import Summary
@@ -45,6 +46,18 @@ def plain_job(cfg: DictConfig) -> Any:
     return _job(plain_config(cfg), remedies=False)
 
 
+def project_job(
+    task: Callable[..., Any], trainer: Callable[..., Any], cfg: DictConfig
+) -> Any:
+    """Run a job of a Hydra project: its ``main``, which calls ``launch`` where the config builds on
+    ``robust``; any other ``main`` is itself the trainer."""
+    if builds_on_ours(cfg):
+        with refused_in_one_line():
+            return task(cfg)
+        return None
+    return _job(with_group(cfg), remedies=True, trainer=trainer)
+
+
 def check(cfg: DictConfig) -> None:
     """Raise ConfigError for what can be seen without an attempt: no such trainer, or no data."""
     config = unchecked(cfg)
@@ -56,7 +69,12 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"dataset.root={root}: no such folder")
 
 
-def _job(cfg: DictConfig, *, remedies: bool) -> Any:
+def _job(
+    cfg: DictConfig,
+    *,
+    remedies: bool,
+    trainer: Callable[..., Any] | None = None,
+) -> Any:
     """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
     job = session.job
     if job is not None and not job.runs:
@@ -64,7 +82,9 @@ def _job(cfg: DictConfig, *, remedies: bool) -> Any:
     try:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
-        summary = run_job(None, cfg, remedies=remedies, explain=print_failure)
+        if trainer is not None:
+            cfg = complete(cfg)
+        summary = run_job(trainer, cfg, remedies=remedies, explain=print_failure)
         if summary.status == "completed":
             return summary.objective
         session.job_ended(summary.status, exit_code_of(summary), summary.reason)

@@ -25,6 +25,10 @@ from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _PACKAGE = "robust_train.configs"
 _CONFIGS = f"pkg://{_PACKAGE}"
+# a project's own config need not name our callback
+_RECORD_SWEEPS = (
+    "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
+)
 
 
 def train(arguments: list[str]) -> NoReturn:
@@ -64,38 +68,62 @@ def open_plain() -> None:
 
 
 def hydra_main(
-    config_path: str = "conf", config_name: str = "config"
-) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
-    """Decorate a project's ``main(cfg)``: ``hydra.main`` with one-line mistakes and our exit codes.
+    config_path: str = "conf",
+    config_name: str = "config",
+    version_base: str | None = "1.3",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a project's ``main(cfg)``, in place of ``hydra.main``.
+
+    Where the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise ``main`` is
+    what the launcher runs, and the config's group ``robust`` has the launcher's keys. Mistakes are
+    one line, with our exit codes.
 
     Args:
         config_path: folder of the configs, relative to the file that defines ``main``.
-        config_name: the primary config, without ``.yaml``.
+        config_name: the primary config.
+        version_base: as for ``hydra.main``.
     """
 
-    def decorate(task: Callable[[Any], Any]) -> Callable[[], None]:
+    def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(task)
         def job(cfg: Any) -> Any:
             from robust_train.cli import jobs
 
-            with jobs.refused_in_one_line():
-                return task(cfg)
+            return jobs.project_job(task, main, cfg)
 
         @functools.wraps(task)
-        def main() -> None:
+        def main(cfg: Any = None, run: Any = None) -> Any:
             from robust_train.config.trainers import MAIN_MODULE
 
-            if task.__module__ == MAIN_MODULE:
-                return  # a script without a guard, imported by its own attempt
-            _prepare_process()
-            folder = Path(inspect.getfile(task)).resolve().parent / config_path
-            code = _open(job, config_name, config_path=str(folder))
-            if code:
-                sys.exit(code)
+            if run is not None:
+                from robust_train.cli.adopted import call_task
 
+                return call_task(task, cfg, run)
+            if cfg is not None:  # called by the project's own code
+                return task(cfg)
+            if task.__module__ == MAIN_MODULE:
+                return None  # a script without a guard, imported by its own attempt
+            _prepare_process()
+            code = _open(
+                job,
+                config_name,
+                config_path=_absolute(config_path, task),
+                version_base=version_base,
+            )
+            return sys.exit(code) if code else None
+
+        # the launcher gives `run` to whoever has such a parameter
+        names = inspect.signature(main, follow_wrapped=False).parameters.values()
+        main.__signature__ = inspect.Signature(list(names))  # type: ignore[attr-defined]
         return main
 
     return decorate
+
+
+def _absolute(config_path: str, task: Callable[..., Any]) -> str:
+    if config_path.startswith("pkg://"):
+        return config_path
+    return str(Path(inspect.getfile(task)).resolve().parent / config_path)
 
 
 def _see_modules_here() -> None:
@@ -127,6 +155,7 @@ def _open(
     config_name: str,
     *,
     config_path: str = _CONFIGS,
+    version_base: str | None = "1.3",
     name: str = "",
 ) -> int:
     """Compose the config and run the job or sweep; return the exit code.
@@ -135,6 +164,7 @@ def _open(
         task: the function for one job.
         config_name: the primary config.
         config_path: the folder of the configs.
+        version_base: Hydra's.
         name: the name of our own script; empty for a project's.
     """
     arguments = sys.argv[1:]
@@ -150,7 +180,9 @@ def _open(
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
-        sys.argv += _for_guest(arguments, name)
+        sys.argv[1:] = [*map(_in_group, arguments), *_for_guest(arguments, name)]
+        if not name:
+            sys.argv.append(_RECORD_SWEEPS)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -169,14 +201,16 @@ def _open(
             compat.mode_of_command_line() if composes_once else contextlib.nullcontext()
         ):
             hydra.main(
-                version_base="1.3", config_path=config_path, config_name=config_name
+                version_base=version_base,
+                config_path=config_path,
+                config_name=config_name,
             )(task)()
     except KeyboardInterrupt as error:  # JobInterrupted among them
         code = getattr(error, "exit_code", 130)
     except Exception as error:
         if wants_traceback:
             traceback.print_exc()
-        explained = _exit_code_of(error, task, config_name, config_path)
+        explained = _exit_code_of(error, task, config_name, config_path, arguments)
         if explained is None and not wants_traceback:
             raise
         code = explained or EXIT_FAILED
@@ -190,6 +224,11 @@ def _open(
     except KeyboardInterrupt:
         of_the_jobs = 130
     return code or of_the_jobs
+
+
+def _in_group(word: str) -> str:
+    """Return an override of a key in a project's group ``robust``, which its config may lack."""
+    return f"++{word}" if word.startswith("robust.") else word
 
 
 def _has_answered(name: str) -> bool:
@@ -208,7 +247,11 @@ def _has_answered(name: str) -> bool:
 
 
 def _exit_code_of(
-    error: Exception, task: Callable[[Any], Any], config_name: str, config_path: str
+    error: Exception,
+    task: Callable[[Any], Any],
+    config_name: str,
+    config_path: str,
+    arguments: list[str],
 ) -> int | None:
     """Print a user's mistake in one line and return its exit code; None if it is none."""
     from robust_train.cli import jobs
@@ -222,7 +265,7 @@ def _exit_code_of(
     if isinstance(error, ValueError) and isinstance(error.__cause__, OSError):
         error = error.__cause__  # logging cannot open its file
     if isinstance(error, REFUSALS):
-        print(explain(error, config_name, sys.argv[1:], config_path), file=sys.stderr)
+        print(explain(error, config_name, arguments, config_path), file=sys.stderr)
         return exit_code_of(error)
     if problem := known_problem(error):
         print(problem[0], file=sys.stderr)

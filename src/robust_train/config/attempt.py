@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from robust_train.config.projects import ours, resolved, write_to_theirs
 from robust_train.config.schema import RobustConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
 from robust_train.model.errors import ConfigError
@@ -22,17 +23,18 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
     """Return the config of a job whose ranks an engine has started. Raises ConfigError: the config
     asks for other ranks, or for a script."""
     cfg = cfg.copy()
-    if cfg.num_gpus not in (1, world_size):
+    own = ours(cfg)
+    if own.num_gpus not in (1, world_size):
         raise ConfigError(
-            f"num_gpus={cfg.num_gpus}: {engine} has started {world_size} ranks; leave num_gpus out"
+            f"num_gpus={own.num_gpus}: {engine} has started {world_size} ranks; leave num_gpus out"
         )
-    if OmegaConf.select(cfg, "trainer.argv") is not None:
+    if OmegaConf.select(own, "trainer.argv") is not None:
         raise ConfigError(
             f"trainer.argv: a script cannot be a rank of {engine}; start it there itself"
         )
-    with open_dict(cfg):
-        cfg.num_gpus, cfg.isolation = world_size, "process"
-        cfg.max_launches = 0  # each restart is a launch, and the policy counts them
+    with open_dict(own):
+        own.num_gpus, own.isolation = world_size, "process"
+        own.max_launches = 0  # each restart is a launch, and the policy counts them
     return cfg
 
 
@@ -58,12 +60,17 @@ def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
 def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     """Return the composed config as the trainer of an attempt sees it, fully resolved."""
     cfg = cfg.copy()
-    with open_dict(cfg):
-        cfg.device, cfg.num_gpus = config.device, config.num_gpus
-        for name in (*_CHOSEN, "effective_batch_size", "lr"):
-            cfg.training[name] = getattr(config.training, name)
-    OmegaConf.resolve(cfg)
-    return cfg
+    own = ours(cfg)
+    chosen = {
+        name: getattr(config.training, name)
+        for name in (*_CHOSEN, "effective_batch_size", "lr")
+    }
+    if own is not cfg:
+        write_to_theirs(cfg, chosen)
+    with open_dict(own):
+        own.device, own.num_gpus = config.device, config.num_gpus
+        own.training.update(chosen)
+    return resolved(cfg)
 
 
 def early_imports(cfg: DictConfig) -> list[str]:
@@ -72,6 +79,7 @@ def early_imports(cfg: DictConfig) -> list[str]:
     Raises:
         ConfigError: it is not a list.
     """
+    cfg = ours(cfg)
     wanted = OmegaConf.select(cfg, "trainer.preload_modules")
     if wanted is not None and not isinstance(wanted, ListConfig):
         raise ConfigError(

@@ -16,9 +16,17 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from robust_train.config.projects import (
+    GROUP,
+    can_accumulate,
+    has_batch,
+    is_theirs,
+    ours,
+)
 from robust_train.config.schema import GONE, RobustConfig, TrainingConfig
 from robust_train.config.values import URLS_VARIABLE, is_secret
 from robust_train.model.errors import ConfigError
+from robust_train.readable import meant
 
 T = TypeVar("T")
 
@@ -28,11 +36,19 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 def checked(cfg: DictConfig) -> RobustConfig:
     """Return a composed config in the types of the code, its batch settled. Raises ConfigError: one
     line with the key, its value and what is accepted."""
-    _resolve_all(cfg)
-    _refuse_near_misses(cfg)
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise _missing(missing[0])
-    config = _with_batch(read(RobustConfig, cfg, ""))
+    own, prefix = ours(cfg), f"{GROUP}." if is_theirs(cfg) else ""
+    _resolve_all(own, prefix)
+    _refuse_near_misses(own, prefix)
+    if missing := sorted(OmegaConf.missing_keys(own)):
+        raise _missing(prefix + missing[0])
+    config = _with_batch(read(RobustConfig, own, prefix))
+    objective = config.objective or cfg.get("optimized_metric")
+    config = replace(
+        config,
+        objective=objective,
+        has_batch=has_batch(cfg),
+        can_accumulate=can_accumulate(cfg),
+    )
     _check_together(config)
     return config
 
@@ -40,7 +56,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
 def unchecked(cfg: DictConfig) -> RobustConfig:
     """Return what can be read of a config before a job checks it: a project's may lack our keys, or
     hold values that the job will refuse; these have their defaults here."""
-    return read(RobustConfig, cfg, "", is_lenient=True)
+    return read(RobustConfig, ours(cfg), "", is_lenient=True)
 
 
 def gone(key: str) -> str | None:
@@ -51,7 +67,8 @@ def gone(key: str) -> str | None:
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
     return whether there was any."""
-    given = OmegaConf.select(cfg, "notify.urls", throw_on_missing=False)
+    own = ours(cfg)
+    given = OmegaConf.select(own, "notify.urls", throw_on_missing=False)
     if not given:
         return False
     urls = (
@@ -59,8 +76,8 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
     )
     known = environ.get(URLS_VARIABLE, "").split()
     environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
-    with read_write(cfg), open_dict(cfg):
-        OmegaConf.update(cfg, "notify.urls", None)
+    with read_write(own), open_dict(own):
+        OmegaConf.update(own, "notify.urls", None)
     overrides = OmegaConf.select(cfg, "hydra.overrides.task") or []
     for line in [one for one in overrides if is_secret(one)]:
         with read_write(cfg.hydra), open_dict(cfg.hydra):
@@ -122,15 +139,17 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
             _resolve_all(value, f"{name}.")
 
 
-def _refuse_near_misses(cfg: DictConfig) -> None:
-    """Refuse old keys and likely typos: the root is open, so they would pass unseen."""
+def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
+    """Refuse old keys and likely typos: the root is open, so they would pass unseen. All in a
+    project's group ``robust`` are ours."""
     known = {item.name for item in fields(RobustConfig)}
     for name in sorted({str(key) for key in cfg} - known):
         if answer := gone(name):
             raise ConfigError(answer)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if close:
-            raise ConfigError(f"{name}: no such key; did you mean {close[0]}?")
+        if close or prefix:
+            hint = meant(name, known, prefix)
+            raise ConfigError(f"{prefix}{name}: no such key; {hint}")
 
 
 def _with_batch(config: RobustConfig) -> RobustConfig:

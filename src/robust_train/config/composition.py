@@ -12,11 +12,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import replace_node, typed_nodes
 from robust_train.config.checks import gone
+from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
 from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig
 from robust_train.config.trainers import folder_name
 from robust_train.config.values import Declaration
@@ -86,12 +87,25 @@ def store_group(group: str, option: str, schema: type) -> None:
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
-    """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`.
-    Raises ConfigError: a value is of the wrong type."""
+    """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`;
+    of a project's own config its group ``robust``. Raises ConfigError: a value is of the wrong
+    type."""
+    given: Any = cfg
+    whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
+    if not is_theirs(whole):
+        return _complete(whole)
+    whole = whole.copy()
+    with read_write(whole), open_dict(whole):
+        whole[GROUP] = OmegaConf.merge(defaults_for_theirs(whole), ours(whole))
+        whole[GROUP] = _complete(whole[GROUP], f"{GROUP}.")
+    return whole
+
+
+def _complete(cfg: Any, prefix: str = "") -> DictConfig:
     try:
         merged = OmegaConf.merge(open_root(RobustConfig), cfg)
     except OmegaConfBaseException as error:
-        raise _mistake(error) from None
+        raise _mistake(error, prefix) from None
     assert isinstance(merged, DictConfig)
     for group in ("model", "dataset", "trainer"):
         if OmegaConf.is_missing(merged, group):
@@ -109,16 +123,15 @@ def plain_config(cfg: DictConfig) -> DictConfig:
     return plain
 
 
-def _mistake(error: OmegaConfBaseException) -> ConfigError:
-    parent, _, name = str(error.full_key).rpartition(".")
+def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
+    full_key = f"{prefix}{error.full_key}"
+    parent, _, name = full_key.rpartition(".")
     kind = error.object_type
     known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
     if not (isinstance(error, ConfigKeyError) and known):
-        return ConfigError(str(error).splitlines()[0] + f" (key {error.full_key})")
+        return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
     hint = meant(name, known, f"{parent}.")
-    return ConfigError(
-        gone(str(error.full_key)) or f"{error.full_key}: no such key; {hint}"
-    )
+    return ConfigError(gone(str(error.full_key)) or f"{full_key}: no such key; {hint}")
 
 
 register()

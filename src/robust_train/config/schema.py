@@ -424,10 +424,18 @@ class RobustConfig(PlainConfig):
         section="Sweeps",
     )
     sweep_fail_fast: bool = key(False, "the first failure ends the sweep")
+    objective: str | None = key(
+        None,
+        "the figure of a dictionary of results that a sweep optimises; `null`: `optimized_metric`",
+        more="`optimized_metric` is a key of the project's own, if it has one",
+    )
 
     # not keys: what the checks have settled
     # `training.batch_size=auto`: batch_size is the largest to try
     finds_batch_size: bool = False
+    # the trainer is not a script, and learns the batch and the accumulation of an attempt
+    has_batch: bool = True
+    can_accumulate: bool = True
 
     @property
     def is_script(self) -> bool:

@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -82,7 +84,19 @@ def fit(
         UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
-    _check(trainer, model, cfg, run)
+    _fit(trainer, model, data, cfg, run, options)
+    return _result(trainer, model, data, metric, options.get("val_dataloaders"))
+
+
+def _fit(
+    trainer: Any,
+    model: Any,
+    data: Any,
+    cfg: DictConfig,
+    run: Run,
+    options: dict[str, Any],
+) -> None:
+    _check(trainer, cfg, run)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
     _accumulate(trainer, model, cfg.training.gradient_accumulation_steps, run)
@@ -99,7 +113,9 @@ def fit(
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended"
             )
-            trainer.fit(model, ckpt_path=None if path is None else str(path), **options)
+            if path is not None:
+                options["ckpt_path"] = str(path)
+            trainer.fit(model, **options)
     except Stopped as stopped:
         raise Interrupted(str(stopped)) from None
     except SystemExit:
@@ -107,16 +123,66 @@ def fit(
         if run.stop_requested:
             raise Interrupted(f"stopped after step {trainer.global_step}") from None
         raise
-    return _result(trainer, model, data, metric, options.get("val_dataloaders"))
 
 
-def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
-    accumulation = cfg.training.gradient_accumulation_steps
+@contextlib.contextmanager
+def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
+    """Have the first ``trainer.fit`` of a program that was not written for us be :func:`fit`."""
+    own = _pytorch.Trainer.fit
+
+    @wraps(own)
+    def adopting(
+        trainer: Any,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> None:
+        _pytorch.Trainer.fit = own
+        options["val_dataloaders"] = val_dataloaders
+        data = train_dataloaders if datamodule is None else datamodule
+        reason = _counts_micro_batches(trainer)
+        if reason is None:
+            _fit(trainer, model, data, cfg, run, options)
+            return
+        _check_ranks(trainer, run)
+        log.warning(
+            "%s; this fit is Lightning's own, without checkpoints of ours", reason
+        )
+        keep_batch(run, reason)
+        options |= {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
+        own(trainer, model, **options)
+
+    _pytorch.Trainer.fit = adopting
+    try:
+        yield
+    finally:
+        _pytorch.Trainer.fit = own
+
+
+def _check_ranks(trainer: Any, run: Run) -> None:
     if trainer.world_size != run.world_size:
         raise UserError(
             f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
             "Trainer(**trainer_arguments(cfg, run)), and num_gpus=… for more"
         )
+
+
+def _counts_micro_batches(trainer: Any) -> str | None:
+    """Return why a limit of the trainer depends on the attempt, None if none does."""
+    limit = trainer.limit_train_batches
+    if limit == 1.0 or trainer.fast_dev_run:
+        return None
+    return (
+        f"Trainer: limit_train_batches={limit} counts micro-batches, which become smaller when "
+        "memory runs out"
+    )
+
+
+def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
+    accumulation = cfg.training.gradient_accumulation_steps
+    _check_ranks(trainer, run)
     if trainer.accumulate_grad_batches not in (1, accumulation) or any(
         isinstance(callback, _callbacks.GradientAccumulationScheduler)
         for callback in trainer.callbacks
@@ -125,11 +191,9 @@ def _check(trainer: Any, model: Any, cfg: DictConfig, run: Run) -> None:
             "Trainer: has an accumulation of its own; leave accumulate_grad_batches out and set "
             "training.gradient_accumulation_steps"
         )
-    if trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run:
+    if (reason := _counts_micro_batches(trainer)) is not None:
         raise UserError(
-            f"Trainer: limit_train_batches={trainer.limit_train_batches} counts micro-batches, "
-            "which become smaller when memory runs out; shorten the data set instead "
-            "(torch.utils.data.Subset)"
+            f"{reason}; shorten the data set instead (torch.utils.data.Subset)"
         )
     if isinstance(trainer.val_check_interval, int):
         log.warning(

@@ -191,9 +191,15 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
             "sampler of its own or an iterable data set cannot be resumed at a sample"
         )
     if batches.batch_size != shares.micro_batch:
+        how = "take it from cfg.training when the loader is made"
+        if batches.batch_size * shares.ranks == shares.micro_batch:
+            how = (
+                f"the batch is that of each of the {shares.ranks} processes, so do not divide "
+                "it by their number"
+            )
         raise UserError(
             f"{name}: makes batches of {batches.batch_size}, but this attempt uses "
-            f"{shares.micro_batch}; take it from cfg.training when the loader is made"
+            f"{shares.micro_batch}; {how}"
         )
     samples = len(sampler)
     limit = (

@@ -97,13 +97,17 @@ def hydra_config() -> DictConfig | None:
     """Return Hydra's own part of the config, None outside of Hydra.
 
     Without the classes of launcher and sweeper: where Hydra loads plugins again, as in joblib's
-    workers, there are two of each, and pickle refuses them.
+    workers, there are two of each, and pickle refuses them. What refers to the project's own keys
+    is resolved, because they stay here.
     """
-    config: Any = HydraConfig.instance().cfg
-    if config is None:
+    whole: Any = HydraConfig.instance().cfg
+    if whole is None:
         return None
-    config = config.copy()
+    config = whole.copy()
     with read_write(config.hydra), open_dict(config.hydra):
+        if OmegaConf.is_config(whole.hydra.get("job_logging")):
+            settings = OmegaConf.to_container(whole.hydra.job_logging, resolve=True)
+            config.hydra.job_logging = settings
         for part in ("launcher", "sweeper"):
             if OmegaConf.is_config(config.hydra.get(part)):
                 plain = OmegaConf.to_container(config.hydra[part], resolve=False)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
 from robust_train.config.placeholders import PLACEHOLDERS, PREFIX, placeholders_in
+from robust_train.config.projects import resolved
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
@@ -105,7 +106,7 @@ def policy_settings(
 
 def search_prefix(cfg: DictConfig, trainer: Trainer) -> str:
     """Return what names a job's config and trainer: a size that was found holds for no other."""
-    text = f"{name_of(trainer)}\n{OmegaConf.to_yaml(cfg, resolve=True)}"
+    text = f"{name_of(trainer)}\n{OmegaConf.to_yaml(resolved(cfg))}"
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:32] + " "
 
 

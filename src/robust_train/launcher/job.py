@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tenacity
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from robust_train.compat import torch_cuda_version
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
+from robust_train.config.projects import resolved
 from robust_train.config.trainers import (
     Trainer,
     TrainerRef,
@@ -326,11 +327,9 @@ class Job:
 
             function = function_of(self.trainer, self.trainer_ref)
             return InlineExecutor(lambda: function, can_restart=self._has_remedies)
-        cfg = self.cfg.copy()
-        OmegaConf.resolve(cfg)
         return ProcessExecutor(
             self.trainer_ref,
-            cfg,
+            resolved(self.cfg),
             ranks=1 if self.config.is_script else self.config.num_gpus,
             has_standby=sweep_folder() is None,
             job=self.folder.token,

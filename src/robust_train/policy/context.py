@@ -300,7 +300,8 @@ class FailureContext:
             is_known = any(
                 one.spec.effective_batch_size != wanted for one in self.history
             )
-            return change if is_known else f"{change}: {_CANNOT_ACCUMULATE}"
+            how = _CANNOT_ACCUMULATE if self.config.is_script else _HAS_NO_KEY
+            return change if is_known else f"{change}: {how}"
         return (
             f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
             f"effective batch size {wanted}; it is now {now}"
@@ -328,6 +329,12 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
     needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
     return taken, min(needed, before)
 
+
+_HAS_NO_KEY = (
+    "the project's config has no key for the accumulation. If it has one by another name: "
+    "robust.training.gradient_accumulation_steps='${its.name}'; or stop instead: "
+    "robust.preserve_effective_batch_size=true"
+)
 
 _CANNOT_ACCUMULATE = (
     "the script is not given {gradient_accumulation_steps}. Pass that on if it can accumulate; "

@@ -65,11 +65,15 @@ class PolicySettings:
             num_workers=training.num_workers,
             prefetch_factor=training.prefetch_factor,
             expandable_segments=expandable_segments,
-            has_batch=not is_script or "batch_size" in used,
+            has_batch="batch_size" in used if is_script else config.has_batch,
             gradient_checkpointing=training.gradient_checkpointing,
         )
         found = {
-            "can_accumulate": not is_script or "gradient_accumulation_steps" in used,
+            "can_accumulate": (
+                "gradient_accumulation_steps" in used
+                if is_script
+                else config.can_accumulate
+            ),
             "can_checkpoint": "gradient_checkpointing" in used or config.is_built_in,
         }
         return cls(config, asked, **{**found, **known})

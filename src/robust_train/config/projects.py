@@ -1,0 +1,211 @@
+"""The config of a Hydra project that was not made for us: our keys are in its group ``robust``, so
+that any name is free for the project, and the batch size that a job adapts is the project's own.
+
+A value of ours that refers to a key of theirs is written there for each attempt::
+
+    robust:
+      training:
+        batch_size: ${data.train.batch_size}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from robust_train.config.schema import TrainingConfig
+from robust_train.model.errors import ConfigError
+
+GROUP = "robust"
+
+_NAMES = {
+    "batch_size": ("batch_size", "train_batch_size", "per_device_train_batch_size"),
+    "num_workers": ("num_workers",),
+    "gradient_accumulation_steps": (
+        "accumulate_grad_batches",
+        "gradient_accumulation_steps",
+    ),
+}
+"""What projects call the keys under ``training`` that each attempt chooses."""
+
+_BATCH, _ACCUMULATION = "batch_size", "gradient_accumulation_steps"
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def builds_on_ours(cfg: DictConfig) -> bool:
+    """Return whether a config has our keys at its root, by ``defaults: [robust]``."""
+    return "training" in cfg and OmegaConf.get_type(cfg, "training") is TrainingConfig
+
+
+def with_group(cfg: DictConfig) -> DictConfig:
+    """Return a project's config with the group ``robust``, where it is left out."""
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.setdefault(GROUP, {})
+    return cfg
+
+
+def ours(cfg: DictConfig) -> DictConfig:
+    """Return the part of a config that has our keys: its group ``robust``, else its root."""
+    group = cfg.get(GROUP)
+    return group if isinstance(group, DictConfig) else cfg
+
+
+def is_theirs(cfg: DictConfig) -> bool:
+    """Return whether a config is a project's own, with our keys in a group."""
+    return ours(cfg) is not cfg
+
+
+def without_ours(cfg: DictConfig) -> DictConfig:
+    """Return what a project's own code sees: its config as it would be without us."""
+    if not is_theirs(cfg):
+        return cfg
+    cfg = cfg.copy()
+    with read_write(cfg), open_dict(cfg):
+        del cfg[GROUP]
+    return cfg
+
+
+def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
+    """Return what a project's config says of the keys in its group ``robust``: the batch is theirs.
+
+    Raises:
+        ConfigError: it is not clear which of their keys is the batch, or ours has another value.
+    """
+    # what is not theirs to change is no remedy
+    training: dict[str, Any] = {"num_workers": 0}
+    given = _given(cfg)
+    for name in _NAMES:
+        value, found = given.get(name), _paths(cfg, name)
+        if value is None and len(found) == 1:
+            training[name] = f"${{{found[0]}}}"
+        elif name == _BATCH:
+            _check_batch(cfg, value, found)
+    batch = training.get(_BATCH) or given.get(_BATCH)
+    if batch is None:
+        batch = training[_BATCH] = 1
+    defaults: dict[str, Any] = {"training": training}
+    reference = _REFERENCE.fullmatch(str(batch))
+    size = OmegaConf.select(cfg, reference[1]) if reference else batch
+    if isinstance(size, int):
+        defaults["min_batch_size"] = max(1, min(4, size))
+    return defaults
+
+
+def _check_batch(cfg: DictConfig, value: Any, found: list[str]) -> None:
+    key = f"{GROUP}.training.{_BATCH}"
+    if value is None and found:
+        raise ConfigError(
+            f"{key}: there are {', '.join(found)}; say which the training uses: "
+            f"'{key}=${{{found[0]}}}'"
+        )
+    if value is None or _REFERENCE.fullmatch(str(value)):
+        return
+    if len(found) != 1:
+        raise ConfigError(
+            f"{key}={value}: no key of the project has it; refer to the one that the training "
+            f"uses: '{key}=${{data.batch_size}}'"
+        )
+    theirs = OmegaConf.select(cfg, found[0])
+    if isinstance(value, int) and value != theirs:
+        raise ConfigError(
+            f"{key}={value}: the project has {found[0]}={theirs}; set that"
+        )
+
+
+def has_lightning(cfg: DictConfig) -> bool:
+    """Return whether a project's config makes objects of Lightning, whose ``fit`` is ours then."""
+    content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
+    return any(
+        path.endswith("_target_") and str(value).startswith("lightning.")
+        for path, value in _leaves(content, "")
+    )
+
+
+def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
+    """Write what an attempt has chosen to the project's own keys."""
+    for name in _NAMES:
+        path = _path(cfg, name)
+        if path is not None and name in chosen:
+            with read_write(cfg):
+                OmegaConf.update(cfg, path, chosen[name])
+
+
+def has_batch(cfg: DictConfig) -> bool:
+    """Return whether a trainer learns an attempt's batch size from its config."""
+    return not is_theirs(cfg) or _path(cfg, _BATCH) is not None
+
+
+def can_accumulate(cfg: DictConfig) -> bool:
+    """Return whether a trainer can make up for a smaller batch."""
+    return (
+        not is_theirs(cfg)
+        or _path(cfg, _ACCUMULATION) is not None
+        or has_lightning(cfg)
+    )
+
+
+def _path(cfg: DictConfig, name: str) -> str | None:
+    """Return the project's key for one of ours: the one that ours refers to, or the only one."""
+    reference = _REFERENCE.fullmatch(str(_given(cfg).get(name)))
+    if reference is not None:
+        return reference[1]
+    found = _paths(cfg, name)
+    return found[0] if len(found) == 1 else None
+
+
+def resolved(cfg: DictConfig) -> DictConfig:
+    """Return a copy with every value resolved that can be: in a project's config there may be some
+    that only its own code gives a meaning."""
+    cfg = cfg.copy()
+    with read_write(cfg), open_dict(cfg):
+        _resolve(cfg)
+    return cfg
+
+
+def _resolve(node: DictConfig | ListConfig) -> None:
+    names: Any = list(node) if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        with contextlib.suppress(OmegaConfBaseException):
+            if OmegaConf.is_missing(node, name):
+                continue
+            value = node[name]
+            if OmegaConf.is_interpolation(node, name):
+                node[name] = value
+                value = node[name]
+            if isinstance(value, (DictConfig, ListConfig)):
+                _resolve(value)
+
+
+def _given(cfg: DictConfig) -> dict[str, Any]:
+    """Return what is under ``robust.training``, unresolved."""
+    group: Any = OmegaConf.to_container(ours(cfg), resolve=False)
+    training = group.get("training")
+    return training if isinstance(training, dict) else {}
+
+
+def _paths(cfg: DictConfig, name: str) -> list[str]:
+    """Return a project's keys of this meaning; of several those with ``train`` in their path."""
+    content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
+    found = [
+        path
+        for path, value in _leaves(content, "")
+        if path.rpartition(".")[2] in _NAMES[name] and type(value) is int
+    ]
+    return [path for path in found if "train" in path] or found
+
+
+def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if key == "hydra" and not prefix:
+            continue
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
