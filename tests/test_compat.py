@@ -252,6 +252,20 @@ def test_optimizer_steps_are_watched_until_told_otherwise():
     assert not _global_optimizer_post_hooks
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_leaves_an_update_out_by_a_figure(kind):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1, fused=True)
+    assert compat.skips_on_device(optimizer)
+    assert not compat.skips_on_device(kind([weight], lr=0.1))
+    for is_bad in (True, False):
+        weight.grad = torch.full((3,), float("nan") if is_bad else 1.0)
+        with compat.leave_out_if(optimizer, torch.tensor(is_bad)):
+            optimizer.step()
+        assert torch.equal(weight, torch.ones(3)) == is_bad
+    assert not hasattr(optimizer, "found_inf")
+
+
 def test_hooks_of_others_keep_ours_away():
     theirs = register_optimizer_step_post_hook(lambda *_: None)
     try:

@@ -29,6 +29,7 @@ KINDS = {
     "setup": FailureKind.SETUP,
     "disk": FailureKind.DISK_FULL,
     "comm": FailureKind.COMM,
+    "diverged": FailureKind.DIVERGED,
     "stopped": FailureKind.INTERRUPTED,
     "asked": FailureKind.INTERRUPTED,
     "bug": FailureKind.BUG,

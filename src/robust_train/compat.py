@@ -58,6 +58,22 @@ def version_of(tensor: Any) -> int:
     return int(tensor._version)
 
 
+def skips_on_device(optimizer: Any) -> bool:
+    """Return whether an optimizer leaves an update out by a figure on the device: fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextlib.contextmanager
+def leave_out_if(optimizer: Any, is_bad: Any) -> Iterator[None]:
+    """Have the steps of such an optimizer change nothing where ``is_bad`` is true, as GradScaler
+    does."""
+    optimizer.found_inf, optimizer.grad_scale = is_bad.float(), None
+    try:
+        yield
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
+
+
 def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return where a module has its own parameters and buffers, by name."""
     return module._parameters, module._buffers

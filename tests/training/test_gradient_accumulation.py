@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from robust_train.step.batcher import MicroBatcher
+from robust_train.step.update import update
 from robust_train.vision.images import BatchPlan
 from robust_train.vision.models import SmallCnn
 from robust_train.vision.step import (
     CosineSchedule,
     Precision,
-    apply_gradients,
     loss_of,
     make_optimizer,
 )
@@ -51,9 +51,10 @@ def step_with(
         count=lambda data: 2 if len(data[0]) == 4 else 1 * loss_factor,
         backward=lambda loss: precision.scaler.scale(loss).backward(),
     )
-    is_step = apply_gradients(model, optimizer, precision=precision, max_grad_norm=max_grad_norm)
+    done = update(optimizer, None, precision.scaler, max_grad_norm)
     assert all(p.grad is None for p in model.parameters())
-    return is_step, model
+    assert done.is_bad is None or not done.is_bad
+    return done.moved, model
 
 
 def moved(model: nn.Module) -> float:

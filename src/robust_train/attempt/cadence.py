@@ -11,7 +11,16 @@ from functools import cached_property
 from pathlib import Path
 
 from robust_train.config.placeholders import SavePlan
-from robust_train.folder.checkpoints import Manifest, of_job, record_checkpoint, rotate
+from robust_train.folder.checkpoints import (
+    Manifest,
+    damage_in,
+    mark,
+    newest_checkpoint,
+    of_job,
+    record_checkpoint,
+    rotate,
+    size_of,
+)
 from robust_train.folder.identity import read_identity, wait_until_readable
 
 log = logging.getLogger("robust_train")
@@ -21,6 +30,8 @@ SHORTEST_AFTER_FAILURE_SECONDS = 1.0
 OWED_SECONDS = 60.0
 """Until a checkpoint that could not be written is tried again."""
 _LARGEST_SHARE = 0.01
+_READS_BYTES_PER_SECOND = 300e6  # until it is measured
+_STEPS_TO_PROVE = 100
 
 
 def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> float:
@@ -67,9 +78,11 @@ class SaveClock:
             0.0 if job_started is None else max(time.time() - job_started, 0.0)
         )
         self._saved_at = now()
+        self.interval = 0.0  # between the last two saves, seconds
         self._saved_step: int | None = None
         self._saving_since: float | None = None
         self._retries_at: float | None = None
+        self._last_saved = self._saved_at
         self._calls = 0
 
     def is_due(self, step: int | None) -> bool:
@@ -108,6 +121,8 @@ class SaveClock:
         """Return for how many seconds the save held training up, None if that is not known."""
         self.copied()
         self._retries_at = None
+        now = self._now()
+        self.interval, self._last_saved = now - self._last_saved, now
         self._mark(step)
         return self._cost
 
@@ -129,6 +144,9 @@ class Saving:
         self._job_started = None if identity is None else identity.started
         # why the last checkpoint could not be written, None if it was
         self.owed: str | None = None
+        self.good_step = 0  # the last one whose loss was finite
+        self.rotates = False  # whether it is we who remove old ones
+        self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
@@ -146,12 +164,16 @@ class Saving:
             job_started=self._job_started,
         )
 
-    def saved(self, path: Path, step: int | None) -> None:
-        """Write the manifest of the complete checkpoint at ``path``."""
+    def saved(self, path: Path, step: int | None, loss: str = "unknown") -> str | None:
+        """Write the manifest of the complete checkpoint at ``path``, unless it is damaged: then
+        return how. It is read back where that costs little."""
         seconds, self.owed = self.clock.saved(step), None
         if self.job is None:
-            return
+            return None
         try:
+            damage = self._read_back(path)
+            if damage is not None:
+                return damage
             record_checkpoint(
                 self.folder,
                 path,
@@ -159,11 +181,24 @@ class Saving:
                 attempt=self._attempt,
                 step=step,
                 seconds=seconds,
+                loss=loss,
             )
         except OSError as error:
             log.warning(
                 "no manifest of the checkpoint %s: %s", path, error.strerror or error
             )
+        return None
+
+    def _read_back(self, path: Path) -> str | None:
+        """Return what is wrong with a checkpoint; read all of it within 1 % of the time."""
+        *_, size = size_of(path)
+        reads = size / self._bytes_per_second <= _LARGEST_SHARE * self.clock.interval
+        started = time.monotonic()
+        damage = damage_in(path, reads=reads)
+        if reads:
+            seconds = time.monotonic() - started
+            self._bytes_per_second = max(size, 1) / max(seconds, 1e-6)
+        return damage
 
     def failed(self, reason: str) -> None:
         """Record that a checkpoint could not be written."""
@@ -171,6 +206,38 @@ class Saving:
         self.clock.failed()
 
     def rotate(self, pattern: str, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``."""
+        """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``, and the
+        last one that is known to be good."""
+
+        def loss_of(one: Manifest) -> str:
+            is_old = (
+                one.step is not None and self.good_step - one.step >= _STEPS_TO_PROVE
+            )
+            return "proven" if one.loss == "finite" and is_old else one.loss
+
         if self.job is not None:
+            self._mark(loss_of)
             rotate(self.folder, self.job, pattern, keep)
+
+    def diverged(self, good_step: int, since: float) -> Manifest | None:
+        """Have no attempt resume from what was saved after ``good_step``, or where steps are not
+        known, ``since`` a time; return the newest checkpoint before. What is proven stays so."""
+
+        def loss_of(one: Manifest) -> str:
+            is_after = one.time >= since if one.step is None else one.step > good_step
+            if is_after and one.loss != "proven":
+                return "diverged"
+            is_followed = one.step is not None and one.step < good_step
+            return "proven" if is_followed and one.loss == "finite" else one.loss
+
+        self._mark(loss_of)
+        with contextlib.suppress(OSError):
+            return newest_checkpoint(self.folder, self.job) if self.job else None
+        return None
+
+    def _mark(self, loss_of: Callable[[Manifest], str]) -> None:
+        if self.job:
+            try:
+                mark(self.folder, self.job, loss_of)
+            except OSError as error:
+                log.warning("manifests of checkpoints cannot be written: %s", error)

@@ -58,6 +58,7 @@ class CheckpointFolder:
         copies: int = 1,  # of a checkpoint's size that ranks of this host make at the same time
     ) -> None:
         self.path = run.checkpoint_dir
+        run.saving.rotates = True
         self._run = run
         self._keep = keep
         self._write_folder = write_folder
@@ -200,6 +201,7 @@ def read_newest(
         one
         for one in known
         if one.path.parent == path.parent.absolute()
+        and one.loss != "diverged"
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)

@@ -156,8 +156,8 @@ class NotedValue(AnyNode):
 def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
     """Return a function: whether a key with this ending has been read since.
 
-    Noted are ``…batch_size`` with this value (what refers to it is resolved by now), ``…workers``
-    and ``gradient_checkpointing``.
+    Noted are ``…batch_size`` with this value (what refers to it is resolved by now), ``…workers``,
+    ``gradient_checkpointing`` and ``training.lr``.
     """
     parts: list[Any] = [cfg]
     unknown = set[str]()  # a list, a figure for each of several loaders
@@ -173,6 +173,7 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
             elif (
                 is_workers
                 or name == CHECKPOINTING
+                or (name == "lr" and part._key() == "training")
                 or (str(name).endswith("batch_size") and node == batch_size)
             ):
                 part._content[name] = NotedValue(node._value(), key=name, parent=part)

@@ -6,6 +6,7 @@ The same class serves all kinds of attempts; they differ only in where reports g
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from robust_train.attempt.cadence import Saving
+from robust_train.attempt.losses import Losses
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan
@@ -21,6 +23,7 @@ from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
+from robust_train.model.errors import Diverged
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -32,20 +35,24 @@ from robust_train.model.events import (
     MicroBatchExhausted,
     Progress,
     TrainingStarted,
+    UpdateSkipped,
     UserEvent,
 )
+from robust_train.model.failure import Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
     from typing_extensions import Unpack
 
     from robust_train.attempt.memory_upkeep import AttemptMemory
-    from robust_train.config.schema import RobustConfig
+    from robust_train.config.schema import DivergenceConfig, RobustConfig
     from robust_train.model.spec import AttemptSpec
     from robust_train.policy.sizes import BatchSearch
     from robust_train.step.batcher import MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
     from robust_train.step.splitting import Length, Split
+    from robust_train.step.update import LateFigures
 
 log = logging.getLogger("robust_train")
 
@@ -82,6 +89,11 @@ class Run:
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
+        skips_to: the data up to this optimizer step are to be passed over: training has diverged
+            there.
+        reads_lr: whether the trainer takes ``training.lr`` of each attempt; None: if it reads it.
+        divergence: what counts as diverged, None if nothing does.
+        losses: what the reported losses show.
         has_live_status: the launcher shows steps and loss on a terminal.
         report: sends an event to the launcher.
         memory_keeper, batch_search: set by whoever calls the trainer.
@@ -124,6 +136,10 @@ class Run:
         self.last_micro_batch: int | None = None
         self.asked: AttemptSpec | None = None
         self.keeps_batch = ""
+        self.skips_to = 0
+        self.reads_lr: bool | None = None
+        self.divergence: DivergenceConfig | None = None
+        self.losses = Losses()
         self.memory_keeper: AttemptMemory | None = None
         self.batch_search: BatchSearch | None = None
         self.logs_memory = False
@@ -141,6 +157,12 @@ class Run:
         self._restart_requested = False
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
+        self._late_losses: LateFigures | None = None
+        self._late_updates: LateFigures | None = None
+        self._loss: Tensor | None = None  # of the step in progress
+        self._reports_loss = False
+        self._skipped = self._skips_from = 0  # updates in a row, from this step on
+        self._good_since = time.time()  # about when the last good loss was reported
         self._unsent: Progress | None = None
         self._next_progress = 0.0
 
@@ -253,6 +275,9 @@ class Run:
         if self.memory_keeper is not None:
             self.memory_keeper.step_done(step)
         self.at_boundary("progress")
+        if (loss := scalars.get("loss")) is not None and self.divergence is not None:
+            self._reports_loss = True
+            self._see_loss(step, loss)
         total = None if total_steps is None else int(total_steps)
         self._unsent = Progress(step, total, scalars)
         now = time.monotonic()
@@ -268,6 +293,49 @@ class Run:
         unsent, self._unsent = self._unsent, None
         if unsent is not None:
             self.report(replace(unsent, metrics=plain(unsent.metrics)))
+
+    def _see_loss(self, step: int, loss: Any) -> None:
+        """Take the loss of a step; a tensor's is read a step later, where nothing waits for it."""
+        if hasattr(loss, "detach"):
+            self._late_losses = self._late_losses or _late_figures()
+            earlier = self._late_losses.swap(step, loss)
+            if earlier is not None:
+                self._judge(*earlier)
+        elif isinstance(loss, (int, float)):
+            self._judge(step, loss)
+
+    def _judge(self, step: int, loss: float) -> None:
+        """Take the loss of a step; raise Diverged where it and those before it are of no use."""
+        # what `step` leaves out has spoilt nothing
+        is_left_out = self._late_updates is not None and not math.isfinite(loss)
+        if self.divergence is None or is_left_out:
+            return
+        self.losses = self.losses.after(step, loss, self.divergence)
+        if not self.losses.bad:
+            self._good_since = time.time()
+            self.saving.good_step = step
+        why = self.losses.diverged(self.divergence)
+        if why is not None:
+            raise self._diverged(why, self.losses.good_step, step)
+
+    def _diverged(self, why: str, good_step: int | None, bad_step: int) -> Diverged:
+        """Have no attempt resume from what was saved since; return the error."""
+        # none was good in this attempt: so may be what it resumed from
+        good = self.steps_before - 1 if good_step is None else good_step
+        before = self.saving.diverged(good, self._good_since) if self.is_main else None
+        last = "no checkpoint before it"
+        if before is not None:
+            step = "" if before.step is None else f" (step {before.step})"
+            last = f"the checkpoint before it is {before.path.name}{step}"
+        reads_lr = self.has_read("lr") if self.reads_lr is None else self.reads_lr
+        evidence = Evidence(
+            good_step=good,
+            bad_step=bad_step,
+            has_checkpoint=before is not None,
+            reads_lr=reads_lr,
+        )
+        message = f"diverged: {why}; {last}"
+        return Diverged(Failure(FailureKind.DIVERGED, message, evidence))
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:
@@ -288,6 +356,8 @@ class Run:
         self.micro_batch_plan = MicroBatchPlan.of(config)
         self.saving.plan = SavePlan.of(config)
         self.logs_memory = config.memory.log_frequency > 0
+        acts = config.divergence.action != "ignore"
+        self.divergence = config.divergence if acts else None
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split batches finer from the next step on; return the size before and after, None if no
@@ -342,12 +412,85 @@ class Run:
 
             optimizer.zero_grad()
             loss = run.backward(loss_of, batch, model)
-            optimizer.step()
+            run.step(optimizer)
 
         If memory runs out in it, it starts over with smaller parts, as if the step had not begun.
         For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
-        return self._batcher_at("backward").backward(loss_of, batch, model, **options)
+        batcher = self._batcher_at("backward")
+        result = batcher.backward(loss_of, batch, model, **options)
+        if self.divergence is not None and options.get("training", True):
+            loss: Tensor = result[0] if isinstance(result, tuple) else result
+            self._loss = loss if self._loss is None else self._loss + loss
+            if not self._reports_loss and self._late_updates is None:
+                self._see_loss(1 + self._steps_done(), loss)
+        return result
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        scaler: Any = None,
+        max_grad_norm: float | None = None,
+    ) -> bool:
+        """End an optimizer step: clip the gradients, update the weights, drop the gradients::
+
+            loss = run.backward(loss_of, batch, model)
+            run.step(optimizer, max_grad_norm=1.0)
+
+        If the loss of :meth:`backward` or the gradients' norm is not finite, the update is left
+        out, on all ranks alike, and weights and optimizer are as before. An optimizer made with
+        ``fused=True`` does that on the GPU, where nothing waits and the host counts it a step
+        later; for any other one the host reads one figure.
+
+        Args:
+            optimizer: of what was trained.
+            scaler: a ``GradScaler``, if the losses were scaled. An overflow that it leaves out is
+                no divergence.
+            max_grad_norm: clip the norm of all gradients to this.
+
+        Returns:
+            Whether the weights have changed, as far as that is known by now.
+
+        Raises:
+            Diverged: more than ``divergence.max_skips`` updates in a row were left out.
+        """
+        from robust_train.step.update import update
+
+        self._late_updates = self._late_updates or _late_figures()
+        loss, self._loss = self._loss, None
+        skips = self.divergence is not None
+        done = update(optimizer, loss, scaler, max_grad_norm, skips=skips)
+        number = 1 + self._steps_done()
+        if done.is_bad is not None:
+            if not done.waits:
+                self._count_update(number, bool(done.is_bad))
+            elif (earlier := self._late_updates.swap(number, done.is_bad)) is not None:
+                self._count_update(earlier[0], bool(earlier[1]))
+        return done.moved
+
+    def _count_update(self, step: int, was_left_out: bool) -> None:
+        """Count a step whose update was left out; raise Diverged after too many in a row."""
+        if not was_left_out:
+            self._skipped = 0
+            return
+        if not self._skipped:
+            self._skips_from = step
+        self._skipped += 1
+        if self.is_main:
+            self.report(UpdateSkipped(step, self._skipped))
+            text = (
+                "step %d: loss or gradient norm is not finite: the update is left out"
+            )
+            log.warning(text, step)
+        if self.divergence is not None and self._skipped > self.divergence.max_skips:
+            first = self._skips_from
+            why = (
+                f"loss or gradient norm was not finite in {self._skipped} updates in a row from "
+                f"step {first} on{self.losses.last_good}"
+            )
+            good = None if first == self.steps_before + 1 else first - 1
+            # a trainer may count no step that was left out, though it was given its data
+            raise self._diverged(why, good, first + self._skipped - 1)
 
     def forward(
         self,
@@ -407,9 +550,15 @@ class Run:
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
         step = None if step is None else int(step)
+        loss = self.losses.of_checkpoint
         if self.is_main:
-            self.saving.saved(Path(path), step)
-        self.report(CheckpointSaved(str(path), step))
+            damage = self.saving.saved(Path(path), step, loss)
+            if damage is not None:
+                log.warning("checkpoint %s: %s; it is not used", path, damage)
+                self.checkpoint_failed(damage)
+                return
+        is_guarded = self.saving.rotates and loss != "unknown"
+        self.report(CheckpointSaved(str(path), step, loss, is_guarded))
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("save")
@@ -439,3 +588,10 @@ class Run:
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
         self.report(UserEvent(str(event), plain(dict(fields))))
+
+
+def _late_figures() -> LateFigures:
+    # torch comes with it, and the launcher does without
+    from robust_train.step.update import LateFigures
+
+    return LateFigures()

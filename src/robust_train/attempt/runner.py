@@ -41,7 +41,13 @@ from robust_train.files import plain
 from robust_train.folder.checkpoints import CheckpointError
 from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
 from robust_train.host.votes import Flags
-from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
+from robust_train.model.errors import (
+    ConfigError,
+    Diverged,
+    Interrupted,
+    RankFailure,
+    UserError,
+)
 from robust_train.model.events import Event, Failed, Finished, TrainerSupports
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.policy.sizes import BatchSearch
@@ -88,6 +94,7 @@ def run_attempt(
         has_live_status=request.has_live_status,
     )
     run.asked = request.asked
+    run.skips_to = request.spec.skips_to
     if request.spec.searches:
         run.batch_search = BatchSearch.of(
             request.config, request.spec, request.search_key
@@ -187,6 +194,8 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
         return Failure(FailureKind.BUG, f"the trainer called sys.exit({error.code!r})")
+    if isinstance(error, Diverged):
+        return error.failure
     if isinstance(error, (ConfigError, UserError)):
         return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
     failure = classify_failure(error)
@@ -225,7 +234,9 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
     return Failed(
         failure,
         config_error=str(error) if isinstance(error, ConfigError) else None,
-        traceback=None if isinstance(error, UserError) else trainer_traceback(error),
+        traceback=None
+        if isinstance(error, (Diverged, UserError))
+        else trainer_traceback(error),
         error=_pickled(error),
         others_know=of_rank is not None,
         caused_by_rank=of_rank.rank if of_rank and of_rank.is_elsewhere else None,

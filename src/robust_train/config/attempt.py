@@ -41,9 +41,10 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
 def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustConfig:
     """Return a job's config with what one attempt uses."""
     chosen: dict[str, Any] = {name: getattr(spec, name) for name in _CHOSEN}
+    lr = config.training.lr
     if config.is_script:
-        chosen["lr"] = config.learning_rate_at(spec.effective_batch_size)
-    training = replace(config.training, **chosen)
+        lr = config.learning_rate_at(spec.effective_batch_size)
+    training = replace(config.training, lr=lr * spec.lr_factor, **chosen)
     return replace(config, device=device, num_gpus=spec.ranks, training=training)
 
 

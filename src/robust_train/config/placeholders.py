@@ -29,7 +29,8 @@ class ScriptValues:
     batch_size: int  # micro-batch
     gradient_accumulation_steps: int  # micro-batches of each process per optimizer step
     effective_batch_size: int  # samples of all processes per optimizer step
-    learning_rate: str  # as given, scaled if that was asked for
+    # as given, scaled if that was asked for, less after training has diverged
+    learning_rate: str
     num_gpus: int  # processes that it is to start, one for each GPU that it sees
     min_batch_size: int  # no attempt uses a smaller micro-batch
     num_workers: int  # data-loader workers

@@ -164,6 +164,37 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class DivergenceConfig:
+    """``divergence``: what happens when the loss is not finite any more."""
+
+    action: str = key(
+        "recover",
+        "`recover`: go back, with a lower learning rate if need be; `ignore`: train on",
+        more="([diverged](recovery.md#diverged))",
+        choices=("recover", "ignore"),
+    )
+    patience: int = key(
+        3, "reports in a row with a loss that is not finite", range=FROM_1
+    )
+    spike_sigma: float = key(
+        0.0,
+        "a loss so many standard deviations above its running median is bad too; `0`: none is",
+        more="In ten times `patience` reports in a row",
+        range=FROM_0,
+    )
+    max_skips: int = key(
+        10,
+        "updates in a row that `run.step` leaves out before training counts as diverged",
+        range=FROM_0,
+    )
+    lr_factor: float = key(
+        0.5,
+        "factor of the learning rate where going back alone did not help; `1`: leave it",
+        range=POSITIVE_SHARE,
+    )
+
+
+@dataclass(frozen=True)
 class RetryConfig:
     """``retry``: what the user knows about failures."""
 
@@ -382,6 +413,7 @@ class RobustConfig(PlainConfig):
         written=AUTO,
     )
     retry: RetryConfig = group(RetryConfig)
+    divergence: DivergenceConfig = group(DivergenceConfig)
     isolation: str = key(
         "process",
         "`process`: attempts are children; `none`: in this process, for debuggers",

@@ -90,6 +90,10 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
         "free space on the disk that the message names, or ask for a larger quota",
         "keep fewer checkpoints",
     ),
+    FailureKind.DIVERGED: (
+        "lower the learning rate, or clip gradients: run.step(optimizer, max_grad_norm=1.0)",
+        "look for samples that are not finite, and for numbers too large for float16",
+    ),
     FailureKind.COMM: (
         "try again: a peer went away or answered too late",
         "look at the first rank that failed; the others only report that it is gone",

@@ -20,7 +20,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ _LEAST_BYTES = 1 << 20
 SUFFIX = ".manifest.json"
 SCHEMA = 1
 _MOST = 1000
+_BLOCK_BYTES = 1 << 20
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 State = Literal["whole", "changed", "torn", "gone"]
@@ -55,6 +56,9 @@ class Manifest:
     bytes: int  # their size altogether
     # for how long saving held training up, None if it was not measured
     seconds: float | None = None
+    # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
+    # came out later; `unknown`
+    loss: str = "unknown"
 
     @property
     def order(self) -> tuple[int, int, float]:
@@ -71,6 +75,7 @@ def record_checkpoint(
     attempt: int,
     step: int | None,
     seconds: float | None,
+    loss: str = "unknown",
 ) -> None:
     """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
     ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
@@ -78,12 +83,10 @@ def record_checkpoint(
     path = path.absolute()
     _sync_all(path)
     manifest = Manifest(
-        job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds
+        job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds, loss
     )
-    beside = path.parent == folder.absolute()
-    content = asdict(manifest) | {"path": path.name if beside else str(path)}
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(_file_of(folder, path), {"schema": SCHEMA, **content}, durable=True)
+    _write(folder, manifest)
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
@@ -93,11 +96,51 @@ def record_checkpoint(
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
+def _write(folder: Path, manifest: Manifest) -> None:
+    path = manifest.path
+    beside = path.parent == folder.absolute()
+    content = asdict(manifest) | {"path": path.name if beside else str(path)}
+    write_json(_file_of(folder, path), {"schema": SCHEMA, **content}, durable=True)
+
+
+def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
+    """Write down what is known by now of the loss at each checkpoint of ``job``."""
+    for manifest in of_job(folder, job):
+        loss = loss_of(manifest)
+        if loss != manifest.loss:
+            _write(folder, replace(manifest, loss=loss))
+
+
+def damage_in(path: Path, *, reads: bool) -> str | None:
+    """Return what is wrong with a checkpoint just written, None if nothing is known to be. With
+    ``reads`` all of it is read, and compared with the checksums that it has. Raises OSError."""
+    for file in files_in(path) if path.is_dir() else [path]:
+        if _file_by_form(file, if_empty=None) is False:
+            return f"{file.name} is torn"
+        if reads and (bad := _bad_part(file)) is not None:
+            return f"the checksum of {bad} is wrong"
+    return None
+
+
+def _bad_part(file: Path) -> str | None:
+    """Read a file; return the part of it whose checksum is wrong, None if none is known to be."""
+    with file.open("rb") as opened:
+        if zipfile.is_zipfile(opened):
+            with zipfile.ZipFile(opened) as archive:
+                return archive.testzip()
+        opened.seek(0)
+        while opened.read(_BLOCK_BYTES):
+            pass
+    return None
+
+
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     """Return the newest whole checkpoint of ``job``, None if it has none; OSError if the folder, a
     manifest or a checkpoint cannot be read just now."""
     changed: Manifest | None = None
     for manifest in reversed(of_job(folder, job)):
+        if manifest.loss == "diverged":
+            continue
         state = state_of(manifest)
         if state == "whole":
             return manifest
@@ -136,7 +179,8 @@ def why_full(run_dir: Path, message: str) -> str | None:
 
 def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
     """Remove all but the newest ``keep`` whole checkpoints of ``job`` that are named like
-    ``pattern``. What was written last stays, and so does everything without a manifest of it."""
+    ``pattern``. What was written last stays, and so does everything without a manifest of it; and
+    the newest that is proven to be good, or until there is one, the oldest that may be."""
     try:
         own = [
             manifest
@@ -144,10 +188,16 @@ def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
             if manifest.path.parent == folder.absolute()
             and fnmatch.fnmatch(manifest.path.name, pattern)
         ]
-        whole = [manifest for manifest in own if state_of(manifest) == "whole"]
-        kept = [*whole[-keep:], *sorted(own, key=lambda one: one.time)[-1:]]
+        whole = [
+            one for one in own if one.loss != "diverged" and state_of(one) == "whole"
+        ]
+        proven = [one for one in whole if one.loss == "proven"][-1:]
+        good = proven or [one for one in whole if one.loss == "finite"][:1]
+        kept = [*good, *whole[-keep:], *sorted(own, key=lambda one: one.time)[-1:]]
         for manifest in own:
-            if whole and manifest.order < whole[-1].order and manifest not in kept:
+            is_older = whole and manifest.order < whole[-1].order
+            is_of_no_use = is_older or manifest.loss == "diverged"
+            if is_of_no_use and manifest not in kept:
                 if manifest.path.is_dir():
                     shutil.rmtree(manifest.path)
                 manifest.path.unlink(missing_ok=True)

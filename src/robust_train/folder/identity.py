@@ -126,7 +126,7 @@ def _check_progress(
     run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
 ) -> None:
     """Begin to count launches again after a new checkpoint, or where they may be any number."""
-    own = [manifest for manifest in known if manifest.job == job.id]
+    own = [one for one in known if one.job == job.id and one.loss != "diverged"]
     newest = max(own, key=lambda one: one.order, default=None)
     reached = None
     if newest is not None:

@@ -80,6 +80,7 @@ class RobustLoop:
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
+        run.saving.rotates = True
         self._total: int | None = None
         self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)

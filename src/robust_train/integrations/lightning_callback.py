@@ -55,6 +55,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._steps = Steps(cfg, run)
         self._restored: Any = None
         self._saved_step: int | None = None
+        run.saving.rotates = True
         self._is_saving = False
         # samples of the step in progress, by their place in the epoch
         self._step = range(0)

@@ -426,6 +426,8 @@ class Job:
         if not self.config.runs_inline:  # in this process its memory does not come back
             self.devices.begin(spec.gpus)
         attempt = self._with_evidence(self._run_attempt(spec))
+        if attempt.kind is FailureKind.DIVERGED:
+            self.checkpoint = resume_from(self.run_dir, self.beginning.job)
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
@@ -531,7 +533,7 @@ class Job:
             case TrainerSupports():
                 self.policy = replace(self.policy, can_checkpoint=True)
                 return
-            case CheckpointSaved():
+            case CheckpointSaved() if event.loss != "diverged":
                 self.checkpoint = Path(event.path)
             case ScriptStarted():
                 # logged here, because what the attempt prints is evidence

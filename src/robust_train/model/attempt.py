@@ -29,6 +29,7 @@ from robust_train.model.events import (
     ScriptStarted,
     SpeedMeasured,
     TrainingStarted,
+    UpdateSkipped,
 )
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
@@ -81,6 +82,8 @@ class Attempt:
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
+    is_guarded: bool = False  # the last checkpoint that is known to be good stays
+    skipped_updates: int = 0  # loss or gradient norm was not finite
     saves: int = 0  # number of checkpoints it reported
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
@@ -127,11 +130,19 @@ class Attempt:
                 loss = finite(event.metrics.get("loss", self.loss))
                 after = replace(self, end_step=event.step, total_steps=total, loss=loss)
                 return after._started_before(event.step) if self.step is None else after
+            case CheckpointSaved(loss="diverged"):
+                return self
+            case UpdateSkipped():
+                return replace(self, skipped_updates=self.skipped_updates + 1)
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step
                 saves = self.saves + 1
                 return replace(
-                    self, checkpoint=event.path, saved_step=step, saves=saves
+                    self,
+                    checkpoint=event.path,
+                    saved_step=step,
+                    saves=saves,
+                    is_guarded=event.is_guarded,
                 )
             case SpeedMeasured():
                 speed = (
@@ -170,7 +181,8 @@ class Attempt:
             case Finished() | Failed():
                 step = self.end_step if event.step is None else event.step
                 memory = {**self.memory, **event.memory}
-                return replace(self, ending=event, end_step=step, memory=memory)
+                ended = replace(self, ending=event, end_step=step, memory=memory)
+                return ended._until_it_diverged()
         return self
 
     def _started_before(self, step: int) -> Attempt:
@@ -179,6 +191,16 @@ class Attempt:
         before = max(step - 1, 0)
         is_known = self.resumed_from is None or 0 < self.start_step <= before
         return self if is_known else replace(self, start_step=before)
+
+    def _until_it_diverged(self) -> Attempt:
+        """Return the attempt without what it saved after it had diverged: that is no progress."""
+        failure = self.ending.failure if isinstance(self.ending, Failed) else None
+        if failure is None or failure.kind is not FailureKind.DIVERGED:
+            return self
+        good = failure.evidence.good_step or 0
+        if self.saved_step is None or self.saved_step <= good:
+            return self
+        return replace(self, saved_step=good, checkpoint=None)
 
     @property
     def outcome(self) -> str:
@@ -276,6 +298,8 @@ class Attempt:
             "total_steps": self.total_steps,
             "loss": self.loss,
             "checkpoint": self.checkpoint,
+            "is_guarded": self.is_guarded,
+            "skipped_updates": self.skipped_updates,
             "micro_batch": self.micro_batch,
             "batch_size_found": as_json(self.batch_size_found),
             "peak_memory_bytes": self.peak_memory_bytes,

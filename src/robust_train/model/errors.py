@@ -101,6 +101,17 @@ class JobInterrupted(KeyboardInterrupt):
         return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
 
 
+class Diverged(RuntimeError):
+    """Raised in a trainer where its losses are of no use any more; ``failure`` says since when."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.message
+
+
 class RankFailure(RuntimeError):
     """Raised on every rank when one of several cannot go on, after all have agreed about it.
 

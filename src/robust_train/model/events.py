@@ -99,12 +99,25 @@ class EpochEnded(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A complete checkpoint lies at ``path``."""
+    """A complete checkpoint lies at ``path``; ``loss`` as in its manifest."""
 
     name = "checkpoint"
     is_frequent = True
     path: str
     step: int | None = None
+    loss: str = "unknown"
+    # the last one that is known to be good stays
+    is_guarded: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateSkipped(Event):
+    """Loss or gradient norm of a step was not finite, so ``run.step`` left the update out;
+    ``in_a_row`` steps by now."""
+
+    name = "update_skipped"
+    step: int
+    in_a_row: int
 
 
 @dataclass(frozen=True)

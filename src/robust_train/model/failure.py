@@ -17,6 +17,7 @@ class FailureKind(str, Enum):
     SETUP = "setup"  # CUDA works with no GPU of this machine, or of this model
     DISK_FULL = "disk_full"
     COMM = "comm"
+    DIVERGED = "diverged"  # the loss is of no use any more
     INTERRUPTED = "interrupted"
     BUG = "bug"
     UNKNOWN = "unknown"  # written by a newer version
@@ -62,6 +63,11 @@ class Evidence:
     workers: int | None = None  # data-loader workers among its processes
     # they held most of the memory that ran out; None if unknown
     workers_hold_most: bool | None = None
+    # --- of training that has diverged ---
+    good_step: int | None = None  # the last one before it
+    bad_step: int | None = None  # the last one that was seen
+    has_checkpoint: bool = False  # there is one from before it
+    reads_lr: bool = False  # the trainer takes the learning rate that it is given
 
     @property
     def is_hardware(self) -> bool:

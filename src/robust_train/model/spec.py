@@ -29,6 +29,10 @@ class AttemptSpec:
     # activations are recomputed in the backward pass
     gradient_checkpointing: bool = False
     searches: bool = False  # the attempt finds its micro-batch before it trains
+    lr_factor: float = 1.0  # by which `training.lr` is multiplied
+    skips_to: int = (
+        0  # data up to this optimizer step is passed over, where that is possible
+    )
 
     @property
     def effective_batch_size(self) -> int:

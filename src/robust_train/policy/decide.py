@@ -67,6 +67,10 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.SETUP: (remedies.other_model,),
     FailureKind.DISK_FULL: (remedies.same_again,),
     FailureKind.COMM: (remedies.same_again,),
+    FailureKind.DIVERGED: (
+        remedies.before_it_diverged,
+        remedies.lower_learning_rate,
+    ),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
     FailureKind.BUG: (remedies.crashed_once_more,),
 }
@@ -212,7 +216,7 @@ def _why_give_up(context: FailureContext) -> str:
     if context.attempt.cuda_cannot_work:
         return cannot_work(context.failure)
     count = context.failures_without_progress
-    if kind is FailureKind.INTERRUPTED:
+    if kind in (FailureKind.INTERRUPTED, FailureKind.DIVERGED):
         return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
         is_hang = context.evidence.library == "robust_train"

@@ -355,6 +355,41 @@ def crashed_once_more(context: FailureContext) -> Retry | None:
     return context.retry("retry", ": once more, from the last checkpoint")
 
 
+def before_it_diverged(context: FailureContext) -> Retry | None:
+    """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
+    if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
+        return None
+    return _back(context, "before_it_diverged", context.last.lr_factor, "")
+
+
+def lower_learning_rate(context: FailureContext) -> Retry | None:
+    """Retry from the last checkpoint before it with a lower learning rate."""
+    factor, had_one = (
+        context.config.divergence.lr_factor,
+        context.evidence.has_checkpoint,
+    )
+    tries = context.failures_without_progress - had_one
+    if not context.evidence.reads_lr or factor == 1.0:
+        return None
+    if tries > context.config.max_retries:
+        return None
+    lower = context.last.lr_factor * factor
+    with_less = f" with {lower:g} times the learning rate"
+    return _back(context, "lower_learning_rate", lower, with_less)
+
+
+def _back(
+    context: FailureContext, action: str, lr_factor: float, with_less: str
+) -> Retry:
+    bad = context.evidence.bad_step or 0
+    skips, data = 0, ""
+    if context.config.is_built_in and bad:
+        skips, data = bad, f"; the data up to step {bad} is passed over"
+    where = "from it" if context.evidence.has_checkpoint else "from the beginning"
+    how = f": again {where}{with_less}{data}"
+    return context.retry(action, how, lr_factor=lr_factor, skips_to=skips)
+
+
 def same_fault_elsewhere(context: FailureContext) -> str | None:
     """Return why the device is not to blame: the same fault at the same step on two devices."""
     if context.evidence.is_hardware:

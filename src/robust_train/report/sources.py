@@ -222,7 +222,9 @@ def _attempt(
         match entry.event:
             case Progress(step=step):
                 progress.append((step, entry.time))
-            case CheckpointSaved(step=int(step)):
+            case CheckpointSaved(step=int(step)) as saved_now if (
+                saved_now.loss != "diverged"
+            ):
                 checkpoints.append((step, entry.time))
             case TrainingStarted():
                 began = entry.time

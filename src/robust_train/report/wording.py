@@ -42,6 +42,7 @@ OUTCOMES = {
     "setup": "CUDA cannot work here",
     "disk_full": "disk full or failing",
     "comm": "peer or network failed",
+    "diverged": "training diverged",
     "interrupted": "interrupted",
     "bug": "trainer failed",
     "unknown": "failed for a reason that this version does not know",
@@ -57,6 +58,8 @@ ACTIONS = {
     "cpu_fallback": "the CPU",
     "retry": "the same again",
     "wait": "wait for room",
+    "before_it_diverged": "back to the checkpoint before it",
+    "lower_learning_rate": "a lower learning rate",
     "none": "",
 }
 """The decision after an attempt for people, if its name does not do."""
@@ -66,6 +69,7 @@ _TROUBLES = {
     "host_oom": "host memory ran out{sizes}",
     "worker_death": "a data-loader worker died{times}",
     "disk_full": "the disk was full or failed{times}",
+    "diverged": "training diverged{times}",
     "interrupted": "it was interrupted{times}",
 }
 
@@ -159,9 +163,18 @@ def _at(last: TimedAttempt | None) -> str:
 
 
 def _saved(attempts: Sequence[TimedAttempt]) -> str:
-    steps = [step for attempt in attempts for step, _ in attempt.checkpoints]
+    steps = [
+        (step, attempt.is_guarded)
+        for attempt in attempts
+        for step, _ in attempt.checkpoints
+        if attempt.kind is not FailureKind.DIVERGED
+        or step <= (attempt.evidence.good_step or 0)
+    ]
     if steps:
-        return f" The last checkpoint holds step {steps[-1]}, from which the job can resume."
+        step, is_guarded = steps[-1]
+        said = f" The last checkpoint holds step {step}, from which the job can resume."
+        bad = " It is not guarded: a loss that is not finite may spoil those that are kept."
+        return said if is_guarded else said + bad
     return " No checkpoint was saved." if attempts else ""
 
 

@@ -66,7 +66,7 @@ class Reporter:
         is_first = self._next_reading == 0.0
         is_marked = step % self._every == 0
         if is_marked or time.monotonic() >= self._next_reading:
-            value = self._recent.checked(step)
+            value = self._recent.value()
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
             if is_first or is_marked:

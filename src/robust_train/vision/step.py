@@ -69,28 +69,6 @@ def loss_of(
     return cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
 
 
-def apply_gradients(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    precision: Precision,
-    max_grad_norm: float,
-) -> bool:
-    """Clip (0: do not), step, and release the gradients; return whether it was a step. It is none
-    if fp16 gradients overflowed: the parameters are unchanged."""
-    scaler = precision.scaler
-    if max_grad_norm > 0:
-        scaler.unscale_(optimizer)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        nn.utils.clip_grad_norm_(trained, max_grad_norm)
-    scale_before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    # kept gradients would count against the memory of validation
-    optimizer.zero_grad(set_to_none=True)
-    return not scaler.is_enabled() or scaler.get_scale() >= scale_before
-
-
 def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
 ) -> torch.optim.AdamW:
@@ -144,10 +122,6 @@ class Score:
     loss: float
 
 
-class TrainingDivergedError(RuntimeError):
-    """The loss is no longer finite; training on would only spoil the checkpoints."""
-
-
 class LossAverage:
     """A mean over samples, summed on the device: only reading it waits for the device."""
 
@@ -160,15 +134,9 @@ class LossAverage:
         self._total = self._total + mean_loss * samples
         self._samples += samples
 
-    def checked(self, step: int) -> float:
-        """Return the mean, 0 before the first sample. Raises TrainingDivergedError."""
-        value = float(self._total) / max(self._samples, 1)
-        if not math.isfinite(value):
-            raise TrainingDivergedError(
-                f"training diverged: the loss is {value} by step {step}; "
-                "try a smaller training.lr or training.mixed_precision=false"
-            )
-        return value
+    def value(self) -> float:
+        """Return the mean, 0 before the first sample."""
+        return float(self._total) / max(self._samples, 1)
 
     def state(self) -> tuple[float, int]:
         """Return sum and number, for a checkpoint."""

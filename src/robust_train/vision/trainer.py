@@ -52,7 +52,6 @@ from robust_train.vision.step import (
     Position,
     Precision,
     Score,
-    apply_gradients,
     loss_of,
     make_optimizer,
     to_device,
@@ -235,12 +234,19 @@ class Training:
                 path, content = found
                 self._restore(content, path)
                 log.info("resumed from %s, step %d", path, self.position.step)
+                self._skip_to(run.skips_to)
         if run.world_size > 1:
             if not self.is_sharded:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
                 self.model = Replicated(self.net)
             seed_rank(self.cfg.training.seed, self.position.step, run.rank)
         self.reporter.begin(self.position, self._total_steps())
+
+    def _skip_to(self, step: int) -> None:
+        """Pass over the data of this epoch up to where ``step`` would be: training diverged."""
+        position, steps = self.position, max(step - self.position.step, 0)
+        for _ in range(min(steps, self.plan.steps_left(position.samples))):
+            position.samples += self.plan.samples_in_step(position.samples)
 
     def _total_steps(self) -> int:
         position, plan = self.position, self.plan
@@ -260,7 +266,7 @@ class Training:
             if position.epoch + 1 == epochs or not self.has_checkpoint:
                 self._save()
             self.score = self._evaluate(self.splits.validation)
-            train_loss = self.epoch_loss.checked(position.step)
+            train_loss = self.epoch_loss.value()
             self.reporter.epoch(position, train_loss, self.score)
             position.epoch += 1
             position.samples = 0
@@ -287,11 +293,8 @@ class Training:
                 group["lr"] = lr
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
             loss = self._gradients_of(step)
-            is_step = apply_gradients(
-                self.net,
-                self.optimizer,
-                precision=self.precision,
-                max_grad_norm=self.cfg.training.max_grad_norm,
+            is_step = run.step(
+                self.optimizer, self.precision.scaler, self.cfg.training.max_grad_norm
             )
             position.samples += samples
             if is_step:
@@ -384,7 +387,6 @@ class Training:
     def _save(self, *, in_background: bool = False) -> None:
         """Save a checkpoint."""
         step = self.position.step
-        self.epoch_loss.checked(step)
         self.has_checkpoint = True
         self.wait_for_write()
         if self.run.is_main or self.is_sharded:

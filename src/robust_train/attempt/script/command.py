@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,16 @@ from robust_train.config.placeholders import (
 )
 from robust_train.config.schema import RobustConfig
 from robust_train.files import write_json
-from robust_train.folder.checkpoints import SUFFIX, UNFINISHED, files_in, is_whole
+from robust_train.folder.checkpoints import (
+    SUFFIX,
+    UNFINISHED,
+    files_in,
+    is_whole,
+    read_manifests,
+)
+from robust_train.folder.identity import wait_until_readable
 from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
-from robust_train.model.errors import ConfigError, Interrupted, UserError
+from robust_train.model.errors import ConfigError, Diverged, Interrupted, UserError
 from robust_train.model.events import (
     CheckpointSaved,
     Json,
@@ -78,6 +85,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
     run.declared = _features(config)
+    run.reads_lr = _asks_for("learning_rate", config)
     # nothing is held here, and what is logged here would be read as the end of the output
     run.memory_keeper = None
     run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
@@ -89,7 +97,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         values = replace(values, checkpoint=str(checkpoint[0]))
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
-    attempt = _Attempt(run, cwd, watch, checkpoint)
+    attempt = _Attempt(run, cwd, watch, checkpoint, watch.newest(at_rest=True))
     # from here on a signal is for the script, and interrupts nothing here
     if run.stop_requested:
         raise Interrupted("asked to stop before the script was started")
@@ -115,9 +123,13 @@ def train(cfg: DictConfig, run: Run) -> Json:
 def _features(config: RobustConfig) -> frozenset[str]:
     """Return which remedies reach the script: any may have workers, and read their number from its
     environment; activations are recomputed by those whose command line asks for the setting."""
-    words = (*(config.trainer.argv or ()), *config.trainer.resume_argv)
-    asks = any("{gradient_checkpointing}" in word for word in words)
+    asks = _asks_for(CHECKPOINTING, config)
     return frozenset({WORKERS, CHECKPOINTING} if asks else {WORKERS})
+
+
+def _asks_for(name: str, config: RobustConfig) -> bool:
+    words = (*(config.trainer.argv or ()), *config.trainer.resume_argv)
+    return any(f"{{{name}}}" in word for word in words)
 
 
 class _Attempt:
@@ -129,6 +141,7 @@ class _Attempt:
         cwd: Path,
         watch: CheckpointWatch,
         checkpoint: Stamped | None,
+        newest: Stamped | None,
     ) -> None:
         # the file for its messages
         self.events = run.run_dir / f"attempt-{run.attempt}.events"
@@ -140,7 +153,8 @@ class _Attempt:
         self._cwd = cwd
         self._watch = watch
         self._lines = LineReader(self.events)
-        self._known = checkpoint
+        # the newest may be one that it was not to go on from
+        self._known = _newest(checkpoint, newest)
         self._complained = False
         if checkpoint is not None and checkpoint[0] != run.resume_checkpoint:
             run.checkpoint_saved(checkpoint[0], run.last_step)
@@ -150,7 +164,9 @@ class _Attempt:
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line)
-            # as of a path that is none: no line ends the script
+            except Diverged:
+                raise
+            # as of a path that is none: no other line ends the script
             except Exception as problem:
                 if not self._complained:
                     self._complained = True
@@ -255,11 +271,18 @@ def _watch(
 def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     """Return the newest of the one that was reported and those that the pattern finds."""
     reported = run.resume_checkpoint
-    candidates = [watch.newest(at_rest=True)]
+    folder = run.checkpoint_dir
+    manifests = wait_until_readable(lambda: read_manifests(folder))
+    bad = {str(one.path) for one in manifests if one.loss == "diverged"}
+    candidates = [watch.newest(at_rest=True, but=bad)]
     if reported is not None and is_whole(reported):
         candidates.append(_stamped(reported))
     elif reported is not None:
         log.warning("checkpoint %s is gone or torn; it is passed over", reported)
+    return _newest(*candidates)
+
+
+def _newest(*candidates: Stamped | None) -> Stamped | None:
     found = [one for one in candidates if one is not None]
     return max(found, key=lambda one: one[1][0], default=None)
 
@@ -338,7 +361,7 @@ class CheckpointWatch:
         self._before = dict(before)
         self._last_seen: dict[str, Stamp] = {}
 
-    def newest(self, *, at_rest: bool) -> Stamped | None:
+    def newest(self, *, at_rest: bool, but: Collection[str] = ()) -> Stamped | None:
         """Return the newest whole match that is the job's own, None if there is none. Only what
         has not changed since the last call counts, unless all is ``at_rest``."""
         seen = stamps(self._pattern)
@@ -350,7 +373,7 @@ class CheckpointWatch:
             and (at_rest or last_seen.get(path) == stamp)
         }
         for path in sorted(own, key=lambda path: (own[path][0], path), reverse=True):
-            if is_whole(Path(path)):
+            if path not in but and is_whole(Path(path)):
                 return Path(path), own[path]
         return None
 

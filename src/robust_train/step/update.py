@@ -1,0 +1,97 @@
+"""The update at the end of an optimizer step, which is left out if it would spoil the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robust_train.compat import leave_out_if, skips_on_device
+
+
+@dataclass(frozen=True)
+class Update:
+    """How an optimizer step ended."""
+
+    moved: bool  # the weights did, as far as the host knows
+    is_bad: Tensor | None = None  # whether loss or norm was not finite
+    waits: bool = False  # reading that would wait for the device
+
+
+class LateFigures:
+    """Figures of earlier steps, copied to the host without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[int, Tensor, Any] | None = None
+
+    def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
+        """Take a figure of ``step``; return the one that was taken before, with its step."""
+        figure, event = figure.detach(), None
+        copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
+        copy.copy_(figure, non_blocking=figure.is_cuda)
+        if figure.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(figure.device))
+        before, self._waiting = self._waiting, (step, copy, event)
+        if before is None:
+            return None
+        earlier, value, copied = before
+        if copied is not None:
+            copied.synchronize()  # a step ago, so that it does not wait
+        return earlier, float(value)
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor | None,  # of the step, None if not known
+    scaler: Any = None,
+    max_grad_norm: float | None = None,
+    *,
+    skips: bool = True,
+) -> Update:
+    """Clip, step, and drop the gradients; with ``skips`` not if loss or norm is not finite.
+
+    A scaler leaves out overflows by itself, which are no divergence: then the loss alone counts.
+    """
+    scales = scaler is not None and scaler.is_enabled()
+    if scales:
+        scaler.unscale_(optimizer)
+    norm = None
+    if max_grad_norm or (skips and not scales):
+        norm = _clip(optimizer, max_grad_norm)
+    is_bad = _is_bad(loss, None if scales else norm) if skips else None
+    moved, waits = True, False
+    if scales:
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = scaler.get_scale() >= before
+    elif is_bad is not None and skips_on_device(optimizer):
+        waits = True
+        with leave_out_if(optimizer, is_bad):
+            optimizer.step()
+    elif is_bad is None or not bool(is_bad):
+        optimizer.step()
+    else:
+        moved = False
+    optimizer.zero_grad(set_to_none=True)
+    return Update(moved, is_bad, waits)
+
+
+def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
+    """Return the norm of all gradients, the same on every rank; clip it to ``most``."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    norm: Any = nn.utils.clip_grad_norm_(trained, most or float("inf"))
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
+
+
+def _is_bad(*figures: Tensor | None) -> Tensor | None:
+    known = [figure.detach() for figure in figures if figure is not None]
+    if not known:
+        return None
+    # of a model on several GPUs the loss is elsewhere than the norm
+    finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
+    return ~torch.stack(finite).all()

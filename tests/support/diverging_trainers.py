@@ -1,0 +1,95 @@
+"""Trainings with a planted fault: a batch of NaN, an overflow, a learning rate too high, a
+checkpoint that is damaged after it was written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from robust_train.folder.checkpoints import save_checkpoint
+
+STEPS = 40
+NAN, OVERFLOW = 17, 3e38
+
+
+def batch_of(step: int, fault: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 4, generator=generator)
+    y = x.sum(dim=1, keepdim=True)
+    if step == NAN and fault in ("bad", "overflow"):
+        x[3] = float("nan") if fault == "bad" else OVERFLOW
+    return x, y
+
+
+def train(cfg: Any, run: Any) -> list[float]:
+    """A linear model; what it is to meet is in ``cfg.fault``, how it steps in ``cfg.how``."""
+    torch.manual_seed(0)
+    model, fault, how = torch.nn.Linear(4, 1), cfg.fault, cfg.how
+    lr = 0.01 if how == "constant lr" else cfg.training.lr
+    kind = torch.optim.SGD if fault == "lr" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=lr, fused=how == "fused")
+    start = 0
+    if run.resume_checkpoint is not None:
+        state = torch.load(run.resume_checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    run.started(start)
+
+    def loss_of(batch):
+        x, y = batch
+        return torch.nn.functional.mse_loss(model(x), y)
+
+    for step in range(start + 1, STEPS + 1):
+        # the data's fault is gone the second time, as where a record was read badly
+        planted = fault if not (fault == "bad once" and run.attempt > 1) else ""
+        batch = batch_of(step, "bad" if planted == "bad once" else planted)
+        loss = run.backward(loss_of, batch, model)
+        if fault == "left out" and step == NAN:
+            optimizer.zero_grad()
+        elif how in ("step", "fused"):
+            run.step(optimizer)
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        reported = {} if how == "silent" else {"loss": loss.item()}
+        run.progress(step, total_steps=STEPS, **reported)
+        if step % 5 == 0:
+            path = run.checkpoint_dir / f"step-{step:03d}.pt"
+            content = {"model": model, "optimizer": optimizer, "step": step}
+            save_checkpoint(content, path)
+            if fault == "damage" and step == 25 and run.attempt == 1:
+                _damage(path)
+            run.checkpoint_saved(path, step)
+            if fault == "damage" and step == 25 and run.attempt == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return [value.item() for parameter in model.parameters() for value in parameter.flatten()]
+
+
+def _damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        file.truncate()
+
+
+def script(argv: list[str]) -> None:
+    """Report a loss that is not finite where the learning rate on the command line is above 0.1."""
+    import robust_train
+
+    run = robust_train.current_run()
+    for step in range(1, 6):
+        run.progress(step, loss=float("nan") if float(argv[1]) > 0.1 and step > 2 else 1.0)
+        run.send_last_progress()
+    if float(argv[1]) > 0.1:
+        time.sleep(60)  # it is ended before
+    run.result(float(argv[1]))
+
+
+if __name__ == "__main__":
+    script(sys.argv)

@@ -1,0 +1,213 @@
+"""Real jobs with a planted fault end as without it where they can, and say so where they cannot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import diverging_trainers
+from robust_train.attempt.cadence import Saving
+from robust_train.attempt.losses import Losses
+from robust_train.attempt.run import Run
+from robust_train.config.schema import DivergenceConfig
+from robust_train.folder.checkpoints import newest_checkpoint, of_job, record_checkpoint, rotate
+from robust_train.model.errors import Diverged
+from world import Ended, World
+
+TRAINER = "trainer._target_=diverging_trainers.train"
+
+
+def trained(world: World, fault: str, how: str, *overrides: str) -> Ended:
+    job = (TRAINER, f"+fault={fault}", f"+how={how}", "device=cpu", "training.lr=0.01")
+    return world.run(*job, *overrides)
+
+
+def without_launcher(folder: Path, fault: str, how: str, lr: float = 0.01) -> list[float]:
+    """What the same training ends with where nothing looks at its losses."""
+    cfg = SimpleNamespace(fault=fault, how=how, training=SimpleNamespace(lr=lr))
+    return diverging_trainers.train(cfg, Run(run_dir=folder / "reference"))
+
+
+def outcomes(ended: Ended) -> list[str]:
+    return [attempt["outcome"] for attempt in ended.attempts]
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [("bad", "step"), pytest.param("overflow", "fused", marks=pytest.mark.slow)],
+)
+def test_the_update_of_a_bad_batch_is_left_out_and_nothing_else(world, tmp_path, fault, how):
+    ended = trained(world, fault, how)
+    assert outcomes(ended) == ["completed"], ended.output
+    assert ended.attempts[0]["skipped_updates"] == 1
+    skipped = [line for line in ended.journal if line["event"] == "update_skipped"]
+    assert [(one["step"], one["in_a_row"]) for one in skipped] == [(17, 1)]
+    assert ended.summary["result"] == without_launcher(tmp_path, "left out", how)
+
+
+@pytest.mark.parametrize("how", [pytest.param("silent", marks=pytest.mark.slow), "plain"])
+def test_a_job_goes_back_to_before_it_diverged_and_ends_as_without_the_fault(world, tmp_path, how):
+    """The checkpoint of step 20 is saved while the loss is not finite already."""
+    ended = trained(world, "'bad once'", how, "divergence.patience=6")
+    assert outcomes(ended) == ["diverged", "completed"], ended.output
+    assert Path(ended.attempts[1]["resumed_from"]).name == "step-015.pt"
+    assert ended.attempts[0]["action"] == "before_it_diverged"
+    assert ended.summary["result"] == without_launcher(tmp_path, "none", how)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, tmp_path):
+    ended = trained(world, "lr", "plain", "training.lr=1e6", "divergence.lr_factor=1e-7")
+    assert outcomes(ended) == ["diverged", "completed"], ended.output
+    assert "from the beginning with 1e-07 times the learning rate" in ended.output
+    assert ended.summary["result"] == without_launcher(tmp_path, "lr", "plain", lr=0.1)
+
+
+def test_where_nothing_helps_one_line_has_step_loss_and_checkpoint(world):
+    ended = trained(world, "bad", "'constant lr'")
+    assert ended.returncode == 1
+    assert outcomes(ended) == ["diverged", "diverged"], ended.output
+    assert ended.summary["status"] == "failed"
+    reason = ended.summary["reason"]
+    assert "the loss is nan since step 17; the last good one was" in reason
+    assert "at step 16; the checkpoint before it is step-015.pt (step 15)" in reason
+    assert "Traceback" not in ended.output
+    assert ended.summary["checkpoint"].endswith("step-015.pt")
+
+
+@pytest.mark.slow
+def test_with_ignore_it_trains_on(world):
+    ended = trained(world, "bad", "plain", "divergence.action=ignore")
+    assert outcomes(ended) == ["completed"]
+    assert ended.summary["result"] == [None] * 5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_damaged_is_found_while_the_run_lives(world, tmp_path):
+    ended = trained(world, "damage", "plain")
+    assert outcomes(ended) == ["interrupted", "completed"], ended.output
+    assert "step-025.pt is torn; it is not used" in ended.output
+    assert Path(ended.attempts[1]["resumed_from"]).name == "step-020.pt"
+    assert ended.summary["result"] == without_launcher(tmp_path, "none", "plain")
+
+
+@pytest.mark.slow
+def test_a_script_is_started_again_with_a_lower_learning_rate(world):
+    argv = f"[{sys.executable},{diverging_trainers.__file__},'{{learning_rate}}']"
+    script = ("trainer=command", f"trainer.argv={argv}", "training.lr=1.0", "device=cpu")
+    ended = world.run(*script, "divergence.lr_factor=0.1")
+    assert outcomes(ended) == ["diverged", "completed"], ended.output
+    assert ended.summary["result"] == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_the_built_in_trainer_leaves_updates_out_and_goes_on_with_a_lower_rate(world):
+    overrides = ("training.lr=1e30", "training.max_grad_norm=0", "training.epochs=1")
+    ended = world.run(*overrides, "device=cpu", "divergence.lr_factor=1e-33")
+    assert outcomes(ended) == ["diverged", "completed"], ended.output
+    assert ended.attempts[0]["skipped_updates"] == 11
+
+
+# --- the rules ---
+
+
+def after(losses: list[float], plan: DivergenceConfig) -> Losses:
+    seen = Losses()
+    for step, loss in enumerate(losses, start=1):
+        seen = seen.after(step, loss, plan)
+    return seen
+
+
+def test_a_loss_has_to_stay_bad_to_count_as_diverged():
+    plan, nan = DivergenceConfig(patience=3), float("nan")
+    assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) is None
+    diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).diverged(plan)
+    assert diverged == "the loss is nan since step 3; the last good one was 0.5 at step 2"
+
+
+def test_spikes_count_where_they_are_asked_for_and_last():
+    noise = [1.0 + 0.01 * (number % 7) for number in range(40)]
+    plan = DivergenceConfig(patience=2, spike_sigma=6.0)
+    assert after([*noise, *[5.0] * 19, 1.0], plan).diverged(plan) is None
+    assert "far above its median, since step 41" in (
+        after([*noise, *[5.0] * 20], plan).diverged(plan) or ""
+    )
+    assert after([*noise, *[5.0] * 20], DivergenceConfig()).diverged(DivergenceConfig()) is None
+
+
+def saved(folder: Path, *checkpoints: tuple[int, str]) -> None:
+    for step, loss in checkpoints:
+        path = folder / f"step-{step}.pt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("content")
+        record_checkpoint(folder, path, job="j", attempt=1, step=step, seconds=None, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("losses", "left"),
+    [
+        ("finite finite finite finite", [1, 3, 4]),
+        ("proven finite finite finite", [1, 3, 4]),
+        ("proven proven finite finite", [2, 3, 4]),
+        ("finite diverged diverged diverged", [1, 4]),
+        ("unknown unknown unknown unknown", [3, 4]),
+    ],
+)
+def test_rotation_keeps_the_last_checkpoint_that_is_known_to_be_good(tmp_path, losses, left):
+    saved(tmp_path, *enumerate(losses.split(), start=1))
+    rotate(tmp_path, "j", "step-*", keep=2)
+    assert [one.step for one in of_job(tmp_path, "j")] == left
+
+
+def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
+    saving = Saving(tmp_path, 1)
+    saving.job = "j"
+    saved(saving.folder, (10, "finite"), (20, "finite"), (30, "finite"), (40, "diverged"))
+    before = saving.diverged(good_step=25, since=0.0)
+    assert before is not None
+    assert before.step == 20
+    assert [one.loss for one in of_job(saving.folder, "j")] == [
+        "proven",
+        "proven",
+        "diverged",
+        "diverged",
+    ]
+    # what was followed by finite losses is not doubted where the next attempt diverges at once
+    assert saving.diverged(good_step=19, since=0.0).step == 20
+    assert newest_checkpoint(saving.folder, "j").step == 20
+
+
+def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
+    saving = Saving(tmp_path, 1)
+    saving.job, saving.good_step = "j", 115
+    saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
+    saving.rotate("step-*", keep=1)
+    assert [one.step for one in of_job(saving.folder, "j")] == [10, 30]
+    saving.good_step = 130
+    saving.rotate("step-*", keep=1)
+    assert [one.step for one in of_job(saving.folder, "j")] == [30]
+
+
+def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):
+    run, reported = Run(run_dir=tmp_path), []
+    run.report = reported.append
+    run.divergence = DivergenceConfig(max_skips=2)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    before = model.weight.clone()
+    bad = torch.full((4, 2), float("nan"))
+
+    def train() -> None:
+        for step in range(1, 9):
+            run.backward(lambda x: model(x).mean(), bad, model)
+            run.step(optimizer)
+            run.progress(step)
+
+    with pytest.raises(Diverged, match="3 updates in a row from step 1 on"):
+        train()
+    assert run.last_step == 3, "seen in the fourth step"
+    assert torch.equal(model.weight, before)
