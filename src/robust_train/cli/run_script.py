@@ -83,7 +83,7 @@ def overrides_of(arguments: Namespace) -> list[str]:
         "detach": True if arguments.detach else None,
     }
     given = [
-        f"{key}={str(value).lower()}"
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in pairs.items()
         if value is not None
     ]

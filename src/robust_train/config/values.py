@@ -67,7 +67,10 @@ class Declaration:
         if given is None or (self.written == AUTO and given == AUTO):
             return None
         if self.choices and given not in self.choices:
-            names = ", ".join(str(one).lower() for one in self.choices)
+            names = ", ".join(
+                one if isinstance(one, str) else str(one).lower()
+                for one in self.choices
+            )
             raise ConfigError(f"{name}={given}: must be one of {names}")
         if self.range is None:
             return given

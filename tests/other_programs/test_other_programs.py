@@ -1,0 +1,298 @@
+"""Programs in the manner of other people's: what happens to them on the way does not change what
+they learn, or it is said.
+
+Each program runs once as its author would start it, and once under ``robust-train run`` while
+something happens; the figures at the end are compared. A new program or event is an entry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from command_world import CommandWorld
+from world import Ended, World, is_running, wait_until
+
+PROGRAMS = Path(__file__).parent / "programs"
+RESUMES = "--resume-argv '--resume {checkpoint}' --checkpoint"
+# a run of several attempts, none of which has to wait for a network
+OWN = "max_retries=1 retry_pause_seconds=0.1"
+
+
+@dataclass(frozen=True)
+class Program:
+    """How its author starts it, and how one starts it here.
+
+    Attributes:
+        plain: the author's command.
+        options: ``robust-train run``'s.
+        command: the program under it.
+        keeps: what it learns is the same after an out-of-memory error.
+        saves: it goes on from its checkpoints; else it begins again.
+        stop_saves: it saves when it is stopped.
+    """
+
+    plain: str
+    options: str = ""
+    command: str = ""
+    keeps: bool = True
+    saves: bool = True
+    stop_saves: bool = False
+
+
+PLACES = {
+    "accumulates": Program(
+        "accumulates.py",
+        f"--batch-size 16 {RESUMES} 'checkpoints/*.json'",
+        "python accumulates.py --batch-size {batch_size} "
+        "--accumulate {gradient_accumulation_steps}",
+    ),
+    "no accumulation": Program(
+        "no_accumulation.py",
+        "--batch-size 16",
+        "python no_accumulation.py --batch-size {batch_size}",
+        keeps=False,
+        saves=False,
+    ),
+    "config file": Program(
+        "config_file.py plain.json",
+        "--batch-size 16 --resume-argv '{checkpoint}' --checkpoint 'saved/*/*.json'",
+        'sh -c \'sed "s/BATCH/{batch_size}/; s/STEPS/{gradient_accumulation_steps}/" config.in > '
+        '{run_dir}/config.json && exec python config_file.py {run_dir}/config.json "$@"\' sh',
+    ),
+    "overwrites": Program(
+        "overwrites.py",
+        "--batch-size 16 --resume-argv '--init_from=resume' --checkpoint out/ckpt.json",
+        "python overwrites.py --batch_size={batch_size} "
+        "--accumulation_steps={gradient_accumulation_steps}",
+    ),
+    "own Ctrl-C": Program(
+        "own_ctrl_c.py",
+        f"--stop-signal INT {RESUMES} model.json",
+        "python own_ctrl_c.py",
+        saves=False,
+        stop_saves=True,
+    ),
+    "spawns": Program("spawns.py", f"{RESUMES} 'checkpoints/*.json'", "python spawns.py"),
+    "bars": Program(
+        "bars.py",
+        f"--batch-size 16 {RESUMES} 'ckpt/*.json'",
+        "python bars.py -b {batch_size} -a {gradient_accumulation_steps}",
+    ),
+    "catches": Program(
+        "catches.py 16",
+        "--batch-size 16",
+        "python catches.py {batch_size}",
+        keeps=False,
+        saves=False,
+    ),
+    "click": Program(
+        "with_click.py",
+        f"--batch-size 16 {RESUMES} 'runs/*/checkpoints/last.json'",
+        "python with_click.py --batch-size {batch_size} --grad-accum {gradient_accumulation_steps}",
+    ),
+    "YAML": Program(
+        "with_yaml.py config.yaml",
+        "--batch-size 16 --resume-argv 'resume={checkpoint}' --checkpoint 'weights/*.json'",
+        "python with_yaml.py config.yaml batch={batch_size} "
+        "accumulate={gradient_accumulation_steps}",
+    ),
+    "environment": Program(
+        "environment.py",
+        "--batch-size 16 --checkpoint 'out/*.json'",
+        "env OUTPUT=out BATCH_SIZE={batch_size} ACCUMULATE={gradient_accumulation_steps} "
+        "RESUME_FROM={checkpoint} python environment.py",
+    ),
+    "fixed workers": Program(
+        "fixed_workers.py", f"{RESUMES} 'checkpoints/*.json'", "python fixed_workers.py"
+    ),
+    "torchrun inside": Program(
+        "-m torch.distributed.run --standalone --nproc-per-node 2 torchrun_inside.py",
+        f"{RESUMES} 'checkpoints/*.json'",
+        "python -m torch.distributed.run --standalone --nproc-per-node 2 torchrun_inside.py",
+    ),
+}
+HAVE_CHILDREN = ("spawns", "fixed workers", "torchrun inside")
+HAVE_NO_BATCH = (*HAVE_CHILDREN, "own Ctrl-C")
+
+
+class Case:
+    """One program in a folder of its own, and what is to happen to it."""
+
+    def __init__(self, scripts: CommandWorld, name: str) -> None:
+        self.scripts, self.name, self.program = scripts, name, PLACES[name]
+        shutil.copytree(PROGRAMS, scripts.folder, dirs_exist_ok=True)
+        template = '{"batch_size": BATCH, "accumulate": STEPS}'
+        plain = template.replace("BATCH", "16").replace("STEPS", "1")
+        (scripts.folder / "config.in").write_text(template)
+        (scripts.folder / "plain.json").write_text(plain)
+        (scripts.folder / "config.yaml").write_text("batch: 16\naccumulate: 1\nresume: null\n")
+        bin_folder = str(Path(sys.executable).parent)
+        scripts.world.environ["PATH"] = f"{bin_folder}:{os.environ['PATH']}"
+        self.ready = scripts.folder / "ready"
+
+    def undisturbed(self) -> list[float]:
+        """What it learns where nothing happens, without robust-train."""
+        folder = self.scripts.folder / "undisturbed"
+        shutil.copytree(
+            self.scripts.folder, folder, ignore=lambda *_: ["undisturbed", "queue_of_jobs", "runs"]
+        )
+        environ = {**self.scripts.world.environ, "OUTPUT": "out"}
+        command = [sys.executable, *shlex.split(self.program.plain)]
+        ended = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, check=True
+        )
+        return learned(ended.stdout)
+
+    def start(self, event: str) -> subprocess.Popen[str]:
+        self.scripts.world.environ |= {"EVENT": event, "READY_FILE": str(self.ready)}
+        options = shlex.split(f"{self.program.options} {OWN}")
+        if event == "hang":
+            options.append("stall_timeout_minutes=0.04")
+        return self.scripts.start(*options, "--", *shlex.split(self.program.command))
+
+    def completes(self, event: str) -> Ended:
+        ended = self.scripts.world.end(self.start(event))
+        assert ended.returncode == 0, ended.output
+        return ended
+
+    def resumed(self, ended: Ended) -> bool:
+        return ended.attempts[-1]["resumed_from"] is not None
+
+
+def learned(output: str) -> list[float]:
+    lines = [line for line in output.splitlines() if line.startswith("result ")]
+    return [float(word) for word in lines[-1].split()[1:]]
+
+
+def out_of_memory(case: Case) -> Ended:
+    ended = case.completes("out of memory")
+    sizes = [attempt["effective_batch_size"] for attempt in ended.attempts]
+    if case.name == "catches":
+        assert sizes == [16]
+        assert "exit code 0, but its output shows a failure" in ended.stdout
+    elif case.program.keeps:
+        assert sizes == [16, 16]
+        assert [attempt["batch_size"] for attempt in ended.attempts] == [16, 8]
+    else:
+        assert sizes == [16, 8]
+        assert "the effective batch size is now 8 instead of 16" in ended.stdout
+    return ended
+
+
+def killed(case: Case) -> Ended:
+    ended = case.completes("kill")
+    assert [a["outcome"] for a in ended.attempts] == ["interrupted", "completed"]
+    return ended
+
+
+def child_killed(case: Case) -> Ended:
+    ended = case.completes("kill of a child")
+    assert len(ended.attempts) == 2
+    return ended
+
+
+def hang(case: Case) -> Ended:
+    ended = case.completes("hang")
+    assert "stalled" in ended.attempts[0]["message"]
+    return ended
+
+
+def launcher_killed(case: Case) -> Ended:
+    process = case.start("wait")
+    pid = int(wait_until(lambda: case.ready.exists() and case.ready.read_text(), "it trains"))
+    process.send_signal(signal.SIGKILL)
+    case.scripts.world.end(process)
+    wait_until(lambda: not is_running(pid), "the program is gone")
+    return case.completes("wait")
+
+
+def stop(case: Case) -> Ended:
+    process = case.start("wait")
+    wait_until(case.ready.exists, "it trains")
+    process.send_signal(signal.SIGINT)
+    ended = case.scripts.world.end(process)
+    assert ended.returncode == 130, ended.output
+    assert (ended.summary["checkpoint"] is not None) == (
+        case.program.saves or case.program.stop_saves
+    )
+    return case.completes("wait")
+
+
+EVENTS: dict[str, Callable[[Case], Ended]] = {
+    "out of memory": out_of_memory,
+    "kill": killed,
+    "kill of a child": child_killed,
+    "hang": hang,
+    "kill of the launcher": launcher_killed,
+    "stop": stop,
+}
+FAST = {
+    ("accumulates", "stop"),
+    ("no accumulation", "out of memory"),
+    ("config file", "out of memory"),
+    ("overwrites", "kill of the launcher"),
+    ("own Ctrl-C", "stop"),
+    ("spawns", "kill of a child"),
+    ("environment", "kill"),
+}
+
+
+def cells() -> list[object]:
+    found = []
+    for name in PLACES:
+        for event in EVENTS:
+            if event == "out of memory" and name in HAVE_NO_BATCH:
+                continue
+            if event == "kill of a child" and name not in HAVE_CHILDREN:
+                continue
+            if name == "torchrun inside" and event in ("kill", "hang"):
+                continue
+            marks = () if (name, event) in FAST else (pytest.mark.slow,)
+            found.append(pytest.param(name, event, marks=marks, id=f"{name}-{event}"))
+    return found
+
+
+@pytest.fixture
+def scripts(world: World) -> CommandWorld:
+    """A folder to run programs in, on a machine without a GPU."""
+    return CommandWorld(world)
+
+
+@pytest.mark.parametrize(("name", "event"), cells())
+def test_what_happens_to_a_program_does_not_change_what_it_learns(
+    scripts: CommandWorld, name: str, event: str
+):
+    case = Case(scripts, name)
+    expected = case.undisturbed()
+    ended = EVENTS[event](case)
+    program = case.program
+    same = learned(ended.stdout) == pytest.approx(expected, rel=1e-9)
+    assert same == (program.keeps or event != "out of memory")
+    if event != "out of memory" or name != "catches":
+        by_stop = event == "stop" and program.stop_saves
+        assert case.resumed(ended) == (program.saves or by_stop), ended.output
+        if not case.resumed(ended):
+            assert "from the last checkpoint" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "bars" else pytest.param(name, marks=pytest.mark.slow) for name in PLACES],
+)
+def test_a_bug_in_a_program_is_not_tried_again(scripts: CommandWorld, name: str):
+    case = Case(scripts, name)
+    ended = scripts.world.end(case.start("bug"))
+    assert ended.returncode == 1
+    assert len(ended.attempts) == 1
+    assert re.search(r"KeyError: 'learning_rte'", ended.output)
