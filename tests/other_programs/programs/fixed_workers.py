@@ -18,7 +18,7 @@ if __name__ == "__main__":
     first, weights = load(parser.parse_args().resume)
     context = multiprocessing.get_context("fork")
     tasks, batches = context.SimpleQueue(), context.Queue()
-    workers = [context.Process(target=worker, args=(tasks, batches)) for _ in range(2)]
+    workers = [context.Process(target=worker, args=(tasks, batches), daemon=True) for _ in range(2)]
     for process in workers:
         process.start()
     for step in range(first + 1, STEPS + 1):
