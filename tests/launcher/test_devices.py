@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -90,6 +91,20 @@ def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(
     assert [(a["outcome"], a["action"]) for a in ended.attempts] == [("setup", "give_up")]
     ended = world.run("trainer._target_=trainers.computes_on_its_device", "device=cpu")
     assert ended.returncode == 0, ended.output
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a_warning(
+    world: World,
+):
+    words = "CUDA initialization: The NVIDIA driver on your system is too old (found 12020)."
+    code = f"import time, warnings; warnings.warn('{words}'); time.sleep(1.2)"
+    argv = json.dumps([sys.executable, "-c", code])
+    ended = world.run("trainer=command", f"trainer.argv={argv}")
+    assert ended.returncode == 0, ended.output
+    said = [line for line in ended.stdout.splitlines() if "may train on the CPU" in line]
+    assert len(said) == 1
+    assert "cuda:0: The NVIDIA driver on your system is too old" in said[0]
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import time
@@ -49,6 +50,7 @@ from robust_train.model.events import (
     Stalled,
 )
 from robust_train.model.failure import FailureKind
+from robust_train.readable import shortened
 
 log = logging.getLogger("robust_train")
 
@@ -61,7 +63,9 @@ _LAST_REPORT_SECONDS = 1.0
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
 _LONGEST_BETWEEN_LOOKS = 60.0
-_LOOK_SHARE = 0.0025  # of the time, which looks at the process tree may take
+_HEAD_BYTES, _HEAD_SHOWN = 1 << 16, 300
+_CUDA_WARNING = re.compile(r"UserWarning: CUDA initialization: (.*)")
+_LOOK_SHARE = 0.02  # of the time, which looks at the process tree may take
 _STANDBY_SHARE = 0.05  # of the memory that programs can still get, within the cgroup
 
 
@@ -355,8 +359,10 @@ class RunningAttempt:
         # by the monotonic clock: when it is killed (again), and when it was first
         self._kill_at = self._killed_at = math.inf
         self._is_begun = self._is_stopping = self._limits_others = False
+        self._was_warned = False
         self._workers: Workers | None = None  # at the last look that found some
-        self._began, self._look_at = time.monotonic(), 0.0
+        self._began = self._looked = time.monotonic()
+        self._look_at = self._began + TICK_SECONDS
         self._unannounced: list[int] = []
 
     def run(
@@ -442,7 +448,7 @@ class RunningAttempt:
         if self._votes is not None:
             self._limit_other_ranks()
         if now >= self._look_at:
-            self._look_for_workers(now)
+            self._look(now)
         if is_given_up or not any(one.is_running for one in self._processes):
             return True
         if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
@@ -464,14 +470,32 @@ class RunningAttempt:
                 )
             self._on_event(event)
 
-    def _look_for_workers(self, now: float) -> None:
-        """Look for data-loader workers, less often as time goes by."""
+    def _look(self, now: float) -> None:
+        """Look for data-loader workers, and for CUDA's refusal, less often as time goes by."""
+        if not self._was_warned and self._request.spec.gpus:
+            self._warn_of_cuda()
         found = find_workers([one.pid for one in self._processes if one.is_running])
         if found.count or self._workers is None:
             self._workers = found
+        self._looked = now
         cost, age = time.monotonic() - now, now - self._began
         pause = min(max(age, TICK_SECONDS), _LONGEST_BETWEEN_LOOKS)
         self._look_at = now + max(pause, cost / _LOOK_SHARE)
+
+    def _warn_of_cuda(self) -> None:
+        """Warn if torch has warned that CUDA does not start: many programs then take the CPU."""
+        head = b""
+        with contextlib.suppress(OSError), self._request.log_file.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        found = _CUDA_WARNING.search(head.decode(errors="replace"))
+        if found is not None:
+            self._was_warned = True
+            log.warning(
+                "CUDA does not work for this attempt, which may train on the CPU although it has "
+                "%s: %s",
+                self._request.spec.device,
+                shortened(found[1].strip(), _HEAD_SHOWN),
+            )
 
     def _limit_other_ranks(self) -> None:
         """Limit the time of the others once a rank has failed, or all have reported their end."""
@@ -500,14 +524,19 @@ class RunningAttempt:
             return Exit(-signal.SIGKILL)
         if left:
             log.warning("processes %s of the attempt cannot be ended", left)
-        return Exit(
+        found = Exit(
             own[0].returncode,
             own[0].pid,
             max(one.max_resident_bytes for one in own),
-            workers=None if self._workers is None else self._workers.count,
-            workers_hold_most=None
-            if self._workers is None
-            else self._workers.hold_most,
+        )
+        seconds, workers = time.monotonic() - self._began, self._workers
+        # that there are none is known only if it was seen late enough
+        if workers is None or (
+            not workers.count and self._looked - self._began < seconds / 3
+        ):
+            return found
+        return replace(
+            found, workers=workers.count, workers_hold_most=workers.hold_most
         )
 
     def _send_end(self, ends: Sequence[RankEnd]) -> None:
