@@ -247,6 +247,10 @@ def cancel(arguments: Namespace) -> Answer:
     # the owner of the file, not of the record: that could name any process
     if job.owner != os.geteuid():
         raise CommandFailed(f"{job.id}: it belongs to user {job.owner}")
+    if not job.is_here:
+        problem = "its launcher is in another container"
+        remedy = f"robust-train run stop {job.run_dir}"
+        raise CommandFailed(f"{job.id}: {problem}; {remedy}")
     try:
         is_sent = send_signal(job.pid, job.started, signal.SIGTERM)
     except PermissionError as error:
@@ -266,7 +270,7 @@ def _cancel_orphaned(job: QueuedJob) -> Answer:
         problem = f"{launcher}; {named(stays)} hangs in the kernel and keeps its GPUs"
         raise CommandFailed(f"{job.id}: {problem}")
     if not left:
-        problem = f"{launcher}, or is in another container, and nothing of it is here"
+        problem = f"{launcher}, and what is left of it is not visible here"
         raise CommandFailed(f"{job.id}: {problem}; its GPUs are free once it has ended")
     return Answer(shown=[f"{job.id}: {launcher}; ended what was left: {left}"])
 
@@ -331,21 +335,7 @@ def _reasons(
     now: float,
 ) -> list[str]:
     """Return why a job waits, and what is odd about it."""
-    reasons = []
-    # by number alone: the time of its start can be made up as well
-    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
-        user = psutil.Process(job.pid).uids().real
-        if user != job.owner:
-            whose = f"which here is a process of {user_name(user)}"
-            reasons.append(f"its record names pid {job.pid}, {whose}")
-    if not reasons and not is_there(job.pid, job.started):
-        launcher = f"its launcher (pid {job.pid})"
-        left = named(processes_of(job.id, job.owner))
-        reasons.append(
-            f"{launcher} has ended and left {left}: robust-train queue cancel {job.id}"
-            if left
-            else f"{launcher} has ended, or is in another container"
-        )
+    reasons = _about_launcher(job)
     if job.gpus:
         if idle := job.idle():
             seconds = as_clock(max(idle.values()))
@@ -361,6 +351,25 @@ def _reasons(
         reasons += [first] if first else []
         reasons.append(why_waiting(job, found, gpus, decided, {}))
     return reasons
+
+
+def _about_launcher(job: QueuedJob) -> list[str]:
+    """Return what does not fit the launcher that a job's record names."""
+    # by number alone: the time of its start and the namespace can be made up as well
+    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+        user = psutil.Process(job.pid).uids().real
+        if user != job.owner:
+            whose = f"which here is a process of {user_name(user)}"
+            return [f"its record names pid {job.pid}, {whose}"]
+    if not job.is_here:
+        return [f"its launcher (pid {job.pid} there) is in another container"]
+    if is_there(job.pid, job.started):
+        return []
+    ended = f"its launcher (pid {job.pid}) has ended"
+    if left := processes_of(job.id, job.owner):
+        remedy = f"robust-train queue cancel {job.id}"
+        return [f"{ended} and left {named(left)}: {remedy}"]
+    return [f"{ended}, and what is left of it is not visible here"]
 
 
 def _job_row(job: dict[str, Json]) -> list[object]:

@@ -20,7 +20,12 @@ from pathlib import Path
 import psutil
 
 from robust_train.files import parse_json, read_small
-from robust_train.gpu.processes import is_there, started_at, user_name
+from robust_train.gpu.processes import (
+    is_there,
+    own_pid_namespace,
+    started_at,
+    user_name,
+)
 from robust_train.host.linux import (
     end_processes_of,
     is_flocked,
@@ -66,7 +71,7 @@ class Holder:
         """Whether this process numbers processes as the launcher does."""
         return self.host == socket.gethostname() and self.pid_namespace in (
             "",
-            _own_pid_namespace(),
+            own_pid_namespace(),
         )
 
     @property
@@ -122,7 +127,7 @@ class RunLock:
             time.time(),
             user,
             job,
-            _own_pid_namespace(),
+            own_pid_namespace(),
         )
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(self._fd, 0)
@@ -237,12 +242,6 @@ def _end_leftovers(holder: Holder | None) -> None:
     )
     if left := end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS):
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
-
-
-def _own_pid_namespace() -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _is_held_by_0_2(fd: int) -> bool:

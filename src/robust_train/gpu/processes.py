@@ -101,10 +101,15 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
 
 def sees_host_pids() -> bool:
     """Return whether this process numbers processes as the host does, unlike in a container."""
+    return own_pid_namespace() == INITIAL_PID_NAMESPACE
+
+
+def own_pid_namespace() -> str:
+    """Return in which namespace this process numbers processes; empty if unknown."""
     try:
-        return os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
-        return False
+        return ""
 
 
 def started_at(pid: int) -> float | None:

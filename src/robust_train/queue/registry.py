@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.files import from_json, parse_json
-from robust_train.gpu.processes import started_at
+from robust_train.gpu.processes import own_pid_namespace, started_at
 from robust_train.host.linux import (
     is_flocked,
     is_locked,
@@ -82,6 +82,7 @@ class QueuedJob:
     polled_at: float = 0.0  # when it last tried to get GPUs
     # for how many seconds each of its GPUs has been idle, as last seen; none if never
     idle_seconds: tuple[int, ...] = ()
+    pid_namespace: str = ""  # in which its launcher has that number; empty: version 0.2
 
     @property
     def state(self) -> str:
@@ -105,6 +106,11 @@ class QueuedJob:
             draining=False,
         )
         return replace(own, **changes)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process numbers processes as its launcher does."""
+        return self.pid_namespace in ("", own_pid_namespace())
 
     def is_polling(self, now: float) -> bool:
         """Return whether it would take GPUs if it got some."""
@@ -221,6 +227,7 @@ class Registry(QueueDir):
             owner=os.geteuid(),
             pid=os.getpid(),
             started=started_at(os.getpid()) or 0.0,
+            pid_namespace=own_pid_namespace(),
             queued_at=now,
             since=now,
             polled_at=now,
