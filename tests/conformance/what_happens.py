@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import signal
+import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +18,11 @@ import psutil
 import pytest
 from jobs_of_each_kind import BOUND_SECONDS, Day, Kind
 
+import warm
+from another_user import as_another_user
 from disks import fill
 from robust_train.folder.checkpoints import SUFFIX
+from robust_train.queue.queue_dir import boot_name
 from world import wait_until
 
 STOPPED_SECONDS = 1.0
@@ -163,6 +170,39 @@ def requested_half_batch(day: Day) -> None:
     assert len(ended.attempts) == 1 or not day.kind.splits
 
 
+def neighbour(day: Day) -> None:
+    """Another user waits for every lock he can, and plants files; stopped, the job goes on."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    base = Path(day.world.environ["ROBUST_TRAIN_QUEUE_DIR"])
+    queue, run = (os.open(path, os.O_PATH) for path in (base / boot_name(), day.run_dir))
+    (record,) = (base / boot_name()).glob("record.*")
+    job = json.loads((day.run_dir / "state.json").read_text())["id"]
+
+    def meddle() -> None:
+        with pytest.raises(PermissionError):
+            os.open("lock", os.O_RDONLY, dir_fd=run)
+        fd = os.open(record.name, os.O_RDONLY, dir_fd=queue)
+        threading.Thread(target=fcntl.flock, args=(fd, fcntl.LOCK_EX), daemon=True).start()
+        request = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        wait = (fd, fcntl.F_OFD_SETLKW, request)
+        threading.Thread(target=fcntl.fcntl, args=wait, daemon=True).start()
+        for number in range(2, 22):
+            name = f"record.{number:010}.{job.rpartition('-')[2]}"
+            os.close(os.open(name, os.O_CREAT | os.O_WRONLY, 0o666, dir_fd=queue))
+
+    with as_another_user(meddle):
+        sigterm(day)
+        queued = warm.robust_train("queue", environ=day.world.environ)
+        assert "no job holds or waits" in queued.stdout, queued.stdout
+        waited = warm.robust_train("wait", str(day.run_dir), environ=day.world.environ)
+        assert waited.returncode == 143, waited.stderr
+        ended = day.completes()
+        assert ended.returncode == 0, ended.output
+        assert ended.attempts[-1]["resumed_from"] is not None
+        assert ended.attempts[-1]["gpu_uuid"] is not None, "it has its GPU again"
+
+
 def out_of_memory_in_a_step(day: Day) -> None:
     """The step is repeated in parts, by all ranks; no other step and no attempt is lost."""
     ended = day.meets("out of memory in a step")
@@ -222,6 +262,7 @@ class Event:
         is_of_processes: it concerns how the processes of a job end, alone.
         needs_splitting: it happens to trainers that :attr:`Kind.splits`.
         needs_ranks: it happens to jobs of two ranks.
+        needs_a_queue: it happens to single jobs that have reserved a GPU.
         is_exact: the job ends with the same weights to the bit.
         needs_one_job: it changes an override, which makes another job of a sweep's.
         is_held: the job is started, and held once it has saved.
@@ -234,6 +275,7 @@ class Event:
     needs_splitting: bool = False
     needs_ranks: bool = False
     needs_one_job: bool = False
+    needs_a_queue: bool = False
     is_exact: bool = True
     is_held: bool = True
     words: tuple[str, ...] = ()
@@ -246,6 +288,8 @@ class Event:
         if self.needs_ranks and "num_gpus=2" not in kind.arguments:
             return False
         if self.needs_one_job and kind.is_sweep:
+            return False
+        if self.needs_a_queue and (kind.is_sweep or not kind.on_gpus):
             return False
         return kind.splits or not self.needs_splitting
 
@@ -272,6 +316,7 @@ EVENTS = {
     "unreadable folder": Event(unreadable_folder, is_of_launcher=True),
     "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
     "second launcher": Event(second_launcher, is_of_launcher=True),
+    "neighbour": Event(neighbour, needs_a_queue=True),
     "requested checkpoint": Event(requested_checkpoint, needs_splitting=True),
     "requested half batch": Event(requested_half_batch, is_exact=False),
     "out of memory in a step": Event(

@@ -363,7 +363,8 @@ def _about_launcher(job: QueuedJob) -> list[str]:
             return [f"its record names pid {job.pid}, {whose}"]
     if not job.is_here:
         return [f"its launcher (pid {job.pid} there) is in another container"]
-    if is_there(job.pid, job.started):
+    is_hidden = psutil.pid_exists(job.pid) and not os.path.exists(f"/proc/{job.pid}")
+    if is_hidden or is_there(job.pid, job.started):  # /proc is mounted with hidepid
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
     if left := processes_of(job.id, job.owner):
