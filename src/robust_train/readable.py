@@ -133,9 +133,16 @@ def named_line(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
+def one_line(text: str) -> str:
+    """Return a name that may have line breaks and control characters, with these written out."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def cell_text(cell: object) -> str:
     """Return a cell of a table; ``-`` for what is unknown or empty."""
-    return "-" if cell is None or cell == "" else str(cell)
+    return "-" if cell is None or cell == "" else one_line(str(cell))
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:

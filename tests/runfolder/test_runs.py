@@ -72,6 +72,16 @@ def test_a_folder_whose_name_is_no_text_is_listed(
     assert "\\udcff" in shown
 
 
+def test_a_name_with_a_line_break_or_an_escape_is_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "two\nlines\x1b[2J"
+    with open_folder(folder):
+        main(["run", "list"])
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.endswith(r"two\nlines\x1b[2J")
+
+
 def test_a_user_who_is_not_there_has_no_run():
     with pytest.raises(NoLiveRun, match="~nobody/run: no live run"):
         choose_run("~nobody/run")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from robust_train.readable import one_line
+
 TICK_SECONDS = 0.5
 FOREVER_SECONDS = 1e6
 
@@ -186,7 +188,7 @@ def named(processes: Iterable[psutil.Process]) -> str:
     for process in processes:
         name = "?"
         with contextlib.suppress(psutil.Error):
-            name = "".join(c if c.isprintable() else "?" for c in process.name())
+            name = one_line(process.name())
         found.append(f"pid {process.pid} ({name})")
     return ", ".join(found)
 
