@@ -118,6 +118,6 @@ bench:
     {{ python }} benchmarks/scheduler.py
     {{ python }} benchmarks/recovery.py
 
-# On a machine with a GPU: what was expected there against what is seen, in ten minutes
+# On the idlest GPU: what was expected there against what is seen, as a page of docs/gpu
 gpu-check *probes:
     {{ python }} benchmarks/gpu_check.py "$@"

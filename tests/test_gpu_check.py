@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -34,19 +36,60 @@ def test_without_a_gpu_it_says_so_in_a_line(monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_differs_is_marked_and_makes_the_exit_code_1(monkeypatch, capsys):
+def test_what_differs_or_was_not_seen_is_marked_and_decides_about_the_exit_code(
+    h200, monkeypatch, capsys, tmp_path
+):
     checks = {
         "nvml": [gpu_check.equal("problem", None, None), gpu_check.figure("name", "H200")],
         "step": [gpu_check.below("gradients differ by", 1e-5, 0.5)],
+        "sticky": [gpu_check.not_checked("fault", "no fault | happened")],
     }
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "run_probe", lambda name, seconds: checks[name])
+    ways = []
+
+    def run_probe(name, seconds, *, expandable):
+        ways.append((name, expandable))
+        return checks[name]
+
+    monkeypatch.setattr(gpu_check, "run_probe", run_probe)
+    monkeypatch.setattr(gpu_check, "EVIDENCE", tmp_path)
     assert run(monkeypatch, "nvml") == 0
     assert "all as expected" in capsys.readouterr().out
-    assert run(monkeypatch, "nvml", "step") == 1
+    assert run(monkeypatch, "nvml", "sticky") == 3
+    assert run(monkeypatch, "sticky", "--minutes", "0") == 3, "no time was left"
+    capsys.readouterr()
+    ways.clear()
+    assert run(monkeypatch, "nvml", "sticky", "step", "--name", "h200") == 1
+    assert ways == [("nvml", True), ("sticky", True), ("step", True), ("step", False)]
     out = capsys.readouterr().out
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith("step")] == ["DIFFERS"]
-    assert out.endswith("1 differ\n")
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("step")] == [
+        "DIFFERS",
+        "DIFFERS",
+    ]
+    assert "2 differ, 1 not checked\n" in out
+    page = (tmp_path / "h200.md").read_text()
+    assert page.startswith("# NVIDIA H200\n\nFor ")
+    assert "| sticky | fault |  | no fault \\| happened | not checked |" in page
+    assert "| nvml | name |  | H200 | figure |" in page
+
+
+def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
+    def gpu(index: int, free_gib: int, *pids: int) -> GpuInfo:
+        processes = tuple(map(GpuProcess, pids))
+        sizes = 80 * GIB, free_gib * GIB, 0
+        return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", *sizes, processes=processes)
+
+    gpus = [gpu(0, 79, 999_999), gpu(1, 40), gpu(2, 70), gpu(3, 60, os.getpid())]
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory(tuple(gpus)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert gpu_check.choose_gpu() is None
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-2"
+    del gpus[1:3]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert gpu_check.choose_gpu() is None, "a process of its own is no one else"
+    del gpus[1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert run(monkeypatch) == 3
+    assert "no GPU is idle: GPU 0 (A100, GPU-0…): " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA does")
@@ -86,7 +129,9 @@ def test_the_gpu_that_is_measured_is_the_one_that_the_mask_shows(monkeypatch):
 def h200(monkeypatch):
     """A GPU of a container: it lists no processes. What stands in for it holds a thousandth."""
     gpu = GpuInfo("GPU-0000", "NVIDIA H200", 0, "00", 139 * GIB, 139 * GIB, 0, processes=())
-    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory((gpu,)))
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory((gpu,)))
+    # the check itself writes it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu.uuid)
     monkeypatch.setattr(gpu_check, "GIB", MIB)
     monkeypatch.setattr(gpu_check, "SHRINK", 64)
     monkeypatch.setattr(torch, "compile", lambda model, **named: model)
@@ -129,8 +174,48 @@ def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
     ended = types.SimpleNamespace(stdout="3.0\n")
     monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **named: ended)
     checks = list(gpu_check.probe_sticky())
-    assert checks[0].seen == "AcceleratorError: device_fault"
-    assert all(check.passed for check in checks)
+    assert [check.passed for check in checks] == [True] * 4
+    assert checks[1].seen == "['max_resident', 'resident']"
+
+
+@pytest.mark.parametrize("compiled", [lambda *args: lambda args: None, lambda *args: 1 / 0])
+def test_without_a_fault_nothing_was_checked(h200, compiled):
+    with mock.patch.object(torch.cuda, "_compile_kernel", compiled):
+        assert [check.mark for check in gpu_check.probe_sticky()] == ["not checked"]
+
+
+def test_what_torch_cannot_compile_is_not_checked(h200):
+    with mock.patch.object(torch, "compile", return_value=lambda x: 1 / 0):
+        assert [check.mark for check in gpu_check.step_of("compile")] == ["not checked"]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_checked_is_one_of_the_launchers(h200, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    on_cpu = gpu_check.job
+    monkeypatch.setattr(gpu_check, "job", lambda name, *rest: on_cpu(name, "device=cpu"))
+    assert [check.mark for check in gpu_check.probe_attempt()] == ["DIFFERS"] * 5, "no GPU was seen"
+    assert [check.mark for check in gpu_check.probe_fault()] == ["not checked"]
+    lost = list(gpu_check.probe_lost())
+    assert [check.mark for check in lost] == ["ok"] * 3
+
+
+def summary(*attempts: tuple[str, str, str]) -> dict:
+    rows = [
+        {"outcome": outcome, "action": action, "gpu_uuid": uuid, "message": "illegal address"}
+        for outcome, action, uuid in attempts
+    ]
+    for number, row in enumerate(rows):
+        row |= {"started": 20.0 * number, "seconds": 15.0, "failure": None}
+    return {"attempts": rows}
+
+
+def test_an_attempt_after_a_fault_has_to_be_on_the_same_gpu(h200, monkeypatch):
+    for uuid, passed in (("GPU-0000", True), ("GPU-1", False)):
+        done = summary(("device_fault", "retry", "GPU-0000"), ("completed", "none", uuid))
+        monkeypatch.setattr(gpu_check, "job", lambda *args, done=done: done)
+        assert [check.passed for check in gpu_check.probe_fault()] == [True, passed, True]
 
 
 @pytest.mark.parametrize("others", [0, 5 * GIB])
@@ -184,13 +269,13 @@ def doctor(monkeypatch, code: int, output: str) -> tuple[list[bool], dict[str, s
     return [check.passed for check in gpu_check.probe_doctor()], seen
 
 
-def test_a_doctor_that_probed_nothing_is_a_difference(h200, monkeypatch):
+def test_a_doctor_that_probed_nothing_has_checked_nothing(h200, monkeypatch):
     went_on = "probe of GPU 0: computed, ran out of memory and went on with 1/2 of it\nqueue: /q"
     passed, environ = doctor(monkeypatch, 0, went_on)
     assert passed == [True, True]
     assert environ["PYTHONPATH"].endswith(":/wheels"), "where libraries may be that the image lacks"
     passed, _ = doctor(monkeypatch, 0, "probe of GPU 0: not probed: busy\nqueue: /q")
-    assert passed == [True, False]
+    assert passed == [True, None]
 
 
 def test_a_child_that_cannot_hold_memory_is_a_difference(h200, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from robust_train.gpu.cuda_order import order_in_this_process
@@ -86,10 +86,13 @@ def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str
     return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
 
 
-def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser]) -> str:
-    """Return who computes on a GPU that was read with its processes; empty if no one does. Where
-    none is listed (in a container, under WSL), memory and time in use show them."""
-    computing = [process for process in gpu.processes or () if process.computes]
+def others_on(
+    gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int] = ()
+) -> str:
+    """Return who computes on a GPU that was read with its processes; empty if no one does but
+    ``ours``. Where none is listed (in a container, under WSL), memory and time in use show them."""
+    listed = gpu.processes or ()
+    computing = [one for one in listed if one.computes and one.pid not in ours]
     if computing:
         return ", ".join(describe_process(process, holders) for process in computing)
     used, busy = gpu.used_bytes, gpu.utilization_percent or 0
@@ -99,9 +102,9 @@ def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser]) -> str:
     return f"processes that are not listed ({mib(used)} in use, {busy}% busy)"
 
 
-def idlest(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the best of the GPUs on which no one computes, None if there is none."""
-    free = [gpu for gpu in gpus if not others_on(gpu, {})]
+def idlest(gpus: Sequence[GpuInfo], ours: Collection[int] = ()) -> GpuInfo | None:
+    """Return the best of the GPUs on which no one computes but ``ours``, None if there is none."""
+    free = [gpu for gpu in gpus if not others_on(gpu, {}, ours)]
     return next(iter(rank(free, 0)), None)
 
 

@@ -1,0 +1,135 @@
+"""What ``gpu_check.py`` trains under the launcher; each works on the CPU too."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+def sees(cfg: Any, run: Any) -> dict[str, Any]:
+    """Return what an attempt sees of the machine's GPUs, and what it may take."""
+    torch.ones(1, device=cfg.device)
+    run.progress(1)
+    if not torch.cuda.is_initialized():
+        return {"device": cfg.device}
+    return {
+        "mask": os.environ["CUDA_VISIBLE_DEVICES"],
+        "uuid": f"GPU-{torch.cuda.get_device_properties(0).uuid}",
+        "count": torch.cuda.device_count(),
+        "fraction": torch.cuda.get_per_process_memory_fraction(0),
+        "expandable": bool(torch.cuda.memory_snapshot()[0].get("is_expandable")),
+    }
+
+
+def break_the_context() -> None:
+    """Write to an illegal address."""
+    # torch passes an int as 4 bytes
+    source = 'extern "C" __global__ void k(int p) { *(int *)(size_t)p = 1; }'
+    kernel = torch.cuda._compile_kernel(source, "k")
+    kernel(args=[16])
+    torch.cuda.synchronize()
+
+
+def faults_once(cfg: Any, run: Any) -> str:
+    """Break the CUDA context in the first attempt."""
+    torch.ones(9, device=cfg.device)
+    run.progress(1)
+    if run.attempt == 1:
+        break_the_context()
+    return str(cfg.device)
+
+
+def fills_eight_gib(cfg: Any, run: Any) -> int:
+    """Ask for 8 GiB when others have had the time to take most of the GPU."""
+    torch.ones(1, device=cfg.device)
+    Path(os.environ["READY_FILE"]).touch()
+    deadline = time.monotonic() + 60
+    while not Path(os.environ["GO_FILE"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.progress(1)
+    blocks = [
+        torch.empty(GIB // 4, dtype=torch.uint8, device=cfg.device) for _ in range(32)
+    ]
+    return len(blocks)
+
+
+class RunsOut(torch.autograd.Function):
+    """Asks for more than there is in the backward pass, where ``asks`` is set."""
+
+    asks = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if RunsOut.asks and len(gradient) == RunsOut.asks:
+            torch.empty(2**50, dtype=torch.uint8, device=gradient.device)
+        return gradient
+
+
+def runs_out_at_50(cfg: Any, run: Any) -> dict[str, float]:
+    """Run out of memory in step 50 of 60; return what that step took longer, and left behind."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    model.to(cfg.device)
+    batch = torch.randn(cfg.training.batch_size, 1024)
+    seconds, held = [], []
+    for step in range(1, 61):
+        RunsOut.asks = len(batch) if step == 50 else 0
+        started = time.perf_counter()
+        model.zero_grad()
+        run.backward(
+            lambda x: RunsOut.apply(model(x.to(cfg.device))).square().mean(),
+            batch,
+            model,
+        )
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+        seconds.append(time.perf_counter() - started)
+        run.progress(step)
+    left = held[49] - held[48] if held else 0
+    usual = statistics.median(seconds[10:49])
+    return {"lost_seconds": seconds[49] - usual, "left_bytes": left}
+
+
+def is_timed(cfg: Any, run: Any) -> float:
+    """Train a large model on random images; write the median seconds of a step to a file."""
+    import timm
+
+    device = torch.device(cfg.device)
+    small = os.environ.get("TIMED_SMALL") == "1"
+    size, batch_size, steps = (64, 2, 12) if small else (224, 64, 80)
+    name, sized = os.environ["TIMED_MODEL"], {}
+    if name.startswith("vit"):
+        sized["img_size"] = size
+    model = timm.create_model(name, num_classes=100, **sized).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    images = torch.randn(batch_size, 3, size, size, device=device)
+    labels = torch.randint(100, (batch_size,), device=device)
+    seconds = []
+
+    def loss_of(part: Any) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return torch.nn.functional.cross_entropy(model(part[0]), part[1])
+
+    for step in range(1, steps + 1):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        run.backward(loss_of, (images, labels), model)
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        run.progress(step, total_steps=steps)
+    usual = statistics.median(seconds[steps // 4 :])
+    Path(os.environ["TIMED_FILE"]).write_text(f"{usual}")
+    return usual
