@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 import zipfile
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def test_a_manifest_with_a_value_of_a_wrong_type_is_passed_over(folder: Path, ch
     assert newest(folder) == path
 
 
+def test_the_clock_that_is_set_back_makes_no_older_checkpoint_the_newest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for number, now in enumerate((5000.0, 4000.0, 4001.0)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        path = folder / f"{'bac'[number]}.txt"
+        folder.mkdir(exist_ok=True)
+        path.write_text("x")
+        record(folder, path, None)
+        assert newest(folder) == path
+
+
 def test_another_jobs_later_checkpoint_does_not_count(folder: Path):
     path = save(folder, 7)
     save(folder, 900, job="theirs")
@@ -79,7 +92,7 @@ def test_what_a_later_attempt_saved_is_newer_whatever_step_it_counts(folder: Pat
     assert newest(folder) == path
 
 
-@pytest.mark.parametrize("damage", ["gone", "torn", "manifest gone", "manifest torn"])
+@pytest.mark.parametrize("damage", ["gone", "torn", "manifest gone and torn"])
 def test_without_a_whole_newest_checkpoint_the_one_before_counts(folder: Path, damage: str):
     path = save(folder, 7)
     last = save(folder, 8)
@@ -87,16 +100,36 @@ def test_without_a_whole_newest_checkpoint_the_one_before_counts(folder: Path, d
         whole.writestr("weights", "many" * 100)
     record(folder, last, 8)
     assert newest(folder) == last
-    manifest = folder / f"{last.name}.manifest.json"
     if damage == "gone":
         last.unlink()
-    elif damage == "torn":
-        last.write_bytes(last.read_bytes()[:-50])
-    elif damage == "manifest gone":
-        manifest.unlink()
     else:
-        manifest.write_text('{"job": "ours"')
+        last.write_bytes(last.read_bytes()[:-50])
+    if "manifest" in damage:
+        (folder / f"{last.name}.manifest.json").unlink()
     assert newest(folder) == path
+
+
+@pytest.mark.parametrize("content", [None, '{"job": "ours"'])
+def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_read(
+    folder: Path, content: str | None
+):
+    save(folder, 7)
+    for name, byte in (
+        ("step-00000008.txt", b"8"),
+        ("step-00000009.txt", b"?"),
+        ("best-9.txt", b"9"),
+    ):
+        with zipfile.ZipFile(folder / name, "w") as whole:
+            whole.writestr("weights", byte * 400)
+    damaged = folder / "step-00000009.txt"  # its checksum is wrong
+    damaged.write_bytes(damaged.read_bytes().replace(b"?" * 400, b"!" * 400))
+    (folder / "step-00000010.txt").write_text("of no form that shows whether it is whole")
+    if content is not None:
+        (folder / "step-00000008.txt.manifest.json").write_text(content)
+    assert newest(folder) == folder / "step-00000008.txt"
+    (folder / "step-00000007.txt.manifest.json").unlink()
+    (folder / "step-00000008.txt").rename(folder / "step-00000008.pt")
+    assert newest(folder) == folder / "step-00000008.pt", "the first one of a job"
 
 
 def test_a_file_that_is_written_over_counts_while_its_form_says_that_it_is_whole(folder: Path):

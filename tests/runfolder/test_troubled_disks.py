@@ -11,7 +11,9 @@ import pytest
 
 from command_world import CommandWorld
 from disks import fill, small_disk
-from robust_train.folder.checkpoints import record_checkpoint, why_full
+from robust_train.attempt.checkpoints import CheckpointFolder
+from robust_train.attempt.run import Run
+from robust_train.folder.checkpoints import read_manifests, record_checkpoint, why_full
 from robust_train.folder.identity import begin_job, wait_until_readable
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
 from world import World
@@ -50,6 +52,21 @@ def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(
     assert ended.returncode == 75, ended.output
     assert "Traceback" not in ended.output
     assert "No space left on device" in ended.stderr.splitlines()[-1]
+
+
+def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoint(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "nr_inodes=10"):
+        run_dir = tmp_path / "disk"
+        begin_job(run_dir, resume=True)
+        folder = CheckpointFolder(Run(run_dir=run_dir), keep=2)
+        for step in (1, 2):
+            folder.save({"step": step}, step)
+        while os.statvfs(run_dir).f_ffree > 1:
+            (run_dir / f"filler-{os.statvfs(run_dir).f_ffree}").touch()
+        folder.save({"step": 3}, 3)
+        listed = [one.step for one in read_manifests(folder.path)]
+        assert sorted(listed) == [2, 3]
+        assert begin_job(run_dir, resume=True).checkpoint == folder.path / "step-00000003.pt"
 
 
 def test_whether_a_disk_has_room_again(disk: Path, tmp_path: Path):

@@ -147,6 +147,8 @@ class Saving:
         self.good_step = 0  # the last one whose loss was finite
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
+        # checkpoints whose manifests could not be written, with step, cost and loss
+        self._unlisted: list[tuple[Path, int | None, float | None, str]] = []
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
@@ -170,24 +172,35 @@ class Saving:
         seconds, self.owed = self.clock.saved(step), None
         if self.job is None:
             return None
-        try:
+        # what cannot be read back just now may be whole
+        with contextlib.suppress(OSError):
             damage = self._read_back(path)
             if damage is not None:
                 return damage
-            record_checkpoint(
-                self.folder,
-                path,
-                job=self.job,
-                attempt=self._attempt,
-                step=step,
-                seconds=seconds,
-                loss=loss,
-            )
-        except OSError as error:
-            log.warning(
-                "no manifest of the checkpoint %s: %s", path, error.strerror or error
-            )
+        self._unlisted.append((path, step, seconds, loss))
+        self._list(self.job)
         return None
+
+    def _list(self, job: str) -> None:
+        """Write the manifests that are owed, the newest first."""
+        for owed in reversed(self._unlisted):
+            path, step, seconds, loss = owed
+            try:
+                record_checkpoint(
+                    self.folder,
+                    path,
+                    job=job,
+                    attempt=self._attempt,
+                    step=step,
+                    seconds=seconds,
+                    loss=loss,
+                )
+            except OSError as error:
+                why = error.strerror or error
+                log.warning("no manifest of the checkpoint %s yet: %s", path, why)
+                if path.exists():
+                    return
+            self._unlisted.remove(owed)
 
     def _read_back(self, path: Path) -> str | None:
         """Return what is wrong with a checkpoint; read all of it within 1 % of the time."""
@@ -217,7 +230,9 @@ class Saving:
 
         if self.job is not None:
             self._mark(loss_of)
-            rotate(self.folder, self.job, pattern, keep)
+            # an older one makes room for the manifest of the newest
+            rotate(self.folder, self.job, pattern, max(keep - len(self._unlisted), 1))
+            self._list(self.job)
 
     def diverged(self, good_step: int, since: float) -> Manifest | None:
         """Have no attempt resume from what was saved after ``good_step``, or where steps are not

@@ -101,7 +101,8 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
-            if not values.parent.with_name(values.parent.name + SUFFIX).exists():
+            is_listed = values.parent.with_name(values.parent.name + SUFFIX).exists()
+            if not is_listed and values.parent != self._run.resume_checkpoint:
                 shutil.rmtree(values.parent, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:

@@ -1,9 +1,10 @@
 """Checkpoints on the disk: written whole or not at all, each named by a manifest.
 
 A manifest is a small file beside a checkpoint that names its job, step and size. Manifests decide
-what a job resumes from and which of its checkpoints are too many. A checkpoint without one is
-neither resumed from nor removed. A manifest whose checkpoint is gone, or has another size, names no
-whole checkpoint.
+what a job resumes from and which of its checkpoints are too many. A checkpoint without one, which
+a full disk may have kept from being written, is not removed; a job resumes from it if it is whole
+when it is read, and named like one of a later step. A manifest whose checkpoint is gone, or has
+another size, names no whole checkpoint.
 """
 
 from __future__ import annotations
@@ -82,9 +83,11 @@ def record_checkpoint(
     it is not there, or the manifest cannot be written."""
     path = path.absolute()
     _sync_all(path)
-    manifest = Manifest(
-        job, attempt, step, round(time.time(), 6), path, *size_of(path), seconds, loss
-    )
+    # the clock may have been set back
+    latest = max((one.time for one in of_job(folder, job)), default=0.0)
+    now = round(max(time.time(), latest + 1e-6), 6)
+    size = size_of(path)
+    manifest = Manifest(job, attempt, step, now, path, *size, seconds, loss)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
     sync(folder.parent)
@@ -143,7 +146,7 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             continue
         state = state_of(manifest)
         if state == "whole":
-            return manifest
+            return _unlisted(folder, manifest) or manifest
         if state == "changed":
             changed = changed or manifest
         elif state == "torn":
@@ -152,7 +155,40 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         log.warning(
             "checkpoint %s has changed since it was reported; using it", changed.path
         )
-    return changed
+        return changed
+    return _unlisted(folder, Manifest(job, 0, -1, 0.0, folder / _OURS, "", 0, 0))
+
+
+_OURS = "step-0.pt"
+
+
+def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
+    """Return the newest whole checkpoint without a manifest that is named like ``known``, with
+    greater numbers; None if there is none. OSError as above."""
+    listed = read_manifests(folder)
+    if any(manifest.loss == "diverged" for manifest in listed):
+        return None  # it may have diverged as well
+    own = {manifest.path for manifest in listed}
+    shape, numbers = _shape(known.path.name)
+    found = []
+    for path in folder.absolute().iterdir() if folder.is_dir() else ():
+        its_shape, its_numbers = _shape(path.name)
+        if its_shape == shape and its_numbers > numbers and path not in own:
+            found.append((its_numbers, path))
+    for its_numbers, path in sorted(found, reverse=True):
+        if whole_by_form(path) and damage_in(path, reads=True) is None:
+            log.warning("checkpoint %s has no manifest, but is whole: using it", path)
+            step = None if known.step is None else max(its_numbers[-1], known.step + 1)
+            size = size_of(path)
+            return Manifest(known.job, known.attempt, step, known.time, path, *size)
+    return None
+
+
+def _shape(name: str) -> tuple[str, list[int]]:
+    """Return a name without its numbers, and these."""
+    return re.sub(r"[0-9]+", "#", name), [
+        int(one) for one in re.findall("[0-9]+", name)
+    ]
 
 
 def why_full(run_dir: Path, message: str) -> str | None:
