@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from framework_config import framework_config
-from robust_train.attempt.run import Run
+from robust_train import launch
+from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.checks import unchecked
 from robust_train.model.errors import UserError
+from robust_train.model.spec import AttemptSpec
 from world import World
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
@@ -171,6 +175,7 @@ class _NeverSteps(_Manual):
     [
         ({"accumulate_grad_batches": 3}, None, 1, "training.gradient_accumulation_steps"),
         ({"limit_train_batches": 2}, None, 1, "limit_train_batches=2 counts micro-batches"),
+        ({"overfit_batches": 2}, None, 1, "overfit_batches=2 counts micro-batches"),
         ({}, _Manual, 2, "no attribute or hyperparameter accumulate_grad_batches"),
         ({}, _NeverSteps, 1, "no optimizer step in an epoch"),
     ],
@@ -186,6 +191,106 @@ def test_what_would_change_the_effective_batch_is_refused_in_one_line(
             model=None if model is None else model(),
         )
     assert "\n" not in str(refused.value)
+
+
+class _Data(lightning.LightningDataModule):
+    """Has a batch size of its own."""
+
+    def __init__(self, batch_size: int = 8, *, is_hyperparameter: bool = False) -> None:
+        super().__init__()
+        if is_hyperparameter:
+            self.save_hyperparameters("batch_size")
+        else:
+            self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return _loader(getattr(self, "batch_size", None) or self.hparams.batch_size)
+
+
+def _trains_with_its_data_s_batch(cfg, run):
+    from robust_train.integrations.lightning import fit
+
+    torch.manual_seed(0)
+    model, data = _Line(), _Data()
+    if run.attempt == 1 and cfg.fails:
+        model.on_train_batch_end = lambda *_: torch.empty(2**46)
+    trainer = _trainer(run.run_dir, max_epochs=2)
+    fit(trainer, model, data, cfg=cfg, run=run)
+    return [data.batch_size, trainer.accumulate_grad_batches, model.layer.weight.item()]
+
+
+def test_the_batch_size_of_a_data_module_is_the_job_s_where_none_is_given(tmp_path: Path):
+    cfg = {"device": "cpu", "isolation": "none", "min_batch_size": 1}
+    job = _trains_with_its_data_s_batch
+    whole = launch(job, cfg | {"fails": False}, run_dir=tmp_path / "whole")
+    halved = launch(job, cfg | {"fails": True}, run_dir=tmp_path / "halved")
+    splits = [
+        (one.spec.batch_size, one.spec.gradient_accumulation_steps) for one in halved.attempts
+    ]
+    assert splits == [(8, 1), (4, 2)]
+    assert halved.result == [4, 2, pytest.approx(whole.result[2], abs=1e-6)]
+
+
+@pytest.mark.parametrize("is_hyperparameter", [True, False])
+def test_two_batch_sizes_that_differ_are_refused_in_one_line(
+    tmp_path: Path, is_hyperparameter: bool
+):
+    data = _Data(16, is_hyperparameter=is_hyperparameter)
+    with pytest.raises(
+        UserError, match=r"_Data\.batch_size=16, but training\.batch_size=8"
+    ) as refused:
+        _fit(tmp_path, framework_config(8), data)
+    assert "batch_size=${training.batch_size}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class _LimitedValidation(_Line):
+    def validation_step(self, batch):
+        self.log("samples", float(len(batch[0])), reduce_fx="sum")
+        self.log("value", self.layer(batch[0]).mean())
+
+
+def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path: Path):
+    from robust_train.integrations.lightning import fit
+
+    results = []
+    for size, asked in ((8, None), (2, AttemptSpec((), 8, 1))):
+        torch.manual_seed(0)
+        cfg = framework_config(size, 8 // size)
+        run = Run(run_dir=tmp_path / str(size))
+        run.asked = asked
+        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        trainer = _trainer(run.run_dir, limit_val_batches=2)
+        validation = DataLoader(_loader(8).dataset, size)
+        model = _LimitedValidation()
+        found = fit(trainer, model, _loader(size), cfg=cfg, run=run, val_dataloaders=validation)
+        results.append((found["samples"], found["value"]))
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
+    assert results[0][0] == 16
+
+
+class _HoldsAModule(_Line):
+    """Saves modules and partials among its hyperparameters, as templates do."""
+
+    def __init__(self, net, optimizer) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = net
+
+    def configure_optimizers(self):
+        return self.hparams.optimizer(self.parameters())
+
+
+def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp_path: Path):
+    def model():
+        torch.manual_seed(0)
+        return _HoldsAModule(_Line().layer, functools.partial(torch.optim.SGD, lr=0.1))
+
+    whole, _, reports = _fit(tmp_path / "whole", framework_config(8), model=model())
+    saved = next(Path(e["path"]) for e in reports if e["event"] == "checkpoint")
+    rest, _, _ = _fit(tmp_path / "rest", framework_config(8), model=model(), resume=saved)
+    assert rest.seen == whole.seen[8:]
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
 def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path: Path):

@@ -10,21 +10,27 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
 
 from robust_train.attempt.run import Run
+from robust_train.config.schema import TrainingConfig
 from robust_train.config.trainers import require
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.integrations.steering import keep_batch, machines, result_of
 from robust_train.model.errors import Interrupted, UserError
+from robust_train.model.events import BatchTaken
+from robust_train.model.spec import AttemptSpec
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
@@ -75,7 +81,8 @@ def fit(
         model: the ``LightningModule``. One with manual optimization that accumulates has an
             attribute or hyperparameter ``accumulate_grad_batches``, which is set here.
         data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
-            here, or a ``DataLoader`` made with ``cfg.training.batch_size``.
+            here; if ``training.batch_size`` is not given, its own value is the job's. Or a
+            ``DataLoader`` made with ``cfg.training.batch_size``.
         cfg, run: the trainer function's.
         metric: the logged value that is returned; None: a dictionary of all of them.
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
@@ -96,6 +103,7 @@ def _fit(
     run: Run,
     options: dict[str, Any],
 ) -> None:
+    cfg = _with_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
@@ -107,6 +115,9 @@ def _fit(
     path = run.resume_checkpoint
     is_module = hasattr(data, "train_dataloader")
     options["datamodule" if is_module else "train_dataloaders"] = data
+    if "weights_only" in inspect.signature(trainer.fit).parameters:
+        # the job's own file, whose hyperparameters may be modules and functions
+        options.setdefault("weights_only", False)
     try:
         with warnings.catch_warnings():
             # Lightning cannot know that this loader continues where it was
@@ -161,6 +172,55 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         _pytorch.Trainer.fit = own
 
 
+def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
+    """Return the config with the data module's own batch size for the job's if that is not set.
+
+    Raises:
+        UserError: both are set, and differ.
+    """
+    theirs = getattr(data, "batch_size", None)
+    if theirs is None:
+        theirs = (getattr(data, "hparams", None) or {}).get("batch_size")
+    if not hasattr(data, "train_dataloader") or type(theirs) is not int:
+        return cfg
+    steps = cfg.training.gradient_accumulation_steps
+    asked = run.asked or AttemptSpec((), cfg.training.batch_size, steps)
+    if theirs in (cfg.training.batch_size, asked.batch_size):
+        return cfg
+    name = type(data).__name__
+    if _sets_batch(cfg, asked):
+        raise UserError(
+            f"{name}.batch_size={theirs}, but training.batch_size={asked.batch_size}: one has to "
+            "follow the other; leave training.batch_size out, or write "
+            "batch_size=${training.batch_size} in the config of the data module"
+        )
+    micro_batch = -(-theirs * asked.gradient_accumulation_steps // steps)
+    log.info(
+        "%s.batch_size=%d is the job's batch size, as no training.batch_size is given",
+        name,
+        theirs,
+    )
+    run.asked = asked.with_batch(theirs, None)
+    run.micro_batch_plan = replace(run.micro_batch_plan, batch_size=micro_batch)
+    if run.is_main:
+        run.report(BatchTaken(theirs, micro_batch, steps))
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.training.batch_size = micro_batch
+    return cfg
+
+
+def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
+    """Return whether the user has set the batch size; a default that is typed counts too."""
+    if (
+        asked.batch_size != TrainingConfig.batch_size
+        or cfg.training.get("effective_batch_size") is not None
+    ):
+        return True
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return any(one.lstrip("+").startswith("training.batch_size=") for one in overrides)
+
+
 def _check_ranks(trainer: Any, run: Run) -> None:
     if trainer.world_size != run.world_size:
         raise UserError(
@@ -174,8 +234,9 @@ def _counts_micro_batches(trainer: Any) -> str | None:
     limit = trainer.limit_train_batches
     if limit == 1.0 or trainer.fast_dev_run:
         return None
+    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
     return (
-        f"Trainer: limit_train_batches={limit} counts micro-batches, which become smaller when "
+        f"Trainer: {name}={limit} counts micro-batches, which become smaller when "
         "memory runs out"
     )
 

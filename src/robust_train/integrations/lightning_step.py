@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler
 
 from robust_train.attempt.run import Run
 from robust_train.compat import (
@@ -28,6 +29,7 @@ from robust_train.compat import (
 )
 from robust_train.config.trainers import require
 from robust_train.integrations.metric_objects import MetricObjects, States
+from robust_train.integrations.sample_order import SampleOrder
 from robust_train.integrations.steering import InStep, OpenStep
 from robust_train.step.splitting import Part
 
@@ -49,7 +51,9 @@ _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
-    if (reason := why_not(trainer, model)) is not None:
+    reason = why_not(trainer, model)
+    _keep_evaluation_batches(trainer, run, callback.micro_batch, can_split=not reason)
+    if reason is not None:
         in_step.say(reason, on_all_ranks=True)
         return
     if model.automatic_optimization:
@@ -65,6 +69,42 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
             _evaluate, trainer, in_step, logged, getattr(trainer.strategy, name)
         )
         setattr(trainer.strategy, name, step)
+
+
+def _keep_evaluation_batches(
+    trainer: Any, run: Run, micro_batch: int, *, can_split: bool
+) -> None:
+    """Let loaders of validation and test have the batches that they had in the job's first attempt;
+    their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
+    asked = micro_batch if run.asked is None else run.asked.batch_size
+    if asked == micro_batch:
+        return
+    process, has_said = trainer.strategy.process_dataloader, False
+
+    def process_dataloader(loader: Any) -> Any:
+        nonlocal has_said
+        batches = getattr(loader, "batch_sampler", None)
+        if (
+            type(batches) is BatchSampler
+            and not isinstance(batches.sampler, SampleOrder)
+            and batches.batch_size == micro_batch
+        ):
+            if can_split:
+                batches.batch_size = asked
+            if not has_said:
+                log.log(
+                    logging.INFO if can_split else logging.WARNING,
+                    "Lightning: evaluates in batches of %d, %s",
+                    asked if can_split else micro_batch,
+                    "as in the job's first attempt"
+                    if can_split
+                    else f"no longer {asked}: limit_val_batches=2 and the like are less data, "
+                    "and figures of batches may differ from those of earlier attempts",
+                )
+            has_said = True
+        return process(loader)
+
+    trainer.strategy.process_dataloader = process_dataloader
 
 
 class _InParts(_AutomaticOptimization):  # type: ignore[misc]

@@ -68,6 +68,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
 from robust_train.model.events import (
     SCHEMA,
+    BatchTaken,
     CheckpointSaved,
     DecidedAgain,
     Event,
@@ -533,6 +534,9 @@ class Job:
             case TrainerSupports():
                 self.policy = replace(self.policy, can_checkpoint=True)
                 return
+            case BatchTaken():
+                asked = self.policy.asked.with_batch(event.asked, None)
+                self.policy = replace(self.policy, asked=asked)
             case CheckpointSaved() if event.loss != "diverged":
                 self.checkpoint = Path(event.path)
             case ScriptStarted():

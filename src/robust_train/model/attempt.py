@@ -14,6 +14,7 @@ from robust_train.model.events import (
     AttemptProcess,
     BatchKept,
     BatchSizeFound,
+    BatchTaken,
     CheckpointSaved,
     Event,
     Failed,
@@ -167,6 +168,9 @@ class Attempt:
                 return replace(self, micro_batch=event.before)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
+            case BatchTaken():
+                split = event.batch_size, event.gradient_accumulation_steps
+                return replace(self, spec=self.spec.with_batch(*split))
             case BatchSizeFound():
                 spec = self.spec.with_batch(
                     event.batch_size, event.gradient_accumulation_steps

@@ -228,6 +228,17 @@ class BatchKept(Event):
 
 
 @dataclass(frozen=True)
+class BatchTaken(Event):
+    """The trainer's data has a batch size of its own, ``asked``, which is the job's from here on;
+    the others are what this attempt makes of it."""
+
+    name = "batch_taken"
+    asked: int
+    batch_size: int
+    gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True)
 class BatchSizeFound(Event):
     """Probes before training found the largest micro-batch; None if not even the smallest fits.
 
