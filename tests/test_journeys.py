@@ -179,24 +179,28 @@ JOURNEYS: list[tuple[Any, ...]] = [
         {"max_retries": 1},
     ),
     (
-        "a batch that changes nothing",
-        "(0:20) 1:40 // "
-        f"{FULL} → halve_batch 32×2 | no step was reported, so the batch may not matter: "
-        f"micro-batch 64 → 32; {FULL}:free=1 → switch_gpu",
-    ),
-    *(
-        (f"a batch that may change something: {other}", f"0:20 // {FULL} → halve_batch; {step}")
-        for other in ("requested=1", "used=1", "place=4", "step=3")
-        for step in [f"{FULL}:{other} → halve_batch 16×4"]
+        "a batch that may change nothing",
+        f"0:20 // {FULL} → halve_batch 32×2 | no step was reported, so the batch may not matter: "
+        f"micro-batch 64 → 32; {FULL} → halve_batch 16×4",
     ),
     (
-        "auto halves all the same",
-        f"0:20 // {FULL} → halve_batch; {FULL} → halve_batch",
-        {"finds_batch_size": True},
+        "all sizes on the device with the most memory before the CPU",
+        "0:20 1:40 // oom → halve_batch 64×2; oom → halve_batch 32×4; oom → halve_batch 16×8;"
+        "oom → switch_gpu 32×4 cuda:1; oom → halve_batch 16×8; oom → halve_batch 8×16 cuda:1;"
+        "oom → halve_batch 4×32 cuda:1; oom → cpu_fallback 128×1 cpu",
+        {"batch_size": 128, "min_batch_size": 4},
     ),
     (
-        "a script without a traceback",
-        "0:20 // oom:requested=9 → halve_batch; oom:requested=9 → halve_batch",
+        "max_retries bounds everything on a device",
+        "0:20 // oom → halve_batch 32×2; oom → give up | micro-batch 16, 8 was not tried (max_ret",
+        {"max_retries": 1, **NO_CPU},
+    ),
+    (
+        "all sizes before the end",
+        "cpu // host:no_workers → halve_batch 16×2; host:no_workers → halve_batch 8×4;"
+        "host:no_workers → halve_batch 4×8; host:no_workers → halve_batch 2×16;"
+        "host:no_workers → halve_batch 1×32; host:no_workers → give up",
+        {"batch_size": 32, "min_batch_size": 1},
     ),
     # --- gradient checkpointing ---
     (

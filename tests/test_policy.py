@@ -41,7 +41,7 @@ def jobs(draw: st.DrawFn) -> PolicySettings:
         draw(st.integers(1, 4)),
         num_workers=draw(st.integers(0, 8)),
         min_batch_size=draw(st.integers(1, batch)),
-        max_retries=draw(st.integers(0, 4)),
+        max_retries=draw(st.none() | st.integers(0, 4)),
         auto_device=draw(st.booleans()),
         allow_cpu_fallback=draw(st.booleans()),
         expandable_segments=draw(st.booleans()),

@@ -387,12 +387,14 @@ class RobustConfig(PlainConfig):
     min_batch_size: int = key(
         4, "no attempt uses a smaller micro-batch", range=FROM_1, section="Recovery"
     )
-    max_retries: int = key(
-        3,
-        "smaller micro-batches tried on one device before the next device",
-        more="Also retries of the same thing; a checkpoint of a later step renews both "
-        "([recovery](recovery.md))",
+    max_retries: int | None = key(
+        None,
+        "smaller micro-batches tried on one device before the next device; `auto`: 3",
+        more="`auto` also tries the sizes that are left before the CPU, or the end; a number "
+        "bounds everything on a device. Also retries of the same thing; a checkpoint of a later "
+        "step renews both ([recovery](recovery.md))",
         range=FROM_0,
+        written=AUTO,
     )
     allow_gradient_checkpointing: bool = key(
         True,
@@ -468,6 +470,11 @@ class RobustConfig(PlainConfig):
     # the trainer is not a script, and learns the batch and the accumulation of an attempt
     has_batch: bool = True
     can_accumulate: bool = True
+
+    @property
+    def retries(self) -> int:
+        """How many smaller sizes are tried on a device before the next, and how often the same."""
+        return 3 if self.max_retries is None else self.max_retries
 
     @property
     def is_script(self) -> bool:

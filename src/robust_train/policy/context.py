@@ -11,7 +11,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import AttemptSpec, Retry, Room
-from robust_train.policy.sizes import PolicySettings, with_accumulation
+from robust_train.policy.sizes import PolicySettings, sizes, with_accumulation
 from robust_train.readable import MIB
 
 _NOTABLE_BYTES = 256 * MIB
@@ -121,29 +121,10 @@ class FailureContext:
         return not any(one.has_begun for one in self.history)
 
     @property
-    def ran_out_alike_before(self) -> bool:
-        """Whether a larger batch ran out here, at the same place, for the same request and with as
-        much in use, and nothing was ever reported: the batch is no matter."""
-
-        def figures(attempt: Attempt) -> tuple[object, ...]:
-            seen, lines = attempt.evidence, (attempt.traceback or "").splitlines()
-            place = [line for line in lines if line.startswith("  File ")]
-            return (
-                attempt.spec.device_key,
-                place or object(),
-                # a message rounds all but the last, so that a full GPU always looks alike
-                seen.requested_bytes,
-                seen.allocated_bytes,
-                seen.reserved_unallocated_bytes,
-            )
-
-        if not self.nothing_was_reported or self.evidence.requested_bytes is None:
-            return False
-        return any(
-            one.spec.batch_size > self.last.batch_size
-            and figures(one) == figures(self.attempt)
-            for one in self.history[:-1]
-        )
+    def sizes_not_tried(self) -> list[tuple[int, int]]:
+        """The sizes with their accumulation, largest first, below all that were tried."""
+        smallest = min(one.sizes[-1] for one in self.history)
+        return [each for each in sizes(self.sizes) if each[0] < smallest]
 
     @property
     def tried_devices(self) -> frozenset[str]:
@@ -222,7 +203,7 @@ class FailureContext:
         """
         left: set[str] = set()
         seen: set[tuple[tuple[str, ...], int | None]] = set()
-        no_progress = self.failures_without_progress > self.config.max_retries
+        no_progress = self.failures_without_progress > self.config.retries
         progress_at = len(self.history) - len(self.since_progress)
         for number, attempt in enumerate(self.history):
             if attempt.kind is not FailureKind.DEVICE_FAULT:

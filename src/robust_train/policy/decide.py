@@ -34,6 +34,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.second_opinion,
         remedies.fewer_gpus,
         remedies.again_after_progress,
+        remedies.sizes_left,
         remedies.cpu_fallback,
     ),
     FailureKind.HOST_OOM: (
@@ -41,6 +42,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.halve_batch,
         remedies.checkpoint_gradients,
         remedies.again_after_progress,
+        remedies.sizes_left,
     ),
     FailureKind.WORKER_DEATH: (
         remedies.fewer_workers,
@@ -247,6 +249,11 @@ def _why_give_up(context: FailureContext) -> str:
         hint += "; the batch was not halved: the command has no {batch_size}"
     elif context.nothing_was_reported:
         hint += "; no attempt reported a step: where model or data do not fit, no batch does"
+    if can_halve and context.config.max_retries is not None and context.sizes_not_tried:
+        left = ", ".join(str(size) for size, _ in context.sizes_not_tried)
+        hint += (
+            f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
+        )
     if context.keeps_batch:
         hint += f"; the batch was not split: {context.keeps_batch}"
     return f"out of memory on every device that may be used: {listed}{hint}"
@@ -328,7 +335,7 @@ def _tries(context: FailureContext, number: int) -> int:
 
 
 def _most(context: FailureContext, rule: RetryRule) -> int:
-    return context.config.max_retries if rule.times is None else rule.times
+    return context.config.retries if rule.times is None else rule.times
 
 
 def _fits(rule: RetryRule, attempt: Attempt) -> bool:

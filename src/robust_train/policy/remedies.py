@@ -37,7 +37,7 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
         (one.spec.device_key, one.spec.batch_size) == here
         for one in context.since_progress
     )
-    if not taken or tries > context.config.max_retries:
+    if not taken or tries > context.config.retries:
         return None
     why = f", but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
@@ -125,9 +125,8 @@ def halve_batch(context: FailureContext) -> Retry | None:
         return None
     if _confirmed_by_another_gpu(context):
         return None
-    is_last = context.smaller_batches_tried_here >= context.config.max_retries
-    is_in_vain = is_last or context.ran_out_alike_before
-    if is_in_vain and not context.config.finds_batch_size:
+    is_last = context.smaller_batches_tried_here >= context.config.retries
+    if is_last and not context.config.finds_batch_size:
         return None
     silence = ""
     if context.nothing_was_reported:
@@ -316,7 +315,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
     is_taken = bool(ours) and not {*uuids(context.gpus)}.issuperset(ours)
     if not is_taken or not config.wait_for_gpu:
         return None
-    if context.failures_without_progress > config.max_retries:
+    if context.failures_without_progress > config.retries:
         return None
     only = () if config.picks_gpu else ours
     room = Room(only, config.min_gpu_memory_bytes, counts=(len(ours),))
@@ -327,7 +326,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
 def same_again(context: FailureContext) -> Retry | None:
     """Retry after a pause that doubles each time: peers, networks and devices come back."""
     failures = context.failures_without_progress
-    if failures > context.config.max_retries:
+    if failures > context.config.retries:
         return None
     pause = pause_before(context, failures)
     if context.evidence.clue == Clue.RATE_LIMIT:
@@ -341,7 +340,7 @@ def killed_again(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint: someone killed the process without a request."""
     if context.evidence.clue != Clue.KILLED:
         return None
-    if context.failures_without_progress > context.config.max_retries:
+    if context.failures_without_progress > context.config.retries:
         return None
     where = device_name(context.last.gpus)
     return context.retry("retry", f": the same again on {where} from {context.saved}")
@@ -371,7 +370,7 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
     tries = context.failures_without_progress - had_one
     if not context.evidence.reads_lr or factor == 1.0:
         return None
-    if tries > context.config.max_retries:
+    if tries > context.config.retries:
         return None
     lower = context.last.lr_factor * factor
     with_less = f" with {lower:g} times the learning rate"
@@ -444,6 +443,38 @@ def again_after_progress(context: FailureContext) -> Retry | None:
         return None
     how = ", but got further: the same again from the last checkpoint"
     return context.retry("retry", how)
+
+
+def sizes_left(context: FailureContext) -> Retry | None:
+    """Go on with sizes that no one has tried, on the device with the most memory: an attempt costs
+    a minute, the CPU days. Not where ``max_retries`` is given."""
+    last = context.last
+    if context.config.max_retries is not None or not last.has_batch:
+        return None
+    if not context.sizes_not_tried or context.failed_before_training:
+        return None
+    now = {gpu.uuid: gpu for gpu in context.gpus if gpu.unusable is None}
+    tried = [
+        tuple(now[gpu.uuid] for gpu in one.spec.gpus)
+        for one in context.history
+        if one.spec.gpus
+        and one.spec.ranks == last.ranks
+        and context.faulty.isdisjoint(uuids(one.spec.gpus))
+        and now.keys() >= {*uuids(one.spec.gpus)}
+    ]
+    most = max(
+        tried, key=lambda group: min(gpu.free_bytes for gpu in group), default=()
+    )
+    if last.gpus and not most:
+        return None
+    size, accumulation = context.sizes_not_tried[0]
+    return context.retry(
+        "halve_batch",
+        f"{context.at_size}: on with {size} on {device_name(most)}, which no attempt has tried",
+        gpus=most if last.gpus else (),
+        batch_size=size,
+        gradient_accumulation_steps=accumulation,
+    )
 
 
 def cpu_fallback(context: FailureContext) -> Retry | None:
