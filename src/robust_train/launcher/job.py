@@ -316,9 +316,9 @@ class Job:
                 self.devices.queue.release()
         if self.decision is None:
             return self._end("completed", None)
-        if self.attempts[-1].cuda_cannot_work:
-            raise ConfigError(self.decision.reason)
         self.signals.raise_if_received()
+        if self.attempts[-1].cuda_cannot_work and self._engine is None:
+            raise ConfigError(self.decision.reason)
         return self._end("failed", self.decision.reason)
 
     def _find_executor(self) -> InlineExecutor | ProcessExecutor:
