@@ -64,8 +64,10 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     own = ours(cfg)
     chosen = {
         name: getattr(config.training, name)
-        for name in (*_CHOSEN, "effective_batch_size", "lr")
+        for name in (*_CHOSEN, "effective_batch_size")
     }
+    if config.trainer.scale_learning_rate is not None:
+        chosen["lr"] = config.training.lr
     if own is not cfg:
         write_to_theirs(cfg, chosen)
     with open_dict(own):
