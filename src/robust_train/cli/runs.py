@@ -159,9 +159,10 @@ def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
     grace_seconds = 0.0 if now else ORPHAN_GRACE_SECONDS
     stays = end_processes_of(run.holder.job, os.geteuid(), grace_seconds)
     if stays or is_held(run.run_dir):
-        who = f"{named(stays)} hangs in the kernel" if stays else "who, is not known"
-        problem = f"its launcher was killed, and a process of it stays: {who}"
-        raise CommandFailed(f"{run.id}: {problem}")
+        which = "a process that cannot be seen here holds its folder"
+        if stays:
+            which = f"{named(stays)} hangs in the kernel"
+        raise CommandFailed(f"{run.id}: its launcher was killed, but {which}")
     sentence = f"{run.id}: its launcher was killed; ended what was left: {left}"
     data = {"run": run.id, "before": run.status, "after": DIED}
     return Answer(data, [sentence])
