@@ -430,6 +430,28 @@ JOURNEYS: list[tuple[Any, ...]] = [
         "comm → give up",
         NO_CPU,
     ),
+    (
+        "diverged: back once, then a lower learning rate; progress renews both",
+        "0:20 // "
+        "diverged:has_checkpoint:reads_lr → before_it_diverged lr=1;"
+        "diverged:has_checkpoint:reads_lr → lower_learning_rate lr=0.5;"
+        "diverged:has_checkpoint:reads_lr → lower_learning_rate lr=0.25 | from it with 0.25 times;"
+        "diverged:has_checkpoint:reads_lr:saved=7 → before_it_diverged lr=0.25;"
+        "diverged:has_checkpoint:reads_lr → lower_learning_rate lr=0.125;"
+        "diverged:has_checkpoint:reads_lr → lower_learning_rate;"
+        "diverged:has_checkpoint:reads_lr → give up",
+        {"max_retries": 2},
+    ),
+    (
+        "diverged where nothing reads the rate",
+        "0:20 // diverged:has_checkpoint → before_it_diverged;diverged:has_checkpoint → give up",
+    ),
+    (
+        "diverged before any checkpoint",
+        "0:20 // diverged:reads_lr → lower_learning_rate lr=0.5 | from the beginning;"
+        "diverged:reads_lr → give up",
+        {"max_retries": 1},
+    ),
     ("a stop", "0:20 // stopped → give up"),
     ("a bug", "0:20 // oom → halve_batch; bug → give up"),
     (
@@ -648,7 +670,7 @@ def attempt_of(spec: AttemptSpec, text: str) -> Attempt:
             evidence["workers_hold_most"] = bool(int(value))
         elif name in ("cublas", "cudnn", "kernel"):
             evidence["library"] = name
-        elif name in ("own_limit", "no_workers"):
+        elif name in ("own_limit", "no_workers", "has_checkpoint", "reads_lr"):
             evidence[name] = True
         elif name in FIGURES:
             evidence[FIGURES[name]] = int(value) * GIB
@@ -695,6 +717,7 @@ def in_words(decision: Decision) -> set[str]:
         spec.device,
         f"workers={spec.num_workers}",
         f"pause={decision.pause_seconds:g}",
+        f"lr={spec.lr_factor:g}",
         "checkpointing" if spec.gradient_checkpointing else "plain",
     }
     if decision.otherwise is not None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from forked_ranks import of_forks
 from robust_train.attempt.run import Run
+from robust_train.config.schema import DivergenceConfig
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
@@ -28,6 +29,7 @@ accelerate = pytest.importorskip("accelerate", reason="the extra [transformers] 
 from robust_train.integrations import steering as in_step_of  # noqa: E402
 from robust_train.integrations import transformers_step  # noqa: E402
 from robust_train.integrations.steering import InStep  # noqa: E402
+from robust_train.model.errors import Diverged  # noqa: E402
 
 
 class Tagger(torch.nn.Module):
@@ -123,6 +125,31 @@ def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with
         for one, other in zip(split.others, whole.others, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
         assert split.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-5)
+
+
+class _Diverges(Tagger):
+    """Its loss is not finite from the fifth batch on, which is the first of step 3."""
+
+    batches = 0
+
+    def forward(self, x, labels, num_items_in_batch=None, **others):
+        self.batches += 1
+        found = super().forward(x, labels, num_items_in_batch)
+        factor = float("nan") if self.batches > 4 else 1.0
+        return {**found, "loss": factor * found["loss"]}
+
+
+def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path: Path, monkeypatch):
+    """The Trainer's own filter would log a mean in its place."""
+    made = Run.__init__
+
+    def with_divergence(run: Run, *args: object, **named: object) -> None:
+        made(run, *args, **named)
+        run.divergence = DivergenceConfig()
+
+    monkeypatch.setattr(Run, "__init__", with_divergence)
+    with pytest.raises(Diverged, match="the loss is nan since step 3; the last good one was"):
+        Fitted(tmp_path, _Diverges(Fuse(), sums=True), count=60)
 
 
 class Classifier(Tagger):

@@ -160,7 +160,7 @@ class Run:
         self._late_losses: LateFigures | None = None
         self._late_updates: LateFigures | None = None
         self._loss: Tensor | None = None  # of the step in progress
-        self._reports_loss = False
+        self._reports_loss = self._gets_losses = False
         self._skipped = self._skips_from = 0  # updates in a row, from this step on
         self._good_since = time.time()  # about when the last good loss was reported
         self._unsent: Progress | None = None
@@ -275,8 +275,7 @@ class Run:
         if self.memory_keeper is not None:
             self.memory_keeper.step_done(step)
         self.at_boundary("progress")
-        if (loss := scalars.get("loss")) is not None and self.divergence is not None:
-            self._reports_loss = True
+        if (loss := scalars.get("loss")) is not None and not self._gets_losses:
             self._see_loss(step, loss)
         total = None if total_steps is None else int(total_steps)
         self._unsent = Progress(step, total, scalars)
@@ -294,8 +293,17 @@ class Run:
         if unsent is not None:
             self.report(replace(unsent, metrics=plain(unsent.metrics)))
 
-    def _see_loss(self, step: int, loss: Any) -> None:
+    def look_at_loss(self, step: int, loss: float) -> None:
+        """Take the loss of a step, for who reports it with a later one: that of :meth:`progress` is
+        not looked at then."""
+        self._gets_losses = True
+        self._see_loss(step, loss)
+
+    def _see_loss(self, step: int, loss: Any, *, is_reported: bool = True) -> None:
         """Take the loss of a step; a tensor's is read a step later, where nothing waits for it."""
+        self._reports_loss = self._reports_loss or is_reported
+        if self.divergence is None:
+            return
         if hasattr(loss, "detach"):
             self._late_losses = self._late_losses or _late_figures()
             earlier = self._late_losses.swap(step, loss)
@@ -423,7 +431,7 @@ class Run:
             loss: Tensor = result[0] if isinstance(result, tuple) else result
             self._loss = loss if self._loss is None else self._loss + loss
             if not self._reports_loss and self._late_updates is None:
-                self._see_loss(1 + self._steps_done(), loss)
+                self._see_loss(1 + self._steps_done(), loss, is_reported=False)
         return result
 
     def step(

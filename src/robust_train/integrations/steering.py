@@ -68,15 +68,16 @@ class Steps:
         self._every = max(cfg.training.log_every_steps, 1)
         self._loss: dict[str, float] = {}
 
-    def log_loss(self, loss: float) -> None:
-        """Send ``loss`` with the next step that is passed on."""
+    def log_loss(self, step: int, loss: float) -> None:
+        """Take the loss of a step, and send it with the next one that is passed on."""
         self._loss = {"loss": loss}
+        self._run.look_at_loss(step, loss)
 
     def done(self, step: int, total_steps: int | None, loss: Any = None) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""
         # reading it waits for the GPU
         if loss is not None and step % self._every == 0:
-            self.log_loss(float(loss))
+            self.log_loss(step, float(loss))
         is_first = self._run.last_step is None
         if self._run.progress(step, total_steps=total_steps, **self._loss):
             self._loss = {}

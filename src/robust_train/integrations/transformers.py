@@ -95,6 +95,9 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
     _checkpoint_gradients(trainer, cfg)
+    if run.divergence is not None:
+        # it would log a mean in place of a loss that is not finite
+        trainer.args.logging_nan_inf_filter = False
     callback = RobustCallback(cfg, run)
     trainer.add_callback(callback)
     saving_through(
@@ -208,7 +211,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
         """Record what the Trainer logs in the journal."""
         figures = _numbers(logs or {})
         if "loss" in figures:
-            self._steps.log_loss(figures["loss"])
+            self._steps.log_loss(state.global_step, figures["loss"])
         self.run.record("metrics", {"step": state.global_step, **figures})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
