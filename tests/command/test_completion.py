@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +20,16 @@ done
 """
 
 
-def test_bash_completes_commands_keys_and_choices(capsys: pytest.CaptureFixture[str]):
+def test_bash_completes_commands_keys_choices_and_jobs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert main(["completion"]) == 0
+    (tmp_path / "1-token").mkdir()
+    (tmp_path / "1-token" / "state.json").write_text('{"id": "0-abcdef", "name": "a job"}\n')
+    monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path))
     expected = {
-        "robust-train ru": "run  runs ",
-        "robust-train run stat": "status ",
+        "robust-train ru": "run ",
+        "robust-train run --che": "--checkpoint ",
         "robust-train memory sn": "snapshot ",
         "robust-train memory clear --f": "--force ",
         "robust-train train model=lo": "lora ",
@@ -33,6 +39,8 @@ def test_bash_completes_commands_keys_and_choices(capsys: pytest.CaptureFixture[
         "python pretrain.py mod": "",
         "python train.py mod": "",
         "robust-train run -- python train.py mod": "",
+        "robust-train status 0-a": "0-abcdef ",
+        "robust-train stop --n": "--now ",
     }
     script = capsys.readouterr().out + _ASKS
     ended = subprocess.run(

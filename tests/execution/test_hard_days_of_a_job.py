@@ -109,7 +109,7 @@ def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
     process = world.with_libraries().start("trainer._target_=trainer_of_a_slow_library.train")
     server = ready(world)
     wait_until((world.run_dir / "state.json").exists, "the run can be found")
-    stop = [sys.executable, "-m", "robust_train.cli.main", "run", "stop", str(world.run_dir)]
+    stop = [sys.executable, "-m", "robust_train.cli.main", "stop", str(world.run_dir)]
     subprocess.run(stop, env=world.environ, check=True, capture_output=True)
     ended = world.end(process)
     assert ended.returncode == 143, ended.output

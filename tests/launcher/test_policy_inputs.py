@@ -42,7 +42,7 @@ def sizes(decision: Retry) -> tuple[int, int]:
 def test_a_job_whose_batch_was_halved_on_request_goes_on_with_that_after_it_was_killed():
     first = begin(policy(requested=32))
     assert sizes(first) == (32, 2)
-    requested = "micro-batch 32 instead of 64, as 'robust-train run halve-batch' requested"
+    requested = "micro-batch 32 instead of 64, as 'robust-train halve-batch' requested"
     assert requested in first.reason
     assert sizes(begin(policy(requested=32, training={"batch_size": 16}))) == (16, 1)
     # the effective batch is the user's: no part of it may be more, nor be too small

@@ -119,7 +119,7 @@ def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(
     asking.run.progress(2)
     error = asking.reply()["error"]
     assert "does not read run.checkpoint_requested" in error
-    assert "'robust-train run stop', which saves one first" in error
+    assert "'robust-train stop', which saves one first" in error
     assert not asking.run.checkpoint_requested
 
 

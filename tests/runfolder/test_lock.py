@@ -30,7 +30,7 @@ def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path: Path):
     line = str(refused.value)
     holder = read_holder(tmp_path)
     assert holder is not None
-    for words in (socket.gethostname(), f"pid {os.getpid()}", "since 2", "robust-train run stop"):
+    for words in (socket.gethostname(), f"pid {os.getpid()}", "since 2", "robust-train stop"):
         assert words in line
     assert "\n" not in line
     assert line == refusal(tmp_path)

@@ -16,7 +16,7 @@ from robust_train.folder import provenance
 from robust_train.folder.provenance import (
     public_command,
     public_variables,
-    this_command,
+    sweep_resume_command,
 )
 from robust_train.launcher.hydra_state import run_folder
 from world import World
@@ -159,9 +159,9 @@ def test_a_git_that_hangs_costs_its_answer_only(
 def test_the_command_goes_on_in_that_folder_whatever_it_is_called(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "lr=1", "hydra.run.dir=/other"])
-    *words, last = shlex.split(this_command("hydra.run.dir", Path(folder)))
-    assert words == ["python", "train.py", "lr=1"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "lr=1", "hydra.sweep.dir=/other"])
+    *words, last = shlex.split(sweep_resume_command(Path(folder), "/my work"))
+    assert words == ["cd", "/my work", "&&", sys.executable, "train.py", "lr=1"]
     override = OverridesParser.create().parse_override(last)
     value = override.value()
-    assert (override.key_or_group, getattr(value, "text", value)) == ("hydra.run.dir", folder)
+    assert (override.key_or_group, getattr(value, "text", value)) == ("hydra.sweep.dir", folder)

@@ -1,4 +1,4 @@
-"""``robust-train run VERB`` against runs in processes of their own.
+"""``robust-train VERB`` against runs in processes of their own.
 
 The runs are real commands; the verbs are carried out in this process, but for those in a terminal.
 """
@@ -68,7 +68,7 @@ class Host:
         stdout, stderr = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             try:
-                code = main(["run", *arguments])
+                code = main(list(arguments))
             except SystemExit as end:  # of argparse
                 code = end.code
         texts = (stdout.getvalue(), stderr.getvalue())
@@ -89,7 +89,7 @@ class Host:
     def in_terminal(self, *arguments: str) -> str:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
-            [sys.executable, "-m", "robust_train.cli.main", "run", *arguments],
+            [sys.executable, "-m", "robust_train.cli.main", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -135,12 +135,12 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     assert 0 < status["loss"] <= 1
     assert status["memory"]["resident"] > 0
     assert Path(status["run_dir"]) == world.run_dir
-    table = host.command("list")
+    table = host.command("ps", "--live")
     header, row = table.stdout.splitlines()
     assert header.split()[:4] == ["id", "state", "job", "where"]
     assert row.startswith(f"{status['id']}  running")
     assert "\x1b" not in table.stdout
-    assert status["id"] in host.in_terminal("list").splitlines()[1], "a line for each run"
+    assert status["id"] in host.in_terminal("ps", "--live").splitlines()[1], "a line for each run"
     shown = host.in_terminal("status", status["id"])
     assert "64 × 1" in shown
     assert str(world.run_dir) in shown
@@ -148,7 +148,7 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
         assert host.told("status", "--run", which)["id"] == status["id"]
     (world.folder / "go").touch()
     assert world.end(process).returncode == 0
-    assert host.told("list") == {"runs": []}
+    assert host.told("ps", "--live") == {"runs": []}
     ended = host.told("status", status["id"])
     assert (ended["state"], ended["exit_code"], ended["alive"]) == ("completed", 0, False)
     assert list((world.run_dir / "requests").iterdir()) == []
@@ -159,7 +159,7 @@ def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host
     worlds = [host.world(name) for name in ("first", "second")]
     for world in worlds:
         host.train(world, "saves_when_it_stops")
-    ids = [run["id"] for run in host.told("list")["runs"]][::-1]
+    ids = [run["id"] for run in host.told("ps", "--live")["runs"]][::-1]
     line = host.refused("stop")
     assert "2 runs of yours are alive; name one: " in line
     assert all(run_id in line for run_id in ids)
@@ -169,7 +169,9 @@ def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host
     assert ended.returncode == 143, ended.output
     assert ended.summary["status"] == "interrupted"
     assert Path(ended.summary["checkpoint"]).exists()
-    wait_until(lambda: [run["id"] for run in host.told("list")["runs"]] == ids[:1], "one is left")
+    wait_until(
+        lambda: [run["id"] for run in host.told("ps", "--live")["runs"]] == ids[:1], "one is left"
+    )
 
 
 def test_stop_a_second_time_has_to_be_meant(host: Host):
@@ -189,7 +191,7 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
         "training.epochs=2000", "training.checkpoint_every_minutes=600", "model.width=8"
     )
     host.started.append(process)
-    wait_until(lambda: host.told("list")["runs"], "it is alive")
+    wait_until(lambda: host.told("ps", "--live")["runs"], "it is alive")
     wait_until(lambda: host.told("status").get("step"), "it trains", 120)
     before = host.told("status")["step"]
     answer = host.told("checkpoint", "--wait", "120")
@@ -313,7 +315,7 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
     host.started.append(waiting)
 
     def as_listed() -> list[str]:
-        return [run["state"] for run in host.told("list")["runs"]]
+        return [run["state"] for run in host.told("ps", "--live")["runs"]]
 
     wait_until(lambda: as_listed() == ["waiting", "running"], "it waits")
     status = host.told("status", "--run", str(second.run_dir))
@@ -345,7 +347,13 @@ def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host:
     wait_until(lambda: host.told("status").get("step"), "it reports")
     status, before = host.told("status"), contents(world.run_dir, but="state.json memory.jsonl")
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))
-    words = (socket.gethostname(), f"pid {process.pid}", since, "hydra.run.dir", "run stop")
+    words = (
+        socket.gethostname(),
+        f"pid {process.pid}",
+        since,
+        "hydra.run.dir",
+        "robust-train stop",
+    )
     for script in ("train_robust.py", "train.py"):
         world.run(target, "device=cpu", "training.seed=7", script=script).was_refused(words)
     assert contents(world.run_dir, but="state.json memory.jsonl") == before, "Hydra's files too"
@@ -451,7 +459,7 @@ def test_a_job_of_several_ranks_takes_requests(host: Host):
         "training.batch_size=32",
     )
     host.started.append(process)
-    wait_until(lambda: host.told("list")["runs"], "it is alive")
+    wait_until(lambda: host.told("ps", "--live")["runs"], "it is alive")
     wait_until(lambda: host.told("status").get("step"), "it trains", 120)
     assert host.told("status")["ranks"] == 2
     assert Path(host.told("checkpoint", "--wait", "120")["path"]).is_file()

@@ -58,7 +58,7 @@ def test_the_queue_names_jobs_that_train_on_the_cpu(
     with open_folder(tmp_path / "one") as one, open_folder(tmp_path / "two"):
         one.attempt_starts(Attempt(1, AttemptSpec((), 64, 1)))
         assert main(["queue"]) == 0
-    said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train run list)\n"
+    said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train ps --live)\n"
     assert capsys.readouterr().out == said
 
 
@@ -66,7 +66,7 @@ def test_a_folder_whose_name_is_no_text_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with open_folder(tmp_path / os.fsdecode(b"\xff")) as folder:
-        assert main(["runs"]) == 0
+        assert main(["ps"]) == 0
         shown = capsys.readouterr().out
     assert folder.state.id in shown
     assert "\\udcff" in shown
@@ -149,9 +149,9 @@ def test_status_of_a_killed_launcher_says_died_with_its_last_state(
         assert (died.alive, died.status) == (False, "died")
         assert died.about()["last_state"] == "starting"
     for which in (run.id, str(tmp_path), str(tmp_path / "state.json")):
-        assert main(["run", "status", which]) == 0
+        assert main(["status", which]) == 0
         assert "died; the last state was starting" in capsys.readouterr().out
-    assert main(["run", "checkpoint", run.id]) == 1
+    assert main(["checkpoint", run.id]) == 1
     assert "no live run of yours" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""``robust-train runs``, ``logs`` and ``wait``, in this process, on folders as jobs leave them."""
+"""``robust-train ps``, ``logs`` and ``wait``, in this process, on folders as jobs leave them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(
     ended(tmp_path / "gone", "gone", "completed")
     shutil.rmtree(tmp_path / "gone")
     with open_folder(tmp_path / "d", "alive") as live:
-        assert main(["runs"]) == 0
+        assert main(["ps"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert main(["run", "list"]) == 0
+        assert main(["ps", "--live"]) == 0
         only_live = capsys.readouterr().out.splitlines()
-        assert main(["runs", "--json"]) == 0
+        assert main(["ps", "--json"]) == 0
         listed = json.loads(capsys.readouterr().out)["runs"]
     assert [line.split()[:3] for line in lines[1:5]] == [
         [live.state.id, "starting", "alive"],
@@ -62,8 +62,7 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(
     assert "0.875" in lines[4]
     assert "it broke" in lines[3]
     assert lines[5:] == [
-        f"{third} was interrupted: the host went down. To go on:",
-        f"  cd /w && train hydra.run.dir={tmp_path}/c",
+        f"{third} was interrupted: the host went down; to go on: robust-train resume {third}",
     ]
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
@@ -78,7 +77,7 @@ def test_on_a_terminal_a_run_has_a_line_without_the_folder_where_that_is_too_lon
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for columns, has_folder in ((80, False), (60, False), (400, True)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["runs"]) == 0
+        assert main(["ps"]) == 0
         _, line = capsys.readouterr().out.splitlines()
         assert len(line) <= columns
         assert (str(tmp_path) in line) is has_folder
@@ -90,11 +89,11 @@ def test_of_many_runs_the_newest_are_shown(
     monkeypatch.setattr("robust_train.cli.runs.USUALLY", 1)
     for name in ("one", "two"):
         ended(tmp_path / name, name, "completed")
-    assert main(["runs"]) == 0
+    assert main(["ps"]) == 0
     out = capsys.readouterr().out
     assert "two" in out
     assert "older runs: 1; --all shows them" in out
-    assert main(["runs", "--all"]) == 0
+    assert main(["ps", "--all"]) == 0
     assert "one" in capsys.readouterr().out
 
 
@@ -218,7 +217,7 @@ def test_wait_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_without_any_run_each_list_names_where_there_may_be_some(
     capsys: pytest.CaptureFixture[str],
 ):
-    assert main(["run", "list"]) == main(["runs"]) == 0
+    assert main(["ps", "--live"]) == main(["ps"]) == 0
     live, all_runs = capsys.readouterr().out.splitlines()
-    assert "robust-train runs lists earlier ones" in live
+    assert "robust-train ps lists earlier ones" in live
     assert all_runs == f"no run of yours is on the list in {state_directory()}"

@@ -56,8 +56,8 @@ class SweepWorld:
         return self.world.start(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
 
     def run_stop(self) -> subprocess.CompletedProcess[str]:
-        """Run ``robust-train run stop SWEEP_FOLDER``."""
-        return warm.robust_train("run", "stop", str(self.folder), environ=self.world.environ)
+        """Run ``robust-train stop SWEEP_FOLDER``."""
+        return warm.robust_train("stop", str(self.folder), environ=self.world.environ)
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for a sweep that was started."""

@@ -162,7 +162,7 @@ class AttemptRequests:
         if not waiting.knows_habits:
             return None
         run.withdraw_checkpoint_request(answer)
-        stops = " or 'robust-train run stop', which saves one first"
+        stops = " or 'robust-train stop', which saves one first"
         raise Refused(
             "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
             f"when it would anyway; wait for that{stops if run.is_cooperative else ''}"

@@ -57,7 +57,7 @@ class Command:
         options: its arguments, beside ``--help``.
         about: what it does in full; ``help`` if empty.
         epilog: ``module:NAME`` of a text to print below the options.
-        takes_program: a command line follows ``--``, as ``arguments.program``.
+        takes_program: a command line follows, as ``arguments.program``.
         parses_itself: the function takes the arguments as a list of strings.
     """
 
@@ -75,8 +75,18 @@ class Command:
         """The command with its positional arguments."""
         words = [self.name, *(each.placeholder for each in self.options)]
         if self.takes_program:
-            words.append("-- PROGRAM …")
+            words.append("PROGRAM …")
         return " ".join(word for word in words if word)
+
+    @property
+    def options_with_value(self) -> set[str]:
+        """The names of the options that a value follows."""
+        return {
+            name
+            for each in self.options
+            for name in each.names
+            if name.startswith("-") and each.settings.get("action") != "store_true"
+        }
 
 
 def load(reference: str) -> Any:

@@ -16,6 +16,7 @@ _RUN = option(
     help="which run; default: your only live one",
 )
 _WHICH_HELP = "id, run folder or job name; default: your only live job"
+_ENDED_HELP = "id, run folder, sweep folder or job name; default: the last that ended"
 _WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
 _SECONDS = checked(float, lambda n: 0 <= n < 1e6, "a number of seconds, 0 or more")
 _COUNT = checked(int, lambda n: n >= 1, "an integer of 1 or more")
@@ -134,51 +135,47 @@ _STARTING = (
         epilog="run_script:EPILOG",
         takes_program=True,
     ),
+    Command(
+        "resume",
+        "go on with a job or sweep that has ended",
+        "resume:resume",
+        (
+            option("which", nargs="?", metavar="RUN", help=_ENDED_HELP),
+            flag("--all", help="all that no one ended, in the background"),
+        ),
+        about="Go on with a job, script or sweep by its own command, in its own working directory, "
+        "with the environment of this command. --all: after a reboot, all jobs that were killed or "
+        "ended by a signal of the system. On a host with systemd, robust-train completion --help "
+        "shows a unit that does this at each start.",
+    ),
+    Command(
+        "init",
+        "write a new project that trains at once",
+        "set_up:init",
+        (option("dir", metavar="DIR", help="made if need be; nothing is overwritten"),),
+        about="Write a minimal project: config, trainer, justfile, README.",
+    ),
 )
 
 _WATCHING = (
-    Command("run list", "list your live runs", "runs:list_live", (_JSON,)),
     Command(
-        "run status",
-        "show the state of a run",
-        "runs:status",
-        (_WHICH, _RUN, _JSON),
-        about="Show the state of a live run, or the last state of one that ended: device, batch, "
-        "step, loss, last checkpoint, memory.",
-    ),
-    Command(
-        "run checkpoint",
-        "save a checkpoint at the next step",
-        "runs:request",
-        (_WHICH, _RUN, _WAIT, _JSON),
-    ),
-    Command(
-        "run halve-batch",
-        "halve the micro-batch, not the effective batch",
-        "runs:request",
-        (_WHICH, _RUN, _WAIT, _JSON),
-    ),
-    Command(
-        "run stop",
-        "save a checkpoint and end, as at SIGTERM",
-        "runs:stop",
-        (
-            _WHICH,
-            _RUN,
-            flag("--now", help="end a run that is stopping already"),
-            _JSON,
-        ),
-        about="Save a checkpoint and end, as at SIGTERM. RUN may be a sweep folder.",
-    ),
-    Command(
-        "runs",
+        "ps",
         "list your jobs, live and past",
-        "runs:list_all",
+        "runs:list_jobs",
         (
             _JSON,
             flag("--all", help="also those older than the newest 20"),
+            flag("--live", help="only those that are alive"),
         ),
         about="List your jobs, live and past, the newest first.",
+    ),
+    Command(
+        "status",
+        "show the state of a job",
+        "runs:status",
+        (_WHICH, _RUN, _JSON),
+        about="Show the state of a live job, or the last state of one that ended: device, batch, "
+        "step, loss, last checkpoint, memory.",
     ),
     Command(
         "logs",
@@ -213,6 +210,30 @@ _WATCHING = (
         (option("which", nargs="*", metavar="RUN", help=_WHICH_HELP),),
         about="Wait for jobs or sweeps to end. The exit code is that of the first that did not "
         "complete.",
+    ),
+    Command(
+        "checkpoint",
+        "save a checkpoint at the next step",
+        "runs:request",
+        (_WHICH, _RUN, _WAIT, _JSON),
+    ),
+    Command(
+        "halve-batch",
+        "halve the micro-batch, not the effective batch",
+        "runs:request",
+        (_WHICH, _RUN, _WAIT, _JSON),
+    ),
+    Command(
+        "stop",
+        "save a checkpoint and end, as at SIGTERM",
+        "runs:stop",
+        (
+            _WHICH,
+            _RUN,
+            flag("--now", help="end a job that is stopping already"),
+            _JSON,
+        ),
+        about="Save a checkpoint and end, as at SIGTERM. RUN may be a sweep folder.",
     ),
 )
 
@@ -386,23 +407,33 @@ _MORE = (
         "would.",
     ),
     Command(
-        "init",
-        "write a new project that trains at once",
-        "set_up:init",
-        (option("dir", metavar="DIR", help="made if need be; nothing is overwritten"),),
-        about="Write a minimal project: config, trainer, justfile, README.",
-    ),
-    Command(
         "completion",
         "print shell completion for bash and zsh",
         "set_up:completion",
-        about="Print a script that completes commands, keys and choices in bash and zsh.",
+        about="Print a script that completes commands, keys, choices and jobs in bash and zsh.",
+        epilog="resume:UNIT",
     ),
 )
 
-COMMANDS = {
-    command.name: command for command in (*_STARTING, *_WATCHING, *_MACHINE, *_MORE)
+GROUPS = {
+    "start": _STARTING,
+    "watch": _WATCHING,
+    "machine": _MACHINE,
+    "more": _MORE,
 }
+"""The commands as ``--help`` lists them."""
+
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
+
+NOW = {
+    "runs": "ps",
+    "run list": "ps --live",
+    "run status": "status",
+    "run checkpoint": "checkpoint",
+    "run halve-batch": "halve-batch",
+    "run stop": "stop",
+}
+"""Spellings of 0.2, which work until 0.4, and those of today."""
 
 GONE = {
     "plan": "training.batch_size=auto finds the largest batch that fits; "

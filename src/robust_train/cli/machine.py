@@ -280,7 +280,7 @@ def _empty(path: Path) -> str:
     states = [run.state for run in find_live_runs()]
     if on_cpu := sum(state is not None and state.device == "cpu" for state in states):
         jobs = "1 job runs" if on_cpu == 1 else f"{on_cpu} jobs run"
-        return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train run list)"
+        return f"no job holds or waits for a GPU; {jobs} on the CPU (robust-train ps --live)"
     return f"no job holds or waits for a GPU (queue directory {path})"
 
 

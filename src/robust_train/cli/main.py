@@ -7,21 +7,23 @@ import difflib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import robust_train
 from robust_train.cli.command import Answer, Command, CommandFailed, load
-from robust_train.cli.commands import COMMANDS, GONE, members_of
+from robust_train.cli.commands import COMMANDS, GONE, GROUPS, NOW, members_of
 from robust_train.host.screen import open_closed_streams
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
 _COLUMNS = 78
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,19 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in _HELP:
-        print(_listing(COMMANDS.values()))
+        print(_listing(GROUPS))
         return 0 if words else EXIT_BAD_CONFIG
     if words[0] == "--version":
         print(f"robust-train {robust_train.__version__}")
         return 0
+    words = _todays(words)
     members = {} if words[0] in COMMANDS else members_of(words[0])
     if members and _HELP & set(words[1:2]):
-        print(_listing(members.values()))
+        print(_listing({"commands": tuple(members.values())}))
         return 0
     command, rest = find(words)
     if command.parses_itself:
         return int(load(command.function)(rest))
-    if _HELP & set(_split(rest)[0]):
+    if _HELP & set(_split(command, rest)[0]):
         print(parser_of(command).format_help(), end="")
         return 0
     arguments = parse(command, rest)
@@ -91,16 +94,13 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     Raises CommandFailed if there is no such command; it names the one that was probably meant.
     """
     first, second = words[0], words[1] if words[1:] else ""
-    command = COMMANDS.get(first)
-    members = {} if "--" in words else members_of(first)
+    members = members_of(first)
     if second in members:
         return members[second], list(words[2:])
     if near := difflib.get_close_matches(second, members, n=1):
         problem = f"{first}: {second}: did you mean {near[0]}?"
-        if command is not None and command.takes_program:
-            problem += f" To run a program: -- {second}"
-    elif command is not None:
-        return command, list(words[1:])
+    elif first in COMMANDS:
+        return COMMANDS[first], list(words[1:])
     elif first in GONE:
         problem = f"{first} is gone: {GONE[first]}"
     elif members:
@@ -109,6 +109,19 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     else:
         problem = f"{first}: no such command; {_meant(first)}"
     raise CommandFailed(problem, EXIT_BAD_CONFIG)
+
+
+def _todays(words: Sequence[str]) -> list[str]:
+    """Return a command line in today's spelling; name it on stderr where that differs."""
+    for length in (2, 1) if "--" not in words else ():
+        before = " ".join(words[:length])
+        if before in NOW:
+            print(
+                f"robust-train {before} is now: robust-train {NOW[before]}",
+                file=sys.stderr,
+            )
+            return [*NOW[before].split(), *words[length:]]
+    return list(words)
 
 
 def _meant(word: str) -> str:
@@ -129,7 +142,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:
-    """Return the parser of a command's arguments, without a program after ``--``."""
+    """Return the parser of a command's arguments, without the program that it runs."""
     epilog = load(command.epilog) if command.epilog else ""
     if members := " | ".join(members_of(command.name)):
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
@@ -143,7 +156,9 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     )
     if command.takes_program:
         options = "[OPTIONS] [KEY=VALUE …]"
-        parser.usage = f"robust-train {command.name} {options} -- PROGRAM [ARGUMENT …]"
+        parser.usage = (
+            f"robust-train {command.name} {options} [--] PROGRAM [ARGUMENT …]"
+        )
     for each in command.options:
         parser.add_argument(*each.names, **each.settings)
     parser.set_defaults(command=command.name)
@@ -154,51 +169,46 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command; raise CommandFailed for a mistake."""
     if not command.takes_program:
         return parser_of(command).parse_args(words)
-    own, program = _split(words)
-    arguments = parser_of(command).parse_args(_joined(command, own))
+    own, program = _split(command, words)
+    arguments = parser_of(command).parse_args(own)
     arguments.program = program
     return arguments
 
 
-def _joined(command: Command, words: Sequence[str]) -> list[str]:
-    """Return the words with an option that takes another program's arguments joined to its value,
-    which may look like an option."""
-    takes = {
-        name
-        for each in command.options
-        for name in each.names
-        if each.settings.get("metavar") == "ARGUMENTS"
-    }
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1] in takes:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
+def _split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the command itself, and those of the program that it runs.
+
+    The program begins after ``--``, or with the first word that is no option, no option's value
+    and no KEY=VALUE.
+    """
+    if not command.takes_program:
+        return list(words), []
+    own: list[str] = []
+    rest = list(words)
+    while rest and (rest[0].startswith("-") or _OVERRIDE.match(rest[0])):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word in command.options_with_value and rest:
+            word += f"={rest.pop(0)}"  # a value may begin with a dash
+        own.append(word)
+    return own, rest
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after ``--``."""
-    at = words.index("--") if "--" in words else len(words)
-    return list(words[:at]), list(words[at + 1 :])
-
-
-def _listing(commands: Iterable[Command]) -> str:
+def _listing(groups: Mapping[str, Iterable[Command]]) -> str:
     """Return usage and help of commands, a line each."""
-    shown = {command.usage: command.help for command in commands}
-    width = max(map(len, shown))
-    lines = [f"  {usage.ljust(width)}  {text}" for usage, text in shown.items()]
-    return "\n".join(
-        [
-            "usage: robust-train COMMAND [OPTIONS]",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "robust-train COMMAND --help shows the options of a command.",
-        ]
-    )
+    shown = {
+        title: {command.usage: command.help for command in commands}
+        for title, commands in groups.items()
+    }
+    width = max(len(usage) for lines in shown.values() for usage in lines)
+    parts = ["usage: robust-train COMMAND [OPTIONS]"]
+    for title, lines in shown.items():
+        parts.append(f"\n{title}:")
+        parts += [f"  {usage.ljust(width)}  {text}" for usage, text in lines.items()]
+    parts.append("\nrobust-train COMMAND --help shows the options of a command;")
+    parts.append("robust-train --version shows the version.")
+    return "\n".join(parts)
 
 
 def _exit_code_of(error: Exception) -> int:

@@ -1,5 +1,5 @@
-"""``robust-train runs``, ``run list | status | checkpoint | halve-batch | stop``, ``logs``,
-``attach`` and ``wait``: a user's jobs, live and past."""
+"""``robust-train ps | status | logs | attach | wait | checkpoint | halve-batch | stop``: a user's
+jobs, live and past."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, mib, shortened
-from robust_train.sweep.record import SWEEP_FILE, read_table, short_result
+from robust_train.sweep.record import (
+    COMPLETED,
+    SWEEP_FILE,
+    read_table,
+    short_result,
+)
 
 _COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 USUALLY = 20
@@ -53,17 +58,14 @@ _SENTENCES = {
 About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
-def list_live(arguments: Namespace) -> Answer:
-    """List the user's live runs, the newest first."""
-    return _listed(
-        find_live_runs()[::-1],
-        "no run of yours is alive on this machine; robust-train runs lists earlier ones",
-        all_of_them=True,
-    )
-
-
-def list_all(arguments: Namespace) -> Answer:
+def list_jobs(arguments: Namespace) -> Answer:
     """List the user's jobs, live and past, the newest first."""
+    if arguments.live:
+        return _listed(
+            find_live_runs()[::-1],
+            "no run of yours is alive on this machine; robust-train ps lists earlier ones",
+            all_of_them=True,
+        )
     nothing = f"no run of yours is on the list in {run_list.state_directory()}"
     return _listed(find_runs()[::-1], nothing, all_of_them=arguments.all)
 
@@ -88,9 +90,9 @@ def _listed(runs: Sequence[KnownRun], nothing: str, *, all_of_them: bool) -> Ans
     if len(shown) < len(runs):
         lines.append(f"older runs: {len(runs) - len(shown)}; --all shows them")
     for run in shown:
-        if run.status == DIED and run.state is not None and run.state.resume_command:
-            lines.append(f"{run.id} was interrupted: {run.why_died}. To go on:")
-            lines.append(f"  {run.state.resume_command}")
+        if run.status == DIED:
+            how = f"to go on: robust-train resume {run.id}"
+            lines.append(f"{run.id} was interrupted: {run.why_died}; {how}")
     return Answer({"runs": listed}, lines)
 
 
@@ -131,7 +133,7 @@ def status(arguments: Namespace) -> Answer:
 def request(arguments: Namespace) -> Answer:
     """Have a live run do at its next step what the command is called after."""
     run = choose_run(arguments.run or arguments.which)
-    verb = arguments.command.partition(" ")[2].replace("-", "_")
+    verb = arguments.command.replace("-", "_")
     answer = requests.ask(run, verb, wait_seconds=arguments.wait)
     sentence = _SENTENCES[verb].format(run=run, **answer)
     return Answer({"run": run.id, **answer}, [sentence])
@@ -212,7 +214,12 @@ def _facts(run: KnownRun, about: About) -> dict[str, Json]:
         "last checkpoint": about.get("checkpoint"),
         "memory": used or None,
         "started": f"{as_clock(int(about['seconds']))} ago" if run.alive else None,
+        "to go on": f"robust-train resume {run.id}" if _is_unfinished(run) else None,
     }
+
+
+def _is_unfinished(run: KnownRun) -> bool:
+    return not run.alive and run.status != COMPLETED
 
 
 def _batch(about: About) -> str | None:

@@ -141,7 +141,12 @@ def report(arguments: Namespace) -> Answer:
 
 _OF_HYDRA = ["hydra/launcher=gpu_queue", "hydra.run.dir=", "hydra.sweep.dir="]
 _SCRIPT = """\
-# robust-train completion: commands, options, keys and choices
+# robust-train completion: commands, options, keys, choices and jobs
+_robust_train_jobs() {{
+    local state="${{XDG_STATE_HOME:-${{HOME-}}/.local/state}}/robust-train/runs"
+    sed -En 's/^."id": "([^"]*)".*/\\1/p' \\
+        "${{ROBUST_TRAIN_STATE_DIR:-$state}}"/*/state.json 2> /dev/null || :
+}}
 _robust_train() {{
     local line="${{COMP_LINE:0:$COMP_POINT}}" words="" IFS=$'\\n'
     local cur="${{line##* }}"
@@ -204,11 +209,15 @@ def completion(arguments: Namespace) -> int:
 def _case(name: str) -> str:
     """Return the line for the words that may follow a command; empty if there are none."""
     words = list(members_of(name))
-    for each in COMMANDS[name].options if name in COMMANDS else ():
+    options = COMMANDS[name].options if name in COMMANDS else ()
+    for each in options:
         if each.settings.get("help") != SUPPRESS:
             words += [word for word in each.names if word.startswith("--")]
     escaped = f"robust-train {name} ".replace(" ", "\\ ")
-    return f"        {escaped}*) words={_words(words)} ;;" if words else ""
+    case = f"        {escaped}*) words={_words(words)}"
+    if any(each.names[0] == "which" for each in options):
+        case += "$'\\n'\"$(_robust_train_jobs)\""
+    return f"{case} ;;" if words else ""
 
 
 def _words(words: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,45 +231,64 @@ def _found(pattern: str, file: str | Path) -> str | None:
     return None
 
 
+_OURS = ("robust-train", "robust_train.cli.main")
 _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 
-def this_command(
-    key: str, folder: Path, shown: Callable[[Sequence[str]], list[str]] = list
-) -> str:
+def resume_command(run_dir: Path) -> str | None:
+    """Return the shell command that resumes this process's job from any working directory; None
+    if it holds a secret, if no command of ours started the job, or for a part of a sweep."""
+    if HydraConfig.initialized():
+        hydra = HydraConfig.get()
+        if hydra.mode == RunMode.MULTIRUN:
+            return None
+        return _with_folder("hydra.run.dir", run_dir, str(hydra.runtime.cwd))
+    words = command()
+    arguments = _of_run(words)
+    if not arguments:
+        return None
+    if not any(word.startswith("--run-dir") for word in words):
+        words[arguments:arguments] = ["--run-dir", str(run_dir)]
+    return _from(os.getcwd(), words)
+
+
+def sweep_resume_command(folder: Path, cwd: str) -> str | None:
+    """Return the shell command that resumes this process's sweep; None if it holds a secret."""
+    return _with_folder("hydra.sweep.dir", folder, cwd)
+
+
+def resumed_by_hand(run_dir: Path) -> str:
+    """Return how the job of this process is resumed that has no resume command."""
+    if HydraConfig.initialized():
+        return f"the same command (its secret is not kept) with hydra.run.dir={run_dir}"
+    if _of_run(command()):
+        return f"the same command (its secret is not kept) with --run-dir {run_dir}"
+    return f"launch(…, run_dir={str(run_dir)!r})"
+
+
+def _of_run(words: Sequence[str]) -> int:
+    """Return where the arguments of ``robust-train run`` begin; 0 in any other command."""
+    program = 2 if words[1:2] == ["-m"] else 1
+    is_ours = "".join(words[program : program + 1]).endswith(_OURS)
+    is_run = is_ours and words[program + 1 : program + 2] == ["run"]
+    return program + 2 if is_run else 0
+
+
+def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
     """Return the command of this process with a folder for ``key``."""
-    words = [word for word in shown(command()) if not word.startswith(f"{key}=")]
     path = str(folder)
     if not _PLAIN.fullmatch(path):  # a bracket or comma has a meaning in an override
         path = '"{}"'.format(path.replace('"', r"\""))
-    return shlex.join([*words, f"{key}={path}"])
+    kept = [word for word in command() if not word.startswith(f"{key}=")]
+    return _from(cwd, [*kept, f"{key}={path}"])
 
 
-def resume_command(run_dir: Path) -> str | None:
-    """Return :func:`how_to_go_on` for any working directory, for a file: without secrets."""
-    same = how_to_go_on(run_dir, shown=public_command)
-    if same is None or same.startswith("launch("):
-        return same
-    cwd = HydraConfig.get().runtime.cwd if HydraConfig.initialized() else os.getcwd()
-    return f"cd {shlex.quote(str(cwd))} && {same}"
-
-
-def how_to_go_on(
-    run_dir: Path, shown: Callable[[Sequence[str]], list[str]] = list
-) -> str | None:
-    """Return the command that resumes a job; None if it is a part of a sweep."""
-    words = shown(command())
-    if HydraConfig.initialized():
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            return None
-        return this_command("hydra.run.dir", run_dir, shown)
-    if "--" in words and "run" in words[: words.index("--")]:
-        split = words.index("--")
-        if not any(word.startswith("--run-dir") for word in words[:split]):
-            words[split:split] = ["--run-dir", str(run_dir)]
-    else:
-        return f"launch(…, run_dir={str(run_dir)!r})"
-    return shlex.join(words)
+def _from(cwd: str, words: list[str]) -> str | None:
+    if public_command(words) != words:
+        return None
+    # the interpreter by its path, for another PATH would find another one
+    same = shlex.join([sys.executable, *words[1:]])
+    return f"cd {shlex.quote(cwd)} && {same}"
 
 
 def command() -> list[str]:

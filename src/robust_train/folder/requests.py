@@ -197,7 +197,7 @@ def ask(
     if reply is None:
         raise StillQueued(
             f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
-            "is carried out when one does (robust-train run status shows its progress)"
+            "is carried out when one does (robust-train status shows its progress)"
         )
     if "error" in reply:
         raise ControlError(f"{run.id}: {reply['error']}")

@@ -36,7 +36,7 @@ log = logging.getLogger("robust_train")
 
 STATE_FILE = "state.json"
 FINAL = frozenset({"completed", "failed", "no_device", "interrupted"})
-REQUESTED = "requested by 'robust-train run halve-batch'"
+REQUESTED = "requested by 'robust-train halve-batch'"
 """Why a micro-batch changed on request, as the event has it."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
@@ -68,12 +68,13 @@ class RunState:
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
     longest_pause: float | None = None  # between two reports of progress, seconds
-    # the micro-batch that `robust-train run halve-batch` has led to, for the next launch too
+    # the micro-batch that `robust-train halve-batch` has led to, for the next launch too
     requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    # what goes on with the job after it was interrupted
+    # of `robust-train resume`; None if no command of ours started the job
     resume_command: str | None = None
+    was_asked_to_end: bool = False  # by a person, as far as is known
 
     def seconds(self, now: float) -> float:
         """Return the duration of all launches of the job until ``now``."""

@@ -131,7 +131,7 @@ def job_text(job: str, name: str, folder: Path) -> str:
         f"  robust-train attach {job}     show it; Ctrl-C leaves it running",
         f"  robust-train logs -f {job}    follow its output",
         f"  robust-train wait {job}       wait for its end and exit code",
-        f"  robust-train run stop {job}   save a last checkpoint and end",
+        f"  robust-train stop {job}       save a last checkpoint and end",
     )
     return "\n".join(lines)
 
@@ -140,10 +140,10 @@ def sweep_text(folder: Path) -> str:
     """Return what the foreground shows of a sweep."""
     lines = (
         f"the sweep goes on in the background (pid {os.getpid()}); sweep folder: {folder}",
-        "  robust-train runs             list its jobs with your others",
+        "  robust-train ps               list its jobs with your others",
         f"  tail -f {folder}/{OUTPUT_FILE}",
         f"  robust-train wait {folder}",
-        f"  robust-train run stop {folder}",
+        f"  robust-train stop {folder}",
     )
     return "\n".join(lines)
 

@@ -83,7 +83,7 @@ def _program_text(path: Path) -> str:
 def policy_settings(
     config: RobustConfig,
     found_sizes: Mapping[str, int] | None = None,  # by probes, by kind of device
-    requested_size: int | None = None,  # what `robust-train run halve-batch` led to
+    requested_size: int | None = None,  # what `robust-train halve-batch` led to
     used: Collection[str] | None = None,  # values of an attempt that reach its script
 ) -> PolicySettings:
     """Return what the decisions of a job depend on."""

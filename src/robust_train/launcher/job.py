@@ -39,7 +39,7 @@ from robust_train.folder.identity import (
     refuse_other_version,
     resume_from,
 )
-from robust_train.folder.provenance import how_to_go_on
+from robust_train.folder.provenance import resumed_by_hand
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.host.engine import guest_rank
@@ -590,9 +590,16 @@ class Job:
         self.folder.ended(status, reason, exit_code)
         write_report(found := read_sources(self.run_dir))
         if status != "failed" or exit_code is None:  # else the caller prints one line
-            same = how_to_go_on(self.run_dir) if self.config.resume else None
-            narration.show_end(summary, found, self._explain, same)
+            narration.show_end(summary, found, self._explain, self._how_to_go_on())
         return summary
+
+    def _how_to_go_on(self) -> str:
+        """Return what resumes the job; empty if nothing does, or its sweep does."""
+        if not self.config.resume or sweep_folder() is not None:
+            return ""
+        if self.folder.state.resume_command is None:
+            return resumed_by_hand(self.run_dir)
+        return f"robust-train resume {self.folder.state.id}"
 
 
 def _first(beginning: Beginning, policy: PolicySettings, group: Group) -> Retry:

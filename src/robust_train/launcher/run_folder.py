@@ -238,12 +238,17 @@ class RunFolder:
     ) -> None:
         """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = _EXIT_CODES.get(status) if exit_code is None else exit_code
-        if self._is_counted and (
-            code == EXIT_BAD_CONFIG or self._is_users_stop(status)
-        ):
+        was_asked = self._is_users_stop(status)
+        if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
             self._is_counted = False
             count_launch(self._run_dir, -1)
-        self._change(state=status, reason=reason, exit_code=code, waiting=None)
+        self._change(
+            state=status,
+            reason=reason,
+            exit_code=code,
+            waiting=None,
+            was_asked_to_end=was_asked,
+        )
 
     def _is_users_stop(self, status: str) -> bool:
         """Return whether a person has ended the job, by all that is known, not a scheduler."""

@@ -137,7 +137,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
 def halve_batch_on_request(context: FailureContext) -> Retry:
     """Half the micro-batch on the same device because the user asks for it."""
     action = "halve_batch_on_request"
-    why, size = "requested by 'robust-train run halve-batch': ", context.last.batch_size
+    why, size = "requested by 'robust-train halve-batch': ", context.last.batch_size
     problem = f"micro-batch {size} is the smallest already"
     if not context.last.has_batch:
         problem = "the command has no {batch_size}"

@@ -34,7 +34,7 @@ class PolicySettings:
     can_checkpoint: bool = False
     # micro-batches that earlier launches found, by kind of device
     found_sizes: Mapping[str, int] = field(default_factory=dict)
-    # the one that `robust-train run halve-batch` led to in an earlier launch; 0: none
+    # the one that `robust-train halve-batch` led to in an earlier launch; 0: none
     requested_size: int = 0
 
     @classmethod

@@ -55,7 +55,7 @@ def show_end(
     summary: Summary,
     found: Sources,
     explain: Callable[[Summary], object],
-    how_to_go_on: str | None,
+    how_to_go_on: str,
 ) -> None:
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
     if summary.attempts:
@@ -145,7 +145,7 @@ def gpu_memory_summary(attempt: Attempt) -> str | None:
     return "\n".join(lines)
 
 
-def conclude(summary: Summary, how_to_go_on: str | None = None) -> None:
+def conclude(summary: Summary, how_to_go_on: str = "") -> None:
     """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
     the job's, in all its launches."""
     wall = summary.wall_seconds or 0.0

@@ -288,9 +288,7 @@ class GpuQueue:
             self._pass_on(self._received.popleft())
         if self._stopping is None and sweep_stop_requested(self._folder):
             self._stopping = "request"  # which the jobs see as well
-            log.info(
-                "robust-train run stop: no more jobs start, running ones are stopped"
-            )
+            log.info("robust-train stop: no more jobs start, running ones are stopped")
         for job in list(self._running):
             if job.process is None or job.process.exitcode is None:
                 continue

@@ -279,6 +279,7 @@ class SweepTable:
     wall_seconds: float | None = None
     jobs: tuple[SweepRow, ...] = ()
     schema: int = SCHEMA
+    resume_command: str | None = None  # a shell command, for any working directory
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""

@@ -29,7 +29,7 @@ from robust_train.compat import returned_or_raised
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.files import plain, set_aside
 from robust_train.folder.lock import RunLock, read_holder, refusal, wait_until_free
-from robust_train.folder.provenance import this_command
+from robust_train.folder.provenance import sweep_resume_command
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import read_summary
 from robust_train.host.engine import guest_rank
@@ -116,6 +116,7 @@ class Sweep:
     launcher: str  # name of Hydra's launcher
     lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
     notifier: Notifier
+    resume_command: str | None
     # jobs that our launcher knows of, by number
     planned: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -189,10 +190,11 @@ class HydraSession:
         id_ = uuid.uuid4().hex
         lock = _lock(folder, id_)
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
-        sweep = Sweep(id_, folder, launcher, lock, notifier)
+        resume_command = sweep_resume_command(folder, str(config.hydra.runtime.cwd))
+        sweep = Sweep(id_, folder, launcher, lock, notifier, resume_command)
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
-        SweepTable(id_, launcher).write(folder)
+        SweepTable(id_, launcher, resume_command=resume_command).write(folder)
         self.sweep, self.exit_code = sweep, 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
@@ -222,7 +224,15 @@ class HydraSession:
         self.note(code)
         seconds = time.monotonic() - sweep.started
         wall = round(seconds, 3)
-        table = SweepTable(sweep.id, sweep.launcher, ENDED, code, wall, tuple(rows))
+        table = SweepTable(
+            sweep.id,
+            sweep.launcher,
+            ENDED,
+            code,
+            wall,
+            tuple(rows),
+            resume_command=sweep.resume_command,
+        )
         try:
             table.write(folder)
             (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
@@ -235,7 +245,11 @@ class HydraSession:
         with contextlib.suppress(OSError, ValueError):
             print(f"sweep:\n{screen_table(rows)}\n{ended}\nsweep folder: {folder}")
             if code:
-                print(f"to go on: {this_command('hydra.sweep.dir', folder)}")
+                if sweep.resume_command is None:
+                    same = "the same command (its secret is not kept) with"
+                    print(f"to go on: {same} hydra.sweep.dir={folder}")
+                else:
+                    print(f"to go on: robust-train resume {folder}")
             sys.stdout.flush()
 
 
@@ -253,7 +267,7 @@ def _lock(folder: Path, sweep: str) -> RunLock:
         raise type(error)(
             f"sweep folder {folder} is in use by the sweep of {holder.user} on {holder.host}, pid "
             f"{holder.pid}, since {since}; choose another hydra.sweep.dir, or stop that sweep: "
-            f"robust-train run stop {folder}"
+            f"robust-train stop {folder}"
         ) from error
 
 

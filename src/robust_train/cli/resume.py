@@ -1,0 +1,145 @@
+"""``robust-train resume``: go on with jobs and sweeps by their own commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+from robust_train.cli.command import Answer, CommandFailed
+from robust_train.folder.lock import is_held
+from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
+from robust_train.launcher.detach import OUTPUT_FILE, past_logout
+from robust_train.model.errors import EXIT_TRY_LATER
+from robust_train.sweep.record import COMPLETED, SWEEP_FILE, read_table
+
+UNIT = """
+a unit that resumes your jobs whenever the host starts
+(~/.config/systemd/user/robust-train-resume.service):
+
+  [Unit]
+  Description=Resume jobs of robust-train
+  [Service]
+  Type=oneshot
+  RemainAfterExit=yes
+  KillMode=process
+  ExecStart=/path/to/your/environment/bin/robust-train resume --all
+  [Install]
+  WantedBy=default.target
+
+  systemctl --user enable robust-train-resume; loginctl enable-linger
+"""
+
+
+def resume(arguments: Namespace) -> Answer:
+    """Become the command that resumes what is meant, or start all of them in the background."""
+    if arguments.all:
+        if arguments.which:
+            raise CommandFailed(f"--all or {arguments.which}, not both")
+        return _resume_all()
+    which = arguments.which
+    if which and os.path.isfile(Path(which) / SWEEP_FILE):
+        command = _of_sweep(Path(which).resolve())
+    else:
+        command = _of_job(_meant(which))
+    print(command, flush=True)
+    return os.execvp("sh", _words_of(command))
+
+
+def _meant(which: str | None) -> KnownRun:
+    if which is not None:
+        return choose_run(which, dead_too=True)
+    ended = [run for run in find_runs() if not run.alive and run.status != COMPLETED]
+    if not ended:
+        raise CommandFailed("no job of yours has ended before it was complete")
+    return ended[-1]
+
+
+def _of_job(run: KnownRun) -> str:
+    """Return the command that resumes a job; that of its sweep if it is a part of one."""
+    if run.alive:
+        raise CommandFailed(f"{run.id} is alive: robust-train attach {run.id} shows it")
+    if run.status == COMPLETED:
+        raise CommandFailed(f"{run.id} has completed: nothing is left to do")
+    if (sweep := _sweep_of(run)) is not None:
+        return _of_sweep(sweep)
+    if run.state is None or run.state.resume_command is None:
+        raise CommandFailed(
+            f"{run.id} has no command to repeat: it was a call of launch(), or the command held a "
+            f"secret, which is not kept; repeat it yourself with the run folder {run.run_dir}"
+        )
+    return run.state.resume_command
+
+
+def _sweep_of(run: KnownRun) -> Path | None:
+    """Return the sweep folder that a job's folder lies in."""
+    parents = run.run_dir.parents
+    return next((folder for folder in parents if (folder / SWEEP_FILE).is_file()), None)
+
+
+def _of_sweep(folder: Path) -> str:
+    """Return the command that resumes a sweep."""
+    table = read_table(folder)
+    if is_held(folder):
+        raise CommandFailed(f"{folder}: this sweep is alive")
+    if table is None or table.resume_command is None:
+        raise CommandFailed(
+            f"{folder}: {SWEEP_FILE} names no command, for example because it held a secret; "
+            f"repeat it yourself with hydra.sweep.dir={folder}"
+        )
+    if table.exit_code == 0:
+        raise CommandFailed(
+            f"{folder}: this sweep has completed: nothing is left to do"
+        )
+    return table.resume_command
+
+
+def _resume_all() -> Answer:
+    """Start in the background what no one has ended."""
+    lines, warnings, resumed, started = [], [], [], set[str]()
+    for run in find_runs():
+        if run.alive or not run.is_here or not _ended_by_itself(run):
+            continue
+        try:
+            command = _of_job(run)
+        except CommandFailed as problem:
+            warnings.append(str(problem))
+            continue
+        if command not in started:  # a sweep has many jobs
+            started.add(command)
+            _start(command, run.run_dir / OUTPUT_FILE)
+            resumed.append(run.id)
+            lines.append(f"{run.id} resumes in the background; {run.run_dir}")
+    lines.append(
+        "robust-train ps shows them" if resumed else "nothing is to be resumed"
+    )
+    return Answer({"resumed": resumed}, lines, warnings)
+
+
+def _ended_by_itself(run: KnownRun) -> bool:
+    """Return whether a job was killed, ended by the system's signal, or found no device."""
+    state = run.state
+    if run.status == DIED or state is None:
+        return run.status == DIED
+    if state.state == "interrupted":
+        return not state.was_asked_to_end
+    return state.exit_code == EXIT_TRY_LATER
+
+
+def _start(command: str, output: Path) -> None:
+    """Start a command that outlives this one and the user's session."""
+    prefix, _ = past_logout()
+    with output.open("ab") as file:
+        subprocess.Popen(
+            [*prefix, *_words_of(command)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def _words_of(command: str) -> list[str]:
+    """Return how the shell becomes the job, so that it gets signals and gives the exit code."""
+    return ["sh", "-c", command.replace(" && ", " && exec ", 1)]

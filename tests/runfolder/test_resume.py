@@ -1,0 +1,117 @@
+"""``robust-train resume`` of scripts and sweeps that real signals have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import warm
+from robust_train.cli.main import main
+from robust_train.folder.run_list import find_runs
+from sweep_world import SweepWorld
+from world import ROOT, World, wait_until
+
+COUNTS = """
+import os, pathlib, time
+count = pathlib.Path("count")
+for step in range(int(count.read_text()) if count.exists() else 0, 3):
+    count.write_text(str(step))
+    print("step", step, flush=True)
+    while step == 1 and not os.path.exists("go"):
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a script that halts at its second step until there is a file ``go``."""
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    (folder / "counts.py").write_text(COUNTS)
+    monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
+    return folder
+
+
+def start(here: Path, name: str) -> subprocess.Popen[bytes]:
+    """Start the script, without ``--`` before it, and wait for its second step."""
+    (here / "count").unlink(missing_ok=True)
+    options = ["--no-wait", "--name", name, "--checkpoint", "count"]
+    command = [sys.executable, "-m", "robust_train.cli.main", "run", *options]
+    process = subprocess.Popen(
+        [*command, sys.executable, "counts.py"],
+        cwd=here,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_until(lambda: (here / "count").exists() and (here / "count").read_text() == "1", name)
+    return process
+
+
+def end(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    process.send_signal(signum)
+    process.wait()
+    wait_until(lambda: not any(run.alive for run in find_runs()), "its attempt has ended, too")
+
+
+def test_a_script_goes_on_by_one_word_wherever_that_is_said(here: Path, tmp_path: Path):
+    end(start(here, "mine"), signal.SIGINT)
+    (here / "go").touch()
+    resumed = warm.robust_train("resume", "mine", environ=dict(os.environ), cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "completed" in resumed.stdout
+    assert "step 0" not in resumed.stdout
+    (run,) = find_runs()
+    assert run.status == "completed"
+
+
+def test_all_are_those_that_no_one_has_ended(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name, signum in (
+        ("stopped by its user", signal.SIGINT),
+        ("killed", signal.SIGKILL),
+    ):
+        end(start(here, name), signum)
+    (here / "go").touch()
+    assert main(["resume", "--all"]) == 0
+    (line, _) = capsys.readouterr().out.splitlines()
+    assert "in the background" in line
+
+    def status() -> dict[str, str]:
+        return {run.state.name: run.status for run in find_runs() if run.state}
+
+    wait_until(lambda: status()["killed"] == "completed", "it goes on in the background")
+    wait_until(lambda: not any(run.alive for run in find_runs()), "its launcher has ended")
+    assert status()["stopped by its user"] == "interrupted"
+    assert main(["resume", "--all"]) == 0
+    assert capsys.readouterr().out == "nothing is to be resumed\n"
+    assert main(["resume", "killed"]) == 1
+    assert "has completed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_as_a_whole(world: World):
+    sweeps = SweepWorld(world)
+    words = sweeps.arguments("works_until_told", "training.seed=1,2")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train_robust.py"), *words],
+        env=world.environ,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: len(list(sweeps.place.glob("working-*"))) == 2, "both jobs work")
+    process.send_signal(signal.SIGTERM)
+    assert f"to go on: robust-train resume {sweeps.folder}" in process.communicate()[0]
+    resume = [sys.executable, "-m", "robust_train.cli.main", "resume", str(sweeps.folder)]
+    resumed = subprocess.run(resume, env=world.environ, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert {job["result"] for job in sweeps.table["jobs"]} == {"went on from when-told"}
+    again = subprocess.run(resume, env=world.environ, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "has completed" in again.stderr
