@@ -38,7 +38,7 @@ def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
     assert any(line.split()[:3] == ["1", "training.seed=2", "failed"] for line in lines)
     assert any(line.startswith("2 of 3 completed, 1 failed") for line in lines)
     assert lines[-1].startswith("to go on: ")
-    assert lines[-1].endswith(f"hydra.sweep.dir={sweeps.folder}")
+    assert lines[-1].endswith(f"robust-train resume {sweeps.folder}")
     if launcher == "gpu_queue":  # a job's output goes into its own log and not onto the screen
         assert "Traceback" not in ended.output
         assert "ValueError: two is not for me" in ended.output
