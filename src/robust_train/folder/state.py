@@ -72,7 +72,7 @@ class RunState:
     requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    # of `robust-train resume`; None if no command of ours started the job
+    # of `robust-train resume`; None: no command of ours started the job, or it holds a secret
     resume_command: str | None = None
     was_asked_to_end: bool = False  # by a person, as far as is known
 
