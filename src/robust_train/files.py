@@ -105,10 +105,9 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._after_torn_line = self._ends_torn()
-        self._name_is_durable = False
 
-    def append(self, data: bytes, *, durable: bool = False) -> None:
-        """Append whole lines, which survive a power cut if they are ``durable``. Raises OSError."""
+    def append(self, data: bytes) -> None:
+        """Append whole lines. Raises OSError."""
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             data = b"\n" + data if self._after_torn_line else data
@@ -116,11 +115,6 @@ class LineFile:
                 written = os.write(descriptor, data)
                 self._after_torn_line = data[written - 1 : written] != b"\n"
                 data = data[written:]
-            if durable:
-                os.fsync(descriptor)
-                if not self._name_is_durable:
-                    sync(self._path.parent)
-                    self._name_is_durable = True
         finally:
             os.close(descriptor)
 

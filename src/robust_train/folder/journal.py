@@ -1,4 +1,8 @@
-"""The record of a job: one JSON line per event, on disk as soon as it happens."""
+"""The record of a job: one JSON line per event, written as soon as it happens.
+
+Nothing waits for the disk, which may take many seconds: a power cut costs the last lines, and they
+decide nothing.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ class Journal:
             self._held.clear()
         matters = not event.is_frequent or isinstance(event, CheckpointSaved)
         try:
-            self._file.append(b"".join((*self._owed, held, line)), durable=matters)
+            self._file.append(b"".join((*self._owed, held, line)))
             self._owed.clear()
         except OSError as error:
             if matters and len(self._owed) < _MOST_OWED:

@@ -17,6 +17,7 @@ from robust_train.files import (
     parse_json,
     read_small,
     strict_json,
+    sync,
     write_json,
 )
 from robust_train.model.attempt import Attempt
@@ -279,7 +280,10 @@ class Summary:
         """Write ``summary.json``, whole or not at all; a full disk costs a warning."""
         path = self.run_dir / SUMMARY_FILE
         try:
-            write_json(path, self.as_json(), indent=2, durable=True)
+            # there before the disk is waited for: a scheduler may kill meanwhile
+            write_json(path, self.as_json(), indent=2)
+            for each in (path, path.parent):
+                sync(each)
         except OSError as error:
             log.warning("cannot write %s: %s", path, error.strerror)
 
