@@ -280,6 +280,7 @@ def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(
 ):
     shown = scripts.world.run_in_terminal("trainer=command", argv(*script("bars.py", "fails")))
     assert "\x1b[32mterminal\x1b[0m" in shown
+    assert "200 columns ''" in shown
     assert lines_shown(shown, 200).count("100%|##########") == 2, "one of each attempt"
     summary = json.loads((scripts.run_dir / "summary.json").read_text())
     assert [a["outcome"] for a in summary["attempts"]] == ["host_oom", "completed"]

@@ -3,7 +3,9 @@
 import os
 import sys
 
-print("\x1b[32mterminal\x1b[0m" if os.isatty(1) and os.isatty(2) else "pipe", flush=True)
+print("\x1b[32mterminal\x1b[0m" if all(map(os.isatty, range(3))) else "pipe", flush=True)
+if os.isatty(0):  # as some ask at import; what people type is not for a script
+    print(os.get_terminal_size(0).columns, "columns", repr(sys.stdin.readline()), flush=True)
 for percent in range(0, 101, 20):
     sys.stderr.write(f"\r{percent:3d}%|{'#' * (percent // 10)}")
 sys.stderr.write("\n")
