@@ -211,6 +211,8 @@ def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_
 def test_an_evaluation_that_cannot_be_split_says_that_its_batches_are_smaller(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
+    Fitted(tmp_path, Tagger(Fuse(), sums=True), 8, trainer=_OwnBatches, asked=8)
+    assert "evaluates in batches" not in caplog.text
     Fitted(tmp_path, Tagger(Fuse(), sums=True), 2, trainer=_OwnBatches, asked=8)
     assert "evaluates in batches of 2, no longer 8, so eval_loss" in caplog.text
 

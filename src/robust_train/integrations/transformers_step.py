@@ -66,7 +66,9 @@ def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
     args, asked = trainer.args, run.asked
     own = args.per_device_train_batch_size
-    if asked is None or args.per_device_eval_batch_size != asked.batch_size > own:
+    if asked is None or args.per_device_eval_batch_size != asked.batch_size:
+        return
+    if asked.batch_size == own:
         return
     args.per_device_eval_batch_size = own
     log.warning(
