@@ -300,6 +300,18 @@ def test_descriptors_that_data_loaders_exhaust_mean_fewer_workers() -> None:
     assert classify_failure(raised_in("/home/me/train.py")).kind is FailureKind.BUG
 
 
+def test_a_worker_killed_while_it_hands_over_a_batch_is_no_matter_of_the_network() -> None:
+    path = "/lib/python3.11/multiprocessing/connection.py"
+    scope: dict[str, Any] = {}
+    exec(
+        compile("def run(): raise ConnectionResetError(104, 'reset by peer')", path, "exec"), scope
+    )
+    failure = classify_failure(caught(scope["run"]))
+    assert (failure.kind, failure.evidence.clue) == (FailureKind.WORKER_DEATH, Clue.KILLED)
+    of_a_server = classify_failure(ConnectionResetError(104, "reset by peer"))
+    assert of_a_server.kind is FailureKind.COMM
+
+
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EROFS, errno.ENOSYS, errno.EACCES])
 def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(monkeypatch, number):
     """As in a container without /dev/shm; torch's loader makes such queues."""

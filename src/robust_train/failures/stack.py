@@ -186,13 +186,15 @@ def refined(
         if timed_out and _IS_IN_NETWORK_CODE.search(stack):
             return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
         return None
+    is_in_loader = _IN_A_LOADER.search(stack) is not None
+    if is_in_loader and "ConnectionResetError" in types:
+        # the first that the loader sees of a killed worker, if it was just handing over a batch
+        return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
     if found.kind.is_memory:
         return Match(found.kind, found.library, memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
-    out_of_descriptors = _OPEN_FILES.search(text) and (
-        in_worker or _IN_A_LOADER.search(stack)
-    )
+    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or is_in_loader)
     if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
         return Match(FailureKind.WORKER_DEATH, found.library)
     return found

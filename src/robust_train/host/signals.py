@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from robust_train.model.errors import WARNING_SIGNALS, JobInterrupted
+from robust_train.model.errors import WARNING_SIGNALS, ConfigError, JobInterrupted
 
 STOP_SIGNALS = (
     signal.SIGTERM,
@@ -59,9 +59,10 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
 
 
 def end_without_traceback_if_uncaught() -> None:
-    """Have a :class:`JobInterrupted` that nobody catches end the interpreter with its exit code.
+    """Have a stop or a refusal that no one catches end the interpreter with its exit code.
 
-    The last lines have said all there is to say. A prompt shows it and stays.
+    Of a stop the last lines have said all there is to say; a :class:`ConfigError` is one line. A
+    prompt shows it and stays.
     """
     if sys.flags.interactive or hasattr(sys, "ps1"):
         return
@@ -70,7 +71,9 @@ def end_without_traceback_if_uncaught() -> None:
     def end(
         kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        if isinstance(error, JobInterrupted):
+        if isinstance(error, ConfigError):
+            print(error, file=sys.stderr)
+        if isinstance(error, ConfigError | JobInterrupted):
             raise SystemExit(error.exit_code)
         show(kind, error, frames)
 

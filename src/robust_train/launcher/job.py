@@ -149,8 +149,7 @@ def launch(
         try:
             summary = run_job(trainer, complete(cfg or {}), run_dir)
         except (ConfigError, JobInterrupted) as error:
-            if isinstance(error, JobInterrupted):
-                end_without_traceback_if_uncaught()
+            end_without_traceback_if_uncaught()
             # without our own frames
             raise error.with_traceback(None) from error.__cause__
     summary.raise_unless_completed()
