@@ -22,7 +22,9 @@ from world import ROOT
 SPEC = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks/gpu_check.py")
 gpu_check = importlib.util.module_from_spec(SPEC)
 sys.modules["gpu_check"] = gpu_check
+BEFORE = list(sys.path)
 SPEC.loader.exec_module(gpu_check)
+sys.path[:] = BEFORE  # it is a program, which puts its folder first
 
 
 def run(monkeypatch, *arguments: str) -> int:

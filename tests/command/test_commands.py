@@ -79,7 +79,7 @@ MISTAKES = [
     ("gpus extra", 2, ["gpus: unrecognized arguments: extra"]),
     ("ps --al", 2, ["ps: unrecognized arguments: --al"]),
     # the program of `run`
-    ("run", 2, ["no program to run", "--"]),
+    ("run", 2, ["no program to run", "--batch-size"]),
     ("run no_such_program", 2, ["no_such_program", "PATH"]),
     ("run --batch-size 8", 2, ["no program to run"]),
     ("run --batch-size 8 --", 2, ["no program to run"]),

@@ -107,7 +107,13 @@ def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
 ) -> None:
     """An open one would block a reset of any GPU."""
     story = always(FULL)
-    names = ("nvmlInit", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlMemory_v2")
+    names = (
+        "nvmlInit",
+        "nvmlShutdown",
+        "nvmlSystemGetDriverVersion",
+        "nvmlSystemGetCudaDriverVersion",
+        "nvmlMemory_v2",
+    )
     nvml = SimpleNamespace(NVMLError=OSError, **dict.fromkeys(names, lambda: None))
     nvml.nvmlDeviceGetCount = lambda: 0
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from robust_train.cli.command import CommandFailed
-from robust_train.cli.commands import members_of
 from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
 from robust_train.config.trainers import name_of_program
 from robust_train.model.errors import EXIT_BAD_CONFIG
@@ -37,9 +36,8 @@ def run(arguments: Namespace) -> int:
     """Run the script to its end; return the exit code of the job."""
     if not arguments.program:
         raise CommandFailed(
-            "no program to run; put -- before it: robust-train run --batch-size 128 -- "
-            "python train.py --batch_size {batch_size} (live runs: robust-train run "
-            f"{' | '.join(members_of('run'))})",
+            "no program to run; write it after the options: robust-train run --batch-size 128 "
+            "python train.py --batch_size {batch_size}",
             EXIT_BAD_CONFIG,
         )
     overrides = overrides_of(arguments)

@@ -281,7 +281,7 @@ def size_to_begin_with(
         was, now = spec.effective_batch_size, smaller.effective_batch_size
         stays = f"stays {now}" if now == was else f"is {now} instead of {was}"
         return smaller, (
-            f"micro-batch {requested[-1]} instead of {spec.batch_size}, as 'robust-train run "
+            f"micro-batch {requested[-1]} instead of {spec.batch_size}, as 'robust-train "
             f"halve-batch' requested of this job; the effective batch size {stays}"
         )
     if not settings.config.finds_batch_size:
