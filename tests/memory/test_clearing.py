@@ -121,7 +121,7 @@ def test_force_names_what_is_still_held_and_by_whom() -> None:
     first = cleared.held[0]
     assert (first.bytes, first.shape, first.dtype) == (2 * SIZE, (2 * SIZE // 4,), "float32")
     assert f"KEPT[0] (global of module {__name__})" in first.owner
-    assert "still held are 32.0 MiB float32" in cleared.description
+    assert "still held are 128.0 MiB float32" in cleared.description
     assert largest == [
         {
             "bytes": 2 * SIZE,
