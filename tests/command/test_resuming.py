@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from command_world import CommandWorld, script
+from world import Ended
 
 RESUME = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--resume {checkpoint}")
 
@@ -55,32 +56,26 @@ def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWor
         'echo \'{"event": "checkpoint", "path": "mine", "step": 4}\' >> "$ROBUST_TRAIN_EVENTS"; '
         "echo MemoryError: no more; exit 1"
     )
-    ended = scripts.run(
-        "--batch-size",
-        "8",
-        "--resume-argv",
-        "--from {checkpoint}",
-        "--",
-        "sh",
-        "-c",
-        code,
-        "{batch_size}",
-    )
+
+    def run(code: str) -> Ended:
+        return scripts.run(
+            "--batch-size",
+            "8",
+            "--resume-argv",
+            "--from {checkpoint}",
+            "--",
+            "sh",
+            "-c",
+            code,
+            "{batch_size}",
+        )
+
+    ended = run(code)
     # an empty file is no checkpoint, whoever says so
     assert "is gone or torn" in ended.output
     code = code.replace("touch mine", "echo 4 > mine")
     scripts.run_dir.rename(scripts.folder / "first")
-    ended = scripts.run(
-        "--batch-size",
-        "8",
-        "--resume-argv",
-        "--from {checkpoint}",
-        "--",
-        "sh",
-        "-c",
-        code,
-        "{batch_size}",
-    )
+    ended = run(code)
     assert ended.returncode == 0, ended.output
     assert f"with --from {scripts.folder / 'mine'}" in ended.stdout
     assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 4

@@ -249,7 +249,7 @@ def cancel(arguments: Namespace) -> Answer:
         raise CommandFailed(f"{job.id}: it belongs to user {job.owner}")
     if not job.is_here:
         problem = "its launcher is in another container"
-        remedy = f"robust-train run stop {job.run_dir}"
+        remedy = f"robust-train stop {job.run_dir}"
         raise CommandFailed(f"{job.id}: {problem}; {remedy}")
     try:
         is_sent = send_signal(job.pid, job.started, signal.SIGTERM)

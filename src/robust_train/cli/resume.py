@@ -12,7 +12,7 @@ from robust_train.folder.lock import is_held
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
 from robust_train.launcher.detach import OUTPUT_FILE, past_logout
 from robust_train.model.errors import EXIT_TRY_LATER
-from robust_train.sweep.record import COMPLETED, SWEEP_FILE, read_table
+from robust_train.sweep.record import SWEEP_FILE, read_table
 
 UNIT = """
 a unit that resumes your jobs whenever the host starts
@@ -50,7 +50,7 @@ def resume(arguments: Namespace) -> Answer:
 def _meant(which: str | None) -> KnownRun:
     if which is not None:
         return choose_run(which, dead_too=True)
-    ended = [run for run in find_runs() if not run.alive and run.status != COMPLETED]
+    ended = [run for run in find_runs() if run.is_unfinished]
     if not ended:
         raise CommandFailed("no job of yours has ended before it was complete")
     return ended[-1]
@@ -60,7 +60,7 @@ def _of_job(run: KnownRun) -> str:
     """Return the command that resumes a job; that of its sweep if it is a part of one."""
     if run.alive:
         raise CommandFailed(f"{run.id} is alive: robust-train attach {run.id} shows it")
-    if run.status == COMPLETED:
+    if not run.is_unfinished:
         raise CommandFailed(f"{run.id} has completed: nothing is left to do")
     if (sweep := _sweep_of(run)) is not None:
         return _of_sweep(sweep)

@@ -58,10 +58,6 @@ def overrides_of(arguments: Namespace) -> list[str]:
 
     Raises CommandFailed if it does not describe a job.
     """
-    for override in arguments.overrides:
-        if not re.match(r"[+~]{0,2}[\w./@]+=", override):
-            problem = f"{override}: before -- go options and key=value; the program comes after"
-            raise CommandFailed(problem, EXIT_BAD_CONFIG)
     batch_size, min_batch_size = _batch_sizes(arguments)
     pairs = {
         "training.batch_size": batch_size,

@@ -30,12 +30,7 @@ from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, mib, shortened
-from robust_train.sweep.record import (
-    COMPLETED,
-    SWEEP_FILE,
-    read_table,
-    short_result,
-)
+from robust_train.sweep.record import SWEEP_FILE, read_table, short_result
 
 _COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 USUALLY = 20
@@ -214,12 +209,8 @@ def _facts(run: KnownRun, about: About) -> dict[str, Json]:
         "last checkpoint": about.get("checkpoint"),
         "memory": used or None,
         "started": f"{as_clock(int(about['seconds']))} ago" if run.alive else None,
-        "to go on": f"robust-train resume {run.id}" if _is_unfinished(run) else None,
+        "to go on": f"robust-train resume {run.id}" if run.is_unfinished else None,
     }
-
-
-def _is_unfinished(run: KnownRun) -> bool:
-    return not run.alive and run.status != COMPLETED
 
 
 def _batch(about: About) -> str | None:

@@ -101,7 +101,7 @@ def classify_exit(
     crash = native_stack_in(output_tail) if name is not None else None
     if crash is not None:
         words = crash.headline
-    elif "Traceback (most recent call last)" in output_tail:
+    elif TRACEBACK in output_tail:
         # a message of several lines begins, rather than ends, with what happened
         words = next(reports_in(output_tail)).headline
     else:

@@ -260,10 +260,15 @@ def sweep_resume_command(folder: Path, cwd: str) -> str | None:
 def resumed_by_hand(run_dir: Path) -> str:
     """Return how the job of this process is resumed that has no resume command."""
     if HydraConfig.initialized():
-        return f"the same command (its secret is not kept) with hydra.run.dir={run_dir}"
+        return repeated_with(f"hydra.run.dir={run_dir}")
     if _of_run(command()):
-        return f"the same command (its secret is not kept) with --run-dir {run_dir}"
+        return repeated_with(f"--run-dir {run_dir}")
     return f"launch(…, run_dir={str(run_dir)!r})"
+
+
+def repeated_with(folder: str) -> str:
+    """Return how a command that held a secret is repeated; ``folder`` is the words for that."""
+    return f"the same command (its secret is not kept) with {folder}"
 
 
 def _of_run(words: Sequence[str]) -> int:

@@ -93,6 +93,11 @@ class KnownRun:
         return NO_ANSWER if self.is_stopped else last
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether it has ended before it was complete."""
+        return not self.alive and self.status != "completed"
+
+    @property
     def why_died(self) -> str:
         """What ended a run that could not record its end."""
         state = self.state

@@ -29,7 +29,7 @@ from robust_train.compat import returned_or_raised
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.files import plain, set_aside
 from robust_train.folder.lock import RunLock, read_holder, refusal, wait_until_free
-from robust_train.folder.provenance import sweep_resume_command
+from robust_train.folder.provenance import repeated_with, sweep_resume_command
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import read_summary
 from robust_train.host.engine import guest_rank
@@ -245,11 +245,10 @@ class HydraSession:
         with contextlib.suppress(OSError, ValueError):
             print(f"sweep:\n{screen_table(rows)}\n{ended}\nsweep folder: {folder}")
             if code:
+                how = f"robust-train resume {folder}"
                 if sweep.resume_command is None:
-                    same = "the same command (its secret is not kept) with"
-                    print(f"to go on: {same} hydra.sweep.dir={folder}")
-                else:
-                    print(f"to go on: robust-train resume {folder}")
+                    how = repeated_with(f"hydra.sweep.dir={folder}")
+                print(f"to go on: {how}")
             sys.stdout.flush()
 
 
