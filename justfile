@@ -72,9 +72,10 @@ test *args:
 test-gpu *args:
     {{ python }} -m pytest -m gpu "$@"
 
-# What CI runs, in this environment: the tests, the linters, the slow tests
+# What CI runs, in this environment (the tests and the linters), then the slow tests
 test-all:
     .ci/run {{ python }}
+    {{ python }} -m pytest -m slow
 
 # The table of what is recovered where, in docs/several-gpus.md, from what tests say they prove
 proved:
