@@ -106,7 +106,7 @@ def job(
     run_dir.mkdir(parents=True)
     rng = random.Random(seed)
     trainer = TrainerRef("kill_and_resume.tells_its_process")
-    executor = ProcessExecutor(trainer, cfg, has_standby=True)
+    executor = ProcessExecutor(trainer, cfg, has_standby=True, job="0-killed")
     executor.prepare()
     checkpoint: Path | None = None
     killed = number = 0

@@ -187,7 +187,7 @@ class Meter:
 
     def watch(self, weight: Tensor) -> None:
         """Learn when a backward pass has reached its end: ``weight`` gets its gradient last."""
-        weight.register_post_accumulate_grad_hook(lambda _: self._backward_ended())
+        weight.register_hook(lambda _: self._backward_ended())
 
     def forward_begins(self, samples: int, weight: Tensor) -> None:
         """A forward pass of so many samples."""

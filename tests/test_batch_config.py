@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from robust_train.config.attempt import for_attempt, trainer_config
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.model.errors import ConfigError
+from robust_train.model.spec import AttemptSpec
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,11 @@ def test_what_cannot_be_meant_is_refused_with_key_and_remedy(cfg, words):
     assert len(message.splitlines()) == 1
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 0.25), (0.5, 0.125)])
+def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
+    cfg = complete({"training": {"batch_size": 8, "lr": 0.25}})
+    spec = AttemptSpec((), 8, 1, lr_factor=factor)
+    config = for_attempt(checked(cfg), spec, "cpu")
+    assert trainer_config(cfg, config).training.lr == expected

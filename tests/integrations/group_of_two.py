@@ -130,7 +130,7 @@ def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
         gradient_clip_val=0.5,
     )
     if recovers:
-        recover_in_steps(trainer, model, run, SimpleNamespace(done=0))
+        recover_in_steps(trainer, model, run, SimpleNamespace(done=0, micro_batch=4))
     trainer.fit(model, of_lightning.loader(48))
     epoch = float(trainer.callback_metrics["train_epoch"])
     (validated,) = trainer.validate(model, of_lightning.loader(12), verbose=False)

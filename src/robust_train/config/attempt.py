@@ -66,7 +66,9 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
         name: getattr(config.training, name)
         for name in (*_CHOSEN, "effective_batch_size")
     }
-    if config.trainer.scale_learning_rate is not None:
+    lr = OmegaConf.select(own, "training.lr")
+    # as it is written in the user's config, unless this attempt has another
+    if lr is not None and config.training.lr != lr:
         chosen["lr"] = config.training.lr
     if own is not cfg:
         write_to_theirs(cfg, chosen)
