@@ -186,6 +186,7 @@ KEYS = {
     "halve-batch": WITHOUT_A_RUN,
     "stop": WITHOUT_A_RUN,
     "ps": {"runs"},
+    "ps --goodput": {"jobs", "goodput"},
     "queue": {"directory", "jobs", "excluded"},
     "gpus": {"driver_version", "problem", "warning", "gpus", "skipped"},
     "memory info": {*MACHINE, "live_run"},

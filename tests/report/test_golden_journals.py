@@ -25,6 +25,7 @@ def test_a_recorded_run_is_told_as_expected(folder: Path):
     assert json.loads(json.dumps(told(story))) == expected
     parts = [story.seconds[use] for use in ("useful", "lost", "wait", "startup")]
     assert sum(parts) == pytest.approx(story.seconds["wall"])
+    assert sum(story.parts.values()) == pytest.approx(story.seconds["wall"])
     page = job_page(story)
     drawn = re.findall(r'<script type="application/json">(.*?)</script>', page)
     assert len(drawn) == len(expected["charts"])

@@ -26,7 +26,9 @@ from robust_train.model.events import (
     MicroBatchChanged,
     Progress,
     SpeedMeasured,
+    Stalled,
     TrainingStarted,
+    UpdateSkipped,
     UserEvent,
 )
 from robust_train.model.failure import FailureKind
@@ -35,7 +37,7 @@ from robust_train.readable import GIB, MIB
 from robust_train.report.charts import curve_charts, memory_charts, reported_once
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
-from robust_train.report.story import story_of
+from robust_train.report.story import goodput_in, story_of
 
 
 @pytest.fixture
@@ -111,6 +113,31 @@ def test_nothing_is_advised_where_nothing_was_tight(journal):
     journal(0, COMPLETED)
     assert journal.story.advice == ()
     assert journal.story.seconds["useful"] == 1, "a trainer that reports no steps trains all along"
+
+
+def test_goodput_says_what_the_time_went_into(journal):
+    journal(0, STARTED)
+    journal(10, DeviceAcquired("cuda:0", wait_seconds=10))
+    journal.start(1)
+    journal(3, TrainingStarted(0), 1)
+    journal.steps(1, 1, 20)
+    journal(0, UpdateSkipped(20, 1), 1)
+    journal(0, SpeedMeasured(Speed(20, 1.0, 1.0)), 1)
+    journal(0, CheckpointSaved("/twenty", 20, saving_seconds=2.5), 1)
+    journal.steps(1, 21, 24)
+    journal(50, Stalled(50), 1)
+    journal.end(1, "unknown", action="retry")
+    journal.at += 5
+    journal.start(2)
+    journal(2, TrainingStarted(20), 2)
+    journal.steps(2, 21, 30)
+    journal.end(2)
+    journal(1, COMPLETED)
+    seconds = {"waiting": 15, "starting": 6, "saving": 2.5, "skipped": 1, "stalled": 50}
+    assert journal.story.parts == seconds | {"useful": 26.5, "repeated": 4}
+    found = goodput_in(journal.folder)
+    assert found is not None
+    assert found["share"] == round(26.5 / 105, 3)
 
 
 def test_one_value_is_no_curve_and_one_sample_no_chart(journal):

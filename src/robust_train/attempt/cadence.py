@@ -84,6 +84,7 @@ class SaveClock:
         self._retries_at: float | None = None
         self._last_saved = self._saved_at
         self._calls = 0
+        self.spent = 0.0  # seconds for which saves have held training up
 
     def is_due(self, step: int | None) -> bool:
         """Return whether to save after optimizer step ``step``; None counts the calls."""
@@ -110,6 +111,7 @@ class SaveClock:
         """Record that training goes on while a copy of what is saved is written."""
         if self._saving_since is not None:
             self._cost = self._now() - self._saving_since
+            self.spent += self._cost
         self._saving_since = None
 
     def failed(self) -> None:

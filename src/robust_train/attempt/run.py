@@ -558,15 +558,16 @@ class Run:
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
         step = None if step is None else int(step)
-        loss = self.losses.of_checkpoint
+        loss, spent = self.losses.of_checkpoint, 0.0
         if self.is_main:
             damage = self.saving.saved(Path(path), step, loss)
             if damage is not None:
                 log.warning("checkpoint %s: %s; it is not used", path, damage)
                 self.checkpoint_failed(damage)
                 return
+            spent = round(self.saving.clock.spent, 3)
         is_guarded = self.saving.rotates and loss != "unknown"
-        self.report(CheckpointSaved(str(path), step, loss, is_guarded))
+        self.report(CheckpointSaved(str(path), step, loss, is_guarded, spent))
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("save")

@@ -166,6 +166,7 @@ _WATCHING = (
             _JSON,
             flag("--all", help="also those older than the newest 20"),
             flag("--live", help="only those that are alive"),
+            flag("--goodput", help="what the last seven days' time went into"),
         ),
         about="List your jobs, live and past, the newest first.",
     ),

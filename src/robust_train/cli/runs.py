@@ -29,11 +29,14 @@ from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
-from robust_train.readable import as_clock, mib, shortened
+from robust_train.readable import as_clock, duration, mib, percent, shortened
+from robust_train.report.facts import GOODPUT
+from robust_train.report.story import goodput_in, share_of
 from robust_train.sweep.record import SWEEP_FILE, read_table, short_result
 
 _COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 USUALLY = 20
+_WEEK_SECONDS = 7 * 86400.0
 POLL_SECONDS = 0.3
 CHUNK_BYTES = 1 << 20
 _ATTACH_BYTES = 4096
@@ -55,6 +58,8 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 def list_jobs(arguments: Namespace) -> Answer:
     """List the user's jobs, live and past, the newest first."""
+    if arguments.goodput:
+        return _goodput(find_runs())
     if arguments.live:
         return _listed(
             find_live_runs()[::-1],
@@ -63,6 +68,28 @@ def list_jobs(arguments: Namespace) -> Answer:
         )
     nothing = f"no run of yours is on the list in {run_list.state_directory()}"
     return _listed(find_runs()[::-1], nothing, all_of_them=arguments.all)
+
+
+def _goodput(runs: Sequence[KnownRun]) -> Answer:
+    """Sum what the time of the jobs went into that ran in the last seven days."""
+    since = time.time() - _WEEK_SECONDS
+    recent = [run for run in runs if run.state and run.state.updated >= since]
+    found = [goodput_in(run.run_dir) or {} for run in recent]
+    parts = {name: sum(one.get(name, 0.0) for one in found) for name in GOODPUT}
+    share, wall = share_of(parts), sum(parts.values())
+    data: About = {"jobs": len(recent), "goodput": {**parts, "share": share}}
+    if share is None:
+        return Answer(data, ["no run of yours has taken any time in the last 7 days"])
+    rows = [
+        (name, duration(seconds), percent(seconds / wall))
+        for name, seconds in parts.items()
+        if seconds
+    ]
+    jobs = "1 job" if len(recent) == 1 else f"{len(recent)} jobs"
+    sentence = (
+        f"goodput {percent(share)}: {jobs} of the last 7 days took {duration(wall)}"
+    )
+    return Answer(data, [Table(("part", "time", "share"), rows), sentence])
 
 
 def _listed(runs: Sequence[KnownRun], nothing: str, *, all_of_them: bool) -> Answer:

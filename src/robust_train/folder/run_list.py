@@ -168,7 +168,7 @@ def register(run_dir: Path, token: str) -> None:
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
     except OSError as error:
         log.info(
-            "%s cannot be used (%s): robust-train run finds this run by its folder only; set %s to "
+            "%s cannot be used (%s): commands find this run by its folder only; set %s to "
             "use another directory",
             directory,
             error.strerror,

@@ -216,6 +216,8 @@ class Summary:
     result: Any = None  # what the trainer returned, in JSON's types
     wall_seconds: float | None = None  # from the launcher's start of the job to its end
     wait_seconds: float | None = None  # of those, waiting for a GPU
+    # parts of the time of all launches, in seconds, and `share`, the useful one's
+    goodput: Mapping[str, float] | None = None
     checkpoint: Path | None = None  # the last one that a trainer reported
     # the short form of `environment.json`
     environment: Mapping[str, Json] | None = None
@@ -268,6 +270,7 @@ class Summary:
                 "result": self.result,
                 "wall_seconds": _rounded(self.wall_seconds),
                 "wait_seconds": _rounded(self.wait_seconds),
+                "goodput": self.goodput,
                 "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
                 "environment": self.environment,
                 "advice": self.advice,

@@ -98,6 +98,7 @@ from robust_train.report import narration, wording
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
 from robust_train.report.status import LiveStatus
+from robust_train.report.story import goodput_in
 
 if TYPE_CHECKING:
     from robust_train.launcher.inline import InlineExecutor
@@ -583,6 +584,7 @@ class Job:
         if last is not None and status != "completed":
             self._log_unmatched()
         self.folder.record(JobEnded(status, reason))
+        summary = replace(summary, goodput=goodput_in(self.run_dir))
         summary.write()
         if status == "completed":
             complete_job(self.run_dir)

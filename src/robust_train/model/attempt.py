@@ -86,6 +86,7 @@ class Attempt:
     is_guarded: bool = False  # the last checkpoint that is known to be good stays
     skipped_updates: int = 0  # loss or gradient norm was not finite
     saves: int = 0  # number of checkpoints it reported
+    saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
     keeps_batch: str = ""  # why no attempt may split the batch in another way
@@ -144,6 +145,7 @@ class Attempt:
                     saved_step=step,
                     saves=saves,
                     is_guarded=event.is_guarded,
+                    saving_seconds=event.saving_seconds,
                 )
             case SpeedMeasured():
                 speed = (
@@ -304,6 +306,7 @@ class Attempt:
             "checkpoint": self.checkpoint,
             "is_guarded": self.is_guarded,
             "skipped_updates": self.skipped_updates,
+            "saving_seconds": self.saving_seconds,
             "micro_batch": self.micro_batch,
             "batch_size_found": as_json(self.batch_size_found),
             "peak_memory_bytes": self.peak_memory_bytes,

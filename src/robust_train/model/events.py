@@ -108,6 +108,8 @@ class CheckpointSaved(Event):
     loss: str = "unknown"
     # the last one that is known to be good stays
     is_guarded: bool = False
+    # for how long saves have held training up in this attempt so far, where that is measured
+    saving_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

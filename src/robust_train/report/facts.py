@@ -39,6 +39,24 @@ USES = {
 }
 """The uses of time for people."""
 
+GOODPUT = (
+    "useful",
+    "repeated",
+    "skipped",
+    "waiting",
+    "starting",
+    "saving",
+    "stalled",
+)
+"""The parts of the wall time; the first, as a share of it, is called goodput."""
+
+_PARTS = {
+    Use.USEFUL: "useful",
+    Use.LOST: "repeated",
+    Use.WAIT: "waiting",
+    Use.STARTUP: "starting",
+}
+
 
 @dataclass(frozen=True)
 class Span:
@@ -82,6 +100,33 @@ def totals(spans: Sequence[Span]) -> dict[str, float]:
     seconds = {u.value: math.fsum(s.seconds for s in spans if s.use is u) for u in Use}
     wall = math.fsum(s.seconds for s in spans if s.use is not Use.STOPPED)
     return {**seconds, "wall": wall}
+
+
+def goodput_of(
+    spans: Sequence[Span], attempts: Sequence[TimedAttempt]
+) -> dict[str, float]:
+    """Return the parts of the wall time, in seconds, that add up to it; ``docs/report.md`` has
+    the definitions."""
+    seconds: dict[tuple[Use, int | None], float] = {}
+    for span in spans:
+        key = span.use, span.attempt
+        seconds[key] = seconds.get(key, 0.0) + span.seconds
+    parts = dict.fromkeys(GOODPUT, 0.0)
+    for (use, _), length in seconds.items():
+        if use is not Use.STOPPED:
+            parts[_PARTS[use]] += length
+    for one in attempts:
+        useful = seconds.get((Use.USEFUL, one.number), 0.0)
+        saving = min(one.saving_seconds, useful)
+        a_step = one.speed[0].seconds_per_step if one.speed else 0.0
+        skipped = min(one.skipped_updates * a_step, useful - saving)
+        stalled = min(one.stalled_seconds, seconds.get((Use.LOST, one.number), 0.0))
+        parts["saving"] += saving
+        parts["skipped"] += skipped
+        parts["useful"] -= saving + skipped
+        parts["stalled"] += stalled
+        parts["repeated"] -= stalled
+    return parts
 
 
 def kept_steps(

@@ -26,6 +26,7 @@ from robust_train.model.events import (
     JobEnded,
     JobStarted,
     Progress,
+    Stalled,
     TrainingStarted,
     parse,
 )
@@ -144,6 +145,7 @@ class TimedAttempt(Attempt):
     # (step, time) of each
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
+    stalled_seconds: float = 0.0  # it stood still before it was ended for that
 
     @property
     def device(self) -> str:
@@ -164,6 +166,7 @@ class TimedAttempt(Attempt):
             "training_began": self.training_began,
             "progress": self.progress,
             "checkpoints": self.checkpoints,
+            "stalled_seconds": self.stalled_seconds,
         }
 
 
@@ -207,7 +210,7 @@ def _attempt(
     attempt: Attempt | None = None
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
-    began, ended = None, entries[-1].time
+    began, ended, stalled = None, entries[-1].time, 0.0
     for entry in entries:
         match entry.event:
             case AttemptStarted(spec=spec, resume_checkpoint=path):
@@ -228,6 +231,8 @@ def _attempt(
                 checkpoints.append((step, entry.time))
             case TrainingStarted():
                 began = entry.time
+            case Stalled(seconds=stalled):
+                pass
     if attempt is None:
         return None
     if began is None and progress:
@@ -238,4 +243,5 @@ def _attempt(
         training_began=began,
         progress=tuple(progress),
         checkpoints=tuple(checkpoints),
+        stalled_seconds=stalled,
     )

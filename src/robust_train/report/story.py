@@ -1,9 +1,10 @@
-"""The story of a job, from the content of its run folder. Pure: sources in, frozen values out."""
+"""The story of a job, from the content of its run folder. Pure, but for :func:`goodput_in`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from robust_train.files import fields_as_json, strict_json
@@ -19,6 +20,7 @@ from robust_train.report.facts import (
     Mark,
     Span,
     curves_of,
+    goodput_of,
     kept_steps,
     marks_of,
     memory_of,
@@ -31,6 +33,7 @@ from robust_train.report.sources import (
     TimedAttempt,
     attempts_of,
     launches_of,
+    read_sources,
 )
 
 SCHEMA = 1
@@ -56,6 +59,8 @@ class Story:
     ended: float | None = None
     # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float] = field(default_factory=dict)
+    # the same time, divided further: see `GOODPUT`
+    parts: dict[str, float] = field(default_factory=dict)
     attempts: tuple[TimedAttempt, ...] = ()
     launches: tuple[Launch, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -71,10 +76,9 @@ class Story:
     gaps: tuple[str, ...] = ()  # a sentence for each thing that was missing or damaged
 
     @property
-    def useful_share(self) -> float | None:
-        """Useful time ÷ wall time (goodput), None if no time passed."""
-        wall = self.seconds.get("wall", 0.0)
-        return self.seconds["useful"] / wall if wall > 0 else None
+    def goodput(self) -> float | None:
+        """Useful time ÷ wall time, None if no time passed."""
+        return share_of(self.parts)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -106,14 +110,10 @@ def story_of(sources: Sources) -> Story:
             return story
         sentence = "The journal is missing; of the job only summary.json is left."
         return replace(story, status=summary.status, sentence=sentence)
-    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
-    *earlier, last = launches_of(entries)
-    last = replace(last, end=max([last.end, *(attempt.ended for attempt in attempts)]))
-    launches = (*earlier, last)
+    attempts, launches, kept, spans = _timeline(sources)
+    last = launches[-1]
     status = last.status or UNFINISHED
     completed = status == "completed"
-    kept = kept_steps(attempts, completed=completed)
-    spans = spans_of(launches, attempts, kept)
     seconds = totals(spans)
     marks = marks_of(entries, attempts)
     memory = memory_of(samples, entries, attempts)
@@ -129,6 +129,7 @@ def story_of(sources: Sources) -> Story:
         started=launches[0].start,
         ended=last.end,
         seconds=seconds,
+        parts=goodput_of(spans, attempts),
         attempts=attempts,
         launches=launches,
         spans=spans,
@@ -139,6 +140,44 @@ def story_of(sources: Sources) -> Story:
         advice=wording.advice_of(attempts, memory, marks, spans, seconds, stable),
         reason=last.reason,
     )
+
+
+def _timeline(
+    sources: Sources,
+) -> tuple[
+    tuple[TimedAttempt, ...],
+    tuple[Launch, ...],
+    dict[int, float],
+    tuple[Span, ...],
+]:
+    """Return attempts, launches, the last kept step of each attempt, and the uses of time."""
+    entries, samples = sources.entries, sources.samples
+    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
+    *earlier, last = launches_of(entries)
+    last = replace(last, end=max([last.end, *(attempt.ended for attempt in attempts)]))
+    launches = (*earlier, last)
+    kept = kept_steps(attempts, completed=last.status == "completed")
+    return attempts, launches, kept, spans_of(launches, attempts, kept)
+
+
+def goodput_in(run_dir: Path) -> dict[str, float] | None:
+    """Return the parts of a job's time, in seconds, and ``share``, the useful one's; None without
+    a record of it."""
+    sources = read_sources(run_dir)
+    if not sources.entries:
+        return None
+    attempts, *_, spans = _timeline(sources)
+    parts = goodput_of(spans, attempts)
+    share = share_of(parts) or 0.0
+    return {
+        name: round(figure, 3) for name, figure in {**parts, "share": share}.items()
+    }
+
+
+def share_of(parts: Mapping[str, float]) -> float | None:
+    """Return the useful share, which is called goodput; None if no time passed."""
+    wall = sum(parts.values())
+    return parts["useful"] / wall if wall > 0 else None
 
 
 def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
