@@ -150,7 +150,7 @@ def reports_in(
 
     Args:
         text: an exception's message or the end of a log.
-        types: class names of the exception whose message it is.
+        types: class names of the exception whose message it is; empty for a log.
         errno: its error number.
     """
     if len(text) > _TEXT_LIMIT:
@@ -160,9 +160,13 @@ def reports_in(
     if not starts:
         yield _plain(lines, types, errno)
         return
-    header = one_line(lines[: starts[0]])
+    # what a message says first belongs to the error, what a log has first does not
+    header = one_line(lines[: starts[0]]) if types else ""
     spans = zip(starts, [*starts[1:], len(lines)], strict=True)
-    found = [_quoted(lines[start + 1 : end], header) for start, end in spans]
+    found = [
+        _quoted(lines[start + 1 : end], header or _where_caught(lines, start))
+        for start, end in spans
+    ]
     quoted = [report for report in reversed(found) if report is not None]
     if not quoted:
         yield _plain(lines, types, errno)
@@ -189,6 +193,12 @@ def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> Error
     else:
         headline = f"{name}: {first}" if first else name
     return ErrorReport(types, text, headline[:_LINE_LIMIT], errno, unwrapped)
+
+
+def _where_caught(lines: list[str], start: int) -> str:
+    """Return torch's line above an error of another thread or process, empty without one."""
+    is_original = lines[start].startswith("Original Traceback")
+    return lines[start - 1] if is_original else ""
 
 
 def _quoted(lines: list[str], header: str) -> ErrorReport | None:

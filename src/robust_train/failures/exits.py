@@ -36,7 +36,9 @@ _TAIL_LINES = 60
 _KERNELS = named("KERNEL_OOM").words
 _TAKEN = named("TAKEN").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
-_CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b")
+_CHATTER = re.compile(
+    r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: "
+)
 
 # glibc's and the compilers' words for a program that damaged its own memory
 _CORRUPTED = re.compile(
