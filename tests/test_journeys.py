@@ -180,8 +180,7 @@ JOURNEYS: list[tuple[Any, ...]] = [
     ),
     (
         "a batch that may change nothing",
-        f"0:20 // {FULL} → halve_batch 32×2 | no step was reported, so the batch may not matter: "
-        f"micro-batch 64 → 32; {FULL} → halve_batch 16×4",
+        f"0:20 // {FULL} → halve_batch 32×2; {FULL} → halve_batch 16×4",
     ),
     (
         "all sizes on the device with the most memory before the CPU",

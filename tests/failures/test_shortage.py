@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,13 @@ import pytest
 import torch
 
 import preloaded
+from command_world import CommandWorld
 from robust_train import MicroBatcher, OOMHandler, classify_failure, launch
+from robust_train.failures.shortage import with_shortage
+from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.spec import AttemptSpec
+from world import World
 
 MIB = 1024**2
 
@@ -192,3 +200,47 @@ def test_a_step_goes_on_after_onednns_compiler_found_no_memory() -> None:
     ended = preloaded.run(COMPILER_WITHOUT_MEMORY)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "[8, 4, 4] False", ended.stderr
+
+
+def bug(message: str, **exit_: int) -> Attempt:
+    failure = Failure(FailureKind.BUG, f"ended with exit code 1: RuntimeError: {message}")
+    return Attempt(2, AttemptSpec((), 8, 1), exit=Exit(returncode=1, **exit_), failure=failure)
+
+
+def test_an_attempts_end_is_host_memory_at_its_limit_or_after_one_that_ran_out() -> None:
+    message = "could not create a primitive"
+    ran_out = replace(bug(""), failure=Failure(FailureKind.HOST_OOM, "MemoryError"))
+
+    assert with_shortage(bug(message), []) == bug(message)
+    assert with_shortage(bug("no such file"), [ran_out]) == bug("no such file")
+    after = with_shortage(bug(message), [ran_out])
+    assert after.kind is FailureKind.HOST_OOM
+    assert "an attempt before it ran out of host memory" in str(after.message)
+    with room_of(256 * MIB):
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        full = with_shortage(bug(message, max_resident_bytes=limit * 3 // 4), [])
+        half = with_shortage(bug(message, max_resident_bytes=limit // 2), [])
+    assert (full.kind, half.kind) == (FailureKind.HOST_OOM, FailureKind.BUG)
+    assert "(ulimit -d)" in str(full.message)
+
+
+SCRIPT_OF_TWO_ERRORS = """
+import sys
+size = int(sys.argv[1])
+if size > 8:
+    bytearray(1 << 60)
+if size > 4:
+    raise RuntimeError("could not create a primitive")
+"""
+
+
+def test_a_script_gets_half_the_batch_again_after_memory_ran_out(world: World) -> None:
+    (world.folder / "train.py").write_text(SCRIPT_OF_TWO_ERRORS)
+
+    ended = CommandWorld(world).run(
+        "--batch-size", "16", "--", sys.executable, "train.py", "{batch_size}"
+    )
+
+    assert ended.returncode == 0, ended
+    outcomes = [one["outcome"] for one in ended.summary["attempts"]]
+    assert outcomes == ["host_oom", "host_oom", "completed"]

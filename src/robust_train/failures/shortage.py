@@ -6,8 +6,12 @@ import errno
 import logging
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
-from robust_train.model.failure import Clue, Failure
+from robust_train.failures.patterns import named
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.readable import GIB
 
 log = logging.getLogger("robust_train")
@@ -60,6 +64,33 @@ def do_without_onednn(failure: Failure) -> None:
         log.warning(
             "oneDNN is off until this process ends: convolutions take up to twice the time"
         )
+
+
+def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
+    """Return the attempt with a message of oneDNN's that has several causes taken for a lack of
+    host memory, where its process reached a limit of its own, or an attempt before it ran out."""
+    from robust_train.host.memory import process_limits
+    from robust_train.readable import memory
+
+    failure = attempt.failure
+    if failure is None or failure.kind is not FailureKind.BUG:
+        return attempt
+    if not named("UNCLEAR").words.search(failure.message):
+        return attempt
+    peak = attempt.exit.max_resident_bytes
+    most, _, command = min(process_limits(), default=(0, "", ""))
+    if most and peak * (1 + _LITTLE) > most:
+        why = f"{memory(peak)} used of {memory(most)} ({command})"
+    elif any(one.kind is FailureKind.HOST_OOM for one in earlier):
+        why = "an attempt before it ran out of host memory"
+    else:
+        return attempt
+    message = f"{failure.message} ({why})"
+    evidence = Evidence(library="onednn", clue=Clue.UNCLEAR)
+    shortage = replace(
+        failure, kind=FailureKind.HOST_OOM, message=message, evidence=evidence
+    )
+    return replace(attempt, failure=shortage)
 
 
 def little_is_left() -> str:

@@ -30,6 +30,7 @@ from robust_train.config.trainers import (
     target_of,
 )
 from robust_train.failures.advice import with_advice
+from robust_train.failures.shortage import with_shortage
 from robust_train.files import as_json
 from robust_train.folder.checkpoints import why_full
 from robust_train.folder.identity import (
@@ -494,6 +495,7 @@ class Job:
 
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
+        attempt = with_shortage(attempt, self.attempts)
         if self._has_remedies and self.signals.received is None:
             attempt = with_rule(self.policy, tuple(self.attempts), attempt)
         attempt = with_advice(

@@ -128,10 +128,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
     is_last = context.smaller_batches_tried_here >= context.config.retries
     if is_last and not context.config.finds_batch_size:
         return None
-    silence = ""
-    if context.nothing_was_reported:
-        silence = ", and no step was reported, so the batch may not matter"
-    return halved(context, "halve_batch", f"{context.what_failed}{silence}: ")
+    return halved(context, "halve_batch", f"{context.what_failed}: ")
 
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
