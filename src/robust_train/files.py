@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import functools
 import itertools
 import json
 import logging
@@ -14,18 +12,11 @@ import os
 import re
 import stat
 import sys
-import types
-import typing
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-Json = Any  # A value of JSON's types
-T = TypeVar("T")
-
-_LARGEST = 2**1023  # of the integers that are floats, too
-_DRAWABLE = 2.0**63
+_LARGEST = 2.0**63  # of the numbers that are read
 _DEEPEST = 100  # levels of lists and objects: readers recurse
 _LONGEST_INTEGER = 14_000  # bits; Python writes no more than 4,300 digits
 
@@ -67,7 +58,7 @@ def sync(path: Path) -> None:
 
 
 def write_json(
-    path: Path, content: Json, *, indent: int | None = None, durable: bool = False
+    path: Path, content: Any, *, indent: int | None = None, durable: bool = False
 ) -> None:
     """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
     written."""
@@ -174,7 +165,7 @@ def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
         os.close(fd)
 
 
-def parse_json(data: bytes | str) -> Json:
+def parse_json(data: bytes | str) -> Any:
     """Return JSON that anybody may have written, its text without control characters. Raises
     ValueError: it is no JSON, nested too deeply, or has a number that is not finite."""
     try:
@@ -183,7 +174,7 @@ def parse_json(data: bytes | str) -> Json:
         raise ValueError("nested too deeply") from error
 
 
-def read_object(path: Path) -> dict[str, Json]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
@@ -191,25 +182,17 @@ def read_object(path: Path) -> dict[str, Json]:
     return {}
 
 
-def finite(value: object) -> float | None:
-    """Return ``value`` if it is a number that can be drawn, else None; booleans are no numbers."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # a comparison with NaN is false
-        return float(value) if -_DRAWABLE < value < _DRAWABLE else None
-    return None
-
-
-# numbers that cannot be drawn are read as unknown
+# larger numbers and NaN are read as unknown
 _DECODER = json.JSONDecoder(
     parse_int=lambda text: (
-        int(text) if len(text) < 20 and abs(int(text)) < _DRAWABLE else None
+        int(text) if len(text) < 20 and abs(int(text)) < _LARGEST else None
     ),
-    parse_float=lambda text: finite(float(text)),
+    parse_float=lambda text: float(text) if abs(float(text)) < _LARGEST else None,
     parse_constant=lambda text: None,
 )
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Json] | None]:
+def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object in each line of a file, None if a line has none; nothing of a
     device or pipe, which may have no end. Raises OSError: it is not there, or cannot be read."""
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -225,7 +208,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Json] | None]:
                 yield content if isinstance(content, dict) else None
 
 
-def printable(value: Json) -> Json:
+def printable(value: Any) -> Any:
     """Return JSON with its text without control characters; ValueError: a number is not finite."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "?" for c in value)
@@ -238,91 +221,7 @@ def printable(value: Json) -> Json:
     return value
 
 
-class MalformedEvent(ValueError):
-    """An object that is not what was expected; the message gives the reason."""
-
-
-def from_json(cls: type[T], data: object) -> T:
-    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored. Raises
-    MalformedEvent: a field is missing or of another type."""
-    if not isinstance(data, Mapping):
-        raise MalformedEvent("not an object")
-    found: T = _build(cls, data, cls.__name__)
-    return found
-
-
-def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
-    hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
-    given: dict[str, Json] = {}
-    for item in dataclasses.fields(cls):
-        if item.name in data:
-            given[item.name] = _value(
-                hints[item.name], data[item.name], f"{where}.{item.name}"
-            )
-        elif (
-            item.default is dataclasses.MISSING
-            and item.default_factory is dataclasses.MISSING
-        ):
-            raise MalformedEvent(f"{where} needs {item.name}")
-    return cls(**given)
-
-
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _value(hint: Any, value: Json, where: str) -> Any:
-    """Return ``value`` as the field's type, which is one of the few that events use."""
-    inner = typing.get_args(hint)
-    kind = typing.get_origin(hint) or hint
-    if kind in (typing.Union, types.UnionType):  # a type or None
-        return None if value is None else _value(inner[0], value, where)
-    if kind is Any:
-        return value
-    if kind is tuple and isinstance(value, (list, tuple)):
-        return tuple(_value(inner[0], one, where) for one in value)
-    if isinstance(value, Mapping):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            own = getattr(kind, "parse", None)
-            return _build(kind, value, where) if own is None else own(value)
-        if issubclass(kind, Mapping):
-            return dict(value)
-    if issubclass(kind, Enum):
-        with contextlib.suppress(ValueError):
-            return kind(value)
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if kind is float and type(value) is int and abs(value) < _LARGEST:
-        return float(value)
-    if type(value) is kind:  # exactly: a bool is no int
-        return value
-    raise MalformedEvent(
-        f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}"
-    )
-
-
-def as_json(value: object) -> Json:
-    """Return a value in JSON's types; a dataclass by its own ``as_json``, else with all fields."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = getattr(value, "as_json", None)
-        return fields_as_json(value) if own is None else own()
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    return value
-
-
-def fields_as_json(value: object) -> dict[str, Json]:
-    """Return all fields of a dataclass, in JSON's types."""
-    assert dataclasses.is_dataclass(value)
-    return {
-        one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)
-    }
-
-
-def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Json:
+def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
     """Return what a trainer gave in JSON's types, for a process without torch; never raises.
 
     Numbers of any library become Python's, paths strings; containers are walked, each once on a
@@ -339,7 +238,7 @@ def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Json:
     text = f"<{kind}>"
     is_walked = len(within) < _DEEPEST and id(value) not in within
 
-    def inner(key: object, item: object) -> Json:
+    def inner(key: object, item: object) -> Any:
         return plain(item, where and f"{where}[{key!r}]", (*within, id(value)))
 
     with contextlib.suppress(Exception):  # of methods that are not ours

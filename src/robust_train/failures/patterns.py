@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +28,6 @@ _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 # whose allocator's statistics are those of torch
 _TORCH = frozenset(
     {"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None}
-)
-LIMIT_SECONDS = 5.0
-SEARCH = (
-    "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
 )
 _HEADER = re.compile(
     r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)"
@@ -255,23 +248,3 @@ def _bytes(match: re.Match[str]) -> int | None:
         return int(float(number.replace(",", "")) * 1024 ** _UNITS.index(unit))
     except (ValueError, OverflowError):
         return None
-
-
-@functools.lru_cache(maxsize=64)
-def is_found(pattern: str, text: str) -> bool:
-    """Return whether the pattern is in the text; False after a warning if that takes too long."""
-    command = (sys.executable, "-I", "-S", "-c", SEARCH)
-    given = json.dumps([pattern, text]).encode()
-    try:
-        found = subprocess.run(
-            command, input=given, capture_output=True, timeout=LIMIT_SECONDS
-        )
-        if found.returncode == 0:
-            return found.stdout.strip() == b"True"
-        why = f"its process ended with {found.returncode}"
-    except subprocess.TimeoutExpired:
-        why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
-    except OSError as error:
-        why = str(error)
-    log.warning("retry.rules: message %s is passed over: %s", pattern, why)
-    return False

@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from robust_train.files import from_json, replacing, sync, write_json
+from robust_train.files import replacing, sync, write_json
+from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
 

@@ -12,13 +12,7 @@ import logging
 import time
 from pathlib import Path
 
-from robust_train.files import (
-    LineFile,
-    MalformedEvent,
-    Spacing,
-    json_lines,
-    strict_json,
-)
+from robust_train.files import LineFile, Spacing, json_lines, strict_json
 from robust_train.model.events import (
     BatchSizeFound,
     CheckpointSaved,
@@ -26,6 +20,7 @@ from robust_train.model.events import (
     UserEvent,
     parse,
 )
+from robust_train.model.json import MalformedEvent
 
 log = logging.getLogger("robust_train")
 

@@ -11,15 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import (
-    as_json,
-    from_json,
-    parse_json,
-    read_small,
-    strict_json,
-    sync,
-    write_json,
-)
+from robust_train.files import parse_json, read_small, strict_json, sync, write_json
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import AttemptsExhausted, NoDevice, TrainerFailed
 from robust_train.model.events import (
@@ -32,6 +24,7 @@ from robust_train.model.events import (
     PauseLearned,
 )
 from robust_train.model.failure import MEMORY_FAILURES
+from robust_train.model.json import as_json, from_json
 
 log = logging.getLogger("robust_train")
 

@@ -32,7 +32,7 @@ from robust_train.config.attempt import AttemptRequest, guest_config
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
-from robust_train.files import from_json, json_lines, read_object, write_json
+from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
@@ -50,6 +50,7 @@ from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import Event, Failed, MalformedEvent, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group
+from robust_train.model.json import from_json
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.policy.decide import Offers, decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with

@@ -31,7 +31,6 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
-from robust_train.files import as_json
 from robust_train.folder.checkpoints import why_full
 from robust_train.folder.identity import (
     Beginning,
@@ -82,6 +81,7 @@ from robust_train.model.events import (
 )
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
+from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import (
     Offers,

@@ -21,11 +21,12 @@ from pathlib import Path
 
 import psutil
 
-from robust_train.files import LineFile, MalformedEvent, Spacing, from_json, json_lines
+from robust_train.files import LineFile, Spacing, json_lines
 from robust_train.gpu.inventory import close_session, find_gpu
 from robust_train.host.memory import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.json import MalformedEvent, from_json
 from robust_train.readable import MIB, first_line
 
 log = logging.getLogger("robust_train")

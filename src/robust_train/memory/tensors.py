@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
-from robust_train.files import Json
 from robust_train.memory.cuda import started_torch
+from robust_train.model.json import Json
 from robust_train.readable import mib
 
 StorageKey = tuple[str, int]  # A storage: its device and its address there

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from robust_train.files import as_json, finite, from_json
 from robust_train.model.events import (
     AttemptProcess,
     BatchKept,
@@ -34,6 +33,7 @@ from robust_train.model.events import (
 )
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
+from robust_train.model.json import as_json, finite, from_json
 from robust_train.model.spec import AttemptSpec, Speed
 
 UNFINISHED = "unfinished"

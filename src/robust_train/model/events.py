@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from robust_train.files import Json as Json
-from robust_train.files import MalformedEvent as MalformedEvent
-from robust_train.files import fields_as_json
-from robust_train.files import from_json as from_json
 from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.json import Json as Json
+from robust_train.model.json import MalformedEvent as MalformedEvent
+from robust_train.model.json import fields_as_json
+from robust_train.model.json import from_json as from_json
 from robust_train.model.spec import AttemptSpec, Speed
 
 Metrics = Mapping[str, float]

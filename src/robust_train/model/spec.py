@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from robust_train.files import Json, fields_as_json, from_json
 from robust_train.model.gpu import GpuInfo, Group, device_name
+from robust_train.model.json import Json, fields_as_json, from_json
 
 
 @dataclass(frozen=True)

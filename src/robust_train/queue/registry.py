@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import from_json, parse_json
+from robust_train.files import parse_json
 from robust_train.gpu.processes import own_pid_namespace, started_at
 from robust_train.host.linux import (
     is_flocked,
@@ -34,6 +34,7 @@ from robust_train.host.linux import (
     marked_processes,
     processes_of,
 )
+from robust_train.model.json import from_json
 from robust_train.queue.queue_dir import QueueDir, QueueProblem, why_not_written
 
 IDLE_SECONDS = 3600

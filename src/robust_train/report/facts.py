@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from robust_train.files import finite
 from robust_train.memory.samples import Sample
 from robust_train.model import events
 from robust_train.model.failure import MEMORY_FAILURES
+from robust_train.model.json import finite
 from robust_train.readable import memory
 from robust_train.report.sources import Entry, Launch, TimedAttempt
 

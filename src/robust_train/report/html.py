@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from robust_train import readable
-from robust_train.files import finite, replacing, strict_json
+from robust_train.files import replacing, strict_json
+from robust_train.model.json import finite
 from robust_train.report import charts, wording
 from robust_train.report.facts import USES, Use
 from robust_train.report.sources import Sources

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from robust_train.files import Json, MalformedEvent, finite, from_json, json_lines
+from robust_train.files import json_lines
 from robust_train.folder.provenance import read_environment
 from robust_train.folder.state import Summary, read_summary
 from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
@@ -30,6 +30,7 @@ from robust_train.model.events import (
     TrainingStarted,
     parse,
 )
+from robust_train.model.json import Json, MalformedEvent, finite, from_json
 
 _MOST_FILES = 40
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import as_json, strict_json
+from robust_train.files import strict_json
 from robust_train.folder.lock import is_held
+from robust_train.model.json import as_json
 from robust_train.readable import duration
 from robust_train.report.charts import loss_of_jobs
 from robust_train.report.facts import Use

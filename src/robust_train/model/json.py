@@ -1,0 +1,111 @@
+"""Frozen dataclasses as JSON, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+Json = Any  # A value of JSON's types
+T = TypeVar("T")
+
+_LARGEST = 2**1023  # of the integers that are floats, too
+_DRAWABLE = 2.0**63
+
+
+class MalformedEvent(ValueError):
+    """An object that is not what was expected; the message gives the reason."""
+
+
+def from_json(cls: type[T], data: object) -> T:
+    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored. Raises
+    MalformedEvent: a field is missing or of another type."""
+    if not isinstance(data, Mapping):
+        raise MalformedEvent("not an object")
+    found: T = _build(cls, data, cls.__name__)
+    return found
+
+
+def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
+    hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
+    given: dict[str, Json] = {}
+    for item in dataclasses.fields(cls):
+        if item.name in data:
+            given[item.name] = _value(
+                hints[item.name], data[item.name], f"{where}.{item.name}"
+            )
+        elif (
+            item.default is dataclasses.MISSING
+            and item.default_factory is dataclasses.MISSING
+        ):
+            raise MalformedEvent(f"{where} needs {item.name}")
+    return cls(**given)
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _value(hint: Any, value: Json, where: str) -> Any:
+    """Return ``value`` as the field's type, which is one of the few that events use."""
+    inner = typing.get_args(hint)
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, types.UnionType):  # a type or None
+        return None if value is None else _value(inner[0], value, where)
+    if kind is Any:
+        return value
+    if kind is tuple and isinstance(value, (list, tuple)):
+        return tuple(_value(inner[0], one, where) for one in value)
+    if isinstance(value, Mapping):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            own = getattr(kind, "parse", None)
+            return _build(kind, value, where) if own is None else own(value)
+        if issubclass(kind, Mapping):
+            return dict(value)
+    if issubclass(kind, Enum):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) is int and abs(value) < _LARGEST:
+        return float(value)
+    if type(value) is kind:  # exactly: a bool is no int
+        return value
+    raise MalformedEvent(
+        f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}"
+    )
+
+
+def as_json(value: object) -> Json:
+    """Return a value in JSON's types; a dataclass by its own ``as_json``, else with all fields."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = getattr(value, "as_json", None)
+        return fields_as_json(value) if own is None else own()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    return value
+
+
+def fields_as_json(value: object) -> dict[str, Json]:
+    """Return all fields of a dataclass, in JSON's types."""
+    assert dataclasses.is_dataclass(value)
+    return {
+        one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)
+    }
+
+
+def finite(value: object) -> float | None:
+    """Return ``value`` if it is a number that can be drawn, else None; booleans are no numbers."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # a comparison with NaN is false
+        return float(value) if -_DRAWABLE < value < _DRAWABLE else None
+    return None
