@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from robust_train.attempt.code import Code
 from robust_train.attempt.loading import Trainer, load
 from robust_train.attempt.runner import run_attempt, stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
@@ -202,20 +203,24 @@ def _write_stacks(request: AttemptRequest) -> None:
 
 
 class _Reporter:
-    """Sends events, and which libraries the trainer has imported: when it is loaded and trains."""
+    """Sends events, and which libraries the trainer has imported, when it is loaded and trains; of
+    the user's own modules that is recorded then."""
 
     def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
         self._rank = rank
         self._reported = 0
         self._trains = False
+        self._code: Code | None = None
+        if request.code is not None:
+            self._code = Code(request.code, request.attempt, rank)
         self.send = send
 
     def __call__(self, event: Event) -> None:
         """Send an event; of ranks other than the first their end, and what has a rank."""
         if not self._trains and isinstance(event, Progress):
             self._trains = True
-            self._report_libraries()
+            self._report_imports()
         if self._rank == 0 or isinstance(event, (Finished, Failed)):
             self.send(event)
         elif hasattr(event, "rank"):
@@ -225,10 +230,14 @@ class _Reporter:
     def load(self) -> Trainer:
         """Import the trainer."""
         trainer = load(self._request.trainer)
-        self._report_libraries()
+        self._report_imports()
         return trainer
 
-    def _report_libraries(self) -> None:
+    def _report_imports(self) -> None:
+        if self._code is not None:
+            of = self._request.config.trainer
+            folder = os.path.abspath(of.cwd or "")
+            self._code.note([os.path.join(folder, word) for word in of.argv or ()])
         modules = tuple(
             name for name in _installed_modules() if name not in _AT_THE_START
         )

@@ -68,7 +68,9 @@ def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
 
 def _load_main(ref: TrainerRef, path: str) -> None:
     """Import a script under another name than ``__main__``, so that its guard holds."""
-    spec = importlib.util.spec_from_file_location(MAIN_MODULE, path)
+    # there is one where it comes from a copy
+    spec = importlib.util.find_spec(MAIN_MODULE)
+    spec = spec or importlib.util.spec_from_file_location(MAIN_MODULE, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"trainer: cannot import the script {path}")
     module: ModuleType = importlib.util.module_from_spec(spec)

@@ -94,6 +94,21 @@ def early_imports(cfg: DictConfig) -> list[str]:
     return [*map(str, wanted or ()), *(["torch.distributed"] if several else [])]
 
 
+CODE = "code-as-it-was"
+"""The folder of the modules that a job or sweep began with."""
+
+
+@dataclass(frozen=True)
+class CodePlan:
+    """Which of the user's code an attempt runs."""
+
+    folder: Path  # the record of what was imported first
+    begins: bool  # it records today's code, as the first attempt of its launch
+    resumes: bool = False  # it goes on from a checkpoint
+    runs_first: bool = False  # it runs the recorded code, where there is any
+    is_script: bool = False
+
+
 @dataclass(frozen=True)
 class AttemptRequest:
     """One attempt, ready to be carried to another process."""
@@ -117,6 +132,7 @@ class AttemptRequest:
     of_first_rank: tuple[str, ...] = ()
     # the split of the batch that the job was asked for; None: this attempt's own
     asked: AttemptSpec | None = None
+    code: CodePlan | None = None
 
     @property
     def ranks(self) -> int:

@@ -244,6 +244,9 @@ def _check_together(config: RobustConfig) -> None:
         raise ConfigError(
             "isolation=none: a script (trainer.argv) always runs in a process of its own"
         )
+    if config.code == "first" and (config.is_script or config.runs_inline):
+        what = "isolation=none" if config.runs_inline else "a script (trainer.argv)"
+        raise ConfigError(f"code=first: {what} reads its files itself; leave it out")
     for number, rule in enumerate(config.retry.rules):
         if config.is_script and rule.exception is not None:
             raise ConfigError(

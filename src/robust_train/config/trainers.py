@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAIN_MODULE = "__robust_main__"
 
+PROGRAM_FILE = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
+
 _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
 """Packages that an extra of the same name installs."""
 
@@ -229,7 +231,7 @@ def name_of_program(program: Sequence[str]) -> str:
     """Return what people would call it: ``train_clip`` of ``python src/train_clip.py --lr 1``."""
     for word in program:
         name = Path(word).name
-        if re.search(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$", name):
+        if PROGRAM_FILE.search(name):
             return Path(name).stem
     if "-m" in program[1:-1]:
         return program[program.index("-m", 1) + 1]

@@ -12,14 +12,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
+from robust_train.config.attempt import (
+    CODE,
+    AttemptRequest,
+    CodePlan,
+    for_attempt,
+    trainer_config,
+)
 from robust_train.config.placeholders import PLACEHOLDERS, PREFIX, placeholders_in
 from robust_train.config.projects import resolved
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
-from robust_train.launcher.hydra_state import hydra_config, owns_terminal
+from robust_train.launcher import detach
+from robust_train.launcher.hydra_state import hydra_config, owns_terminal, sweep_folder
 from robust_train.launcher.stall_watch import nccl_variables
 from robust_train.memory.cuda import (
     VARIABLE,
@@ -122,6 +129,7 @@ def request_for(
     longest_pause: float = 0.0,  # between two reports in the job so far, seconds
     # the split of the batch that the job was asked for; None: the config's
     asked: AttemptSpec | None = None,
+    is_first: bool = True,  # of its launch
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
     spec, is_script = attempt.spec, config.is_script
@@ -156,6 +164,26 @@ def request_for(
         search_key=search_prefix + spec.device_kind,
         has_live_status=owns_terminal(config),
         asked=asked or PolicySettings.of(config).asked,
+        code=_code_plan(config, attempt, run_dir, is_first=is_first),
+    )
+
+
+def _code_plan(
+    config: RobustConfig, attempt: Attempt, run_dir: Path, *, is_first: bool
+) -> CodePlan:
+    """Return which code an attempt runs. The jobs of a sweep share what the first began with."""
+    sweep, is_script = sweep_folder(), config.is_script
+    is_alone = sweep is not None or detach.is_detached
+    runs_first = config.code == "first" or (
+        config.code == "auto" and is_alone and not is_script
+    )
+    shared = sweep if runs_first else None
+    return CodePlan(
+        (shared or run_dir) / CODE,
+        begins=is_first and shared is None,
+        resumes=attempt.resumed_from is not None,
+        runs_first=runs_first,
+        is_script=is_script,
     )
 
 

@@ -462,6 +462,7 @@ class Job:
             search_prefix=self.search_prefix,
             longest_pause=self.folder.state.longest_pause or 0.0,
             asked=self.policy.asked,
+            is_first=not self.attempts,
         )
         started = time.monotonic()
         process_exit = self.executor.run(

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -26,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import returned_or_raised
+from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.files import plain, set_aside
 from robust_train.folder.lock import RunLock, read_holder, refusal, wait_until_free
@@ -192,6 +194,9 @@ class HydraSession:
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         resume_command = sweep_resume_command(folder, str(config.hydra.runtime.cwd))
         sweep = Sweep(id_, folder, launcher, lock, notifier, resume_command)
+        if (folder / CODE).exists():
+            log.info("jobs that start from here on run today's code")
+            shutil.rmtree(folder / CODE, ignore_errors=True)
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
         SweepTable(id_, launcher, resume_command=resume_command).write(folder)
