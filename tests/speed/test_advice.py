@@ -50,6 +50,9 @@ def test_the_figures_in_short():
         speed_text([replace(FAST, samples_per_second=None)], 1)
         == "0.2 s a step (median; 95 %: 0.3 s)"
     )
+    unknown = replace(FAST, between_share=0.97)
+    assert speed_text([unknown], 1).endswith("97 % between steps")
+    assert not advice(unknown), "no one knows what that time went into"
     ranks = [FAST, replace(FAST, rank=1, seconds_per_step=0.25, data_share=0.1)]
     assert speed_text(ranks, 2) == (
         "640 samples/s while training, 0.25 s a step (median; 95 %: 0.3 s), 10 % waiting for data"

@@ -205,6 +205,7 @@ class SpeedMeter:
         seconds = self._sum([one.seconds for one in newest])
         samples = [one.samples for one in newest]
         alone = [one.alone for one in newest if one.alone is not None]
+        share = self._data_share(newest)
         return Speed(
             rank=self._rank,
             steps=self._steps,
@@ -213,7 +214,8 @@ class SpeedMeter:
             samples_per_second=_rounded(sum(samples) / seconds)
             if all(samples)
             else None,
-            data_share=self._data_share(newest),
+            data_share=share if self._is_explicit else None,
+            between_share=None if self._is_explicit else share,
             seconds_alone_per_step=_rounded(sum(alone) / len(alone)) if alone else None,
         )
 

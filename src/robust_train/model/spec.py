@@ -112,6 +112,8 @@ class Speed:
     seconds_per_step_p95: float  # 95th percentile
     samples_per_second: float | None = None  # of this rank
     data_share: float | None = None  # of the time, waiting for data, from 0 to 1
+    # where that is not measured: from the end of a step to the next batch, whatever it went into
+    between_share: float | None = None
     # mean, until the ranks wait for each other
     seconds_alone_per_step: float | None = None
     rank: int = 0

@@ -398,6 +398,7 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
     slowest = max(speed, key=lambda one: one.seconds_per_step)
     rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
     shares = [one.data_share for one in speed if one.data_share is not None]
+    between = [one.between_share for one in speed if one.between_share is not None]
     parts = []
     if len(rates) == len(speed):
         rate = sum(rates) * ranks / len(speed)
@@ -408,4 +409,6 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
     )
     if shares:
         parts.append(f"{percent(max(shares))} waiting for data")
+    elif between:
+        parts.append(f"{percent(max(between))} between steps")
     return ", ".join(parts)
