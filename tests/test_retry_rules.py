@@ -69,7 +69,7 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
         assert reason.endswith("retry.rules[1]: stop")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("retry.rules: message (a+)+$ is passed over: it takes more than 0.5 s")
+    assert line.startswith("retry.rules: message (a+)+$ is skipped: it takes more than 0.5 s")
 
 
 def test_a_search_whose_process_fails_is_passed_over_in_a_line(
@@ -78,4 +78,4 @@ def test_a_search_whose_process_fails_is_passed_over_in_a_line(
     monkeypatch.setattr(search, "_SEARCH", "raise SystemExit(3)")
     reason_with("out of nowhere", "nowhere")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "retry.rules: message nowhere is passed over: its process ended with 3"
+    assert line == "retry.rules: message nowhere is skipped: its process ended with 3"

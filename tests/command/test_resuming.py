@@ -72,7 +72,7 @@ def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWor
 
     ended = run(code)
     # an empty file is no checkpoint, whoever says so
-    assert "is gone or torn" in ended.output
+    assert "is missing or torn" in ended.output
     code = code.replace("touch mine", "echo 4 > mine")
     scripts.run_dir.rename(scripts.folder / "first")
     ended = run(code)

@@ -76,9 +76,9 @@ def test_garbage_is_called_so_and_removed(
 ):
     (inbox / "1.json").write_bytes(garbage)
     assert find_requests(inbox.parent) == []
-    assert json.loads((inbox / "1.answer").read_text()) == {"error": "that is no request"}
+    assert json.loads((inbox / "1.answer").read_text()) == {"error": "that is not a request"}
     assert not (inbox / "1.json").exists()
-    assert "is refused: that is no request" in caplog.text
+    assert "is refused: that is not a request" in caplog.text
 
 
 def test_what_is_no_small_file_neither_hangs_nor_crashes(

@@ -132,8 +132,8 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ([1, 2], "it holds a list and is no checkpoint"),
-        ({"weights": torch.zeros(3)}, "it has no 'step' and is no checkpoint of this trainer"),
+        ([1, 2], "it holds a list and is not a checkpoint"),
+        ({"weights": torch.zeros(3)}, "it has no 'step' and is not a checkpoint of this trainer"),
         ({"step": 30, "odd": RunsCode()}, "Weights only load failed"),
     ],
 )

@@ -323,7 +323,7 @@ def flowers_with_a_damaged_list(root):
         ("image_folder", Path.exists, [], "there is no folder "),
         ("digits", Path.exists, ["dataset.num_classes=5"], "digits has 10 classes"),
         ("flowers102", flowers_without_an_image, [], "setid.mat names "),
-        ("flowers102", flowers_with_a_damaged_list, [], "setid.mat is no readable MATLAB file"),
+        ("flowers102", flowers_with_a_damaged_list, [], "setid.mat is not a readable MATLAB file"),
         ("flowers102", lambda root: write_flowers102(root, classes=(1, 103)), [], "has label 102"),
     ],
 )

@@ -257,11 +257,13 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
             file, map_location="cpu", weights_only=True, mmap=bool(share)
         )
         if not isinstance(content, dict):
-            raise _Unusable(f"it holds a {type(content).__name__} and is no checkpoint")
+            raise _Unusable(
+                f"it holds a {type(content).__name__} and is not a checkpoint"
+            )
         missing = sorted(set(required) - content.keys())
         if missing:
             raise _Unusable(
-                f"it has no {missing[0]!r} and is no checkpoint of this trainer"
+                f"it has no {missing[0]!r} and is not a checkpoint of this trainer"
             )
         content = named_map(kept, content)
         if shards:

@@ -151,7 +151,7 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         if state == "changed":
             changed = changed or manifest
         elif state == "torn":
-            log.warning("checkpoint %s is torn; it is passed over", manifest.path)
+            log.warning("checkpoint %s is torn and is skipped", manifest.path)
     if changed is not None:
         log.warning(
             "checkpoint %s has changed since it was reported; using it", changed.path
@@ -241,7 +241,7 @@ def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
                 # after it: killed in between, it counts as not whole
                 _file_of(folder, manifest.path).unlink(missing_ok=True)
     except OSError as error:
-        log.warning("checkpoints that are too many cannot be removed: %s", error)
+        log.warning("surplus checkpoints cannot be removed: %s", error)
 
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
@@ -284,7 +284,7 @@ def _read(file: Path) -> Manifest | None:
     try:
         manifest = from_json(Manifest, json.loads(text))
     except (ValueError, RecursionError):  # MalformedEvent among them
-        log.warning("%s is not a manifest of a checkpoint; it is passed over", file)
+        log.warning("%s is not a manifest of a checkpoint and is skipped", file)
         return None
     return replace(manifest, path=file.parent / manifest.path)
 

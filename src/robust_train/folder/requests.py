@@ -103,7 +103,7 @@ def _read(path: Path) -> Request | None:
     except OSError as error:
         problem = str(error.strerror)
     except (ValueError, KeyError):
-        problem = "that is no request"
+        problem = "that is not a request"
     log.warning("request %s is refused: %s", path, problem)
     request.answer({"error": problem})
     shutil.rmtree(path, ignore_errors=True)  # of a directory

@@ -32,5 +32,5 @@ def is_found(pattern: str, text: str) -> bool:
         why = f"it takes more than {_LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
     except OSError as error:
         why = str(error)
-    log.warning("retry.rules: message %s is passed over: %s", pattern, why)
+    log.warning("retry.rules: message %s is skipped: %s", pattern, why)
     return False

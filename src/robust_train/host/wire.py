@@ -107,6 +107,6 @@ def read_events(channel: socket.socket, most: int | None = None) -> Iterator[Eve
         try:
             event = parse(json.loads(data))
         except ValueError as error:
-            log.debug("the attempt sent what is no event: %s", error)
+            log.debug("the attempt sent something that is not an event: %s", error)
             continue
         yield event

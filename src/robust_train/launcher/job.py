@@ -488,7 +488,7 @@ class Job:
         trainer = self.config.trainer
         if trainer.checkpoint_glob is not None and self.checkpoint is None:
             log.warning(
-                "no new file matches the pattern for checkpoints %s (in %s): whatever comes next "
+                "no new file matches the pattern for checkpoints %s (in %s): the next attempt "
                 "starts from the beginning",
                 trainer.checkpoint_glob,
                 Path(trainer.cwd or ".").absolute(),
@@ -521,7 +521,7 @@ class Job:
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
         if self._engine is not None:
-            hint = "the next start in this run folder decides what follows"
+            hint = "the next start in this run folder decides how to go on"
             return GiveUp(f"{failure.message}; {hint}")
         if not self._has_remedies and last.stopped_for is None:
             if last.cuda_cannot_work:

@@ -512,5 +512,5 @@ def parse(data: object) -> Event:
         raise MalformedEvent("not an object")
     name = str(data.get("event"))
     if name not in EVENTS:
-        raise MalformedEvent(f"no event is called {name!r}")
+        raise MalformedEvent(f"unknown event {name!r}")
     return from_json(EVENTS[name], data)

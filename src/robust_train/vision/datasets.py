@@ -240,7 +240,7 @@ def _matlab_values(path: Path, key: str) -> list[int]:
         return [int(value) for value in loadmat(path)[key].ravel()]
     except (KeyError, ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
-            f"dataset=flowers102: {path} is no readable MATLAB file with {key!r}"
+            f"dataset=flowers102: {path} is not a readable MATLAB file with {key!r}"
         ) from error
 
 

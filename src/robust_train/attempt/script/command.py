@@ -276,7 +276,7 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     if reported is not None and is_whole(reported):
         candidates.append(_stamped(reported))
     elif reported is not None:
-        log.warning("checkpoint %s is gone or torn; it is passed over", reported)
+        log.warning("checkpoint %s is missing or torn and is skipped", reported)
     return _newest(*candidates)
 
 
