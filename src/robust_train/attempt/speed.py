@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _MOST_STEPS = 1000
 _HIGH = 0.95
+_LEAST_RECENT = 10
 _FIRST_REPORT_SECONDS, _REPORT_SECONDS = 1.0, 30.0
 
 
@@ -206,6 +207,12 @@ class SpeedMeter:
         samples = [one.samples for one in newest]
         alone = [one.alone for one in newest if one.alone is not None]
         share = self._data_share(newest)
+        until = newest[-1].begin.at
+        recent = sorted(
+            one.seconds / one.steps
+            for number, one in enumerate(reversed(newest))
+            if number < _LEAST_RECENT or until - one.begin.at <= _REPORT_SECONDS
+        )
         return Speed(
             rank=self._rank,
             steps=self._steps,
@@ -214,6 +221,7 @@ class SpeedMeter:
             samples_per_second=_rounded(sum(samples) / seconds)
             if all(samples)
             else None,
+            seconds_per_step_now=_rounded(_quantile(recent, 0.5)),
             data_share=share if self._is_explicit else None,
             between_share=None if self._is_explicit else share,
             seconds_alone_per_step=_rounded(sum(alone) / len(alone)) if alone else None,

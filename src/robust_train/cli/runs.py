@@ -233,6 +233,7 @@ def _facts(run: KnownRun, about: About) -> dict[str, Json]:
         "effective batch": about.get("effective_batch_size"),
         "step": _step(about),
         "loss": None if loss is None else f"{loss:.4g}",
+        "slow": (about.get("slow") or None) if run.alive else None,
         "last checkpoint": about.get("checkpoint"),
         "memory": used or None,
         "started": f"{as_clock(int(about['seconds']))} ago" if run.alive else None,

@@ -14,7 +14,16 @@ from robust_train.readable import meant
 
 AUTO = "auto"
 
-EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "stalled", "disk")
+EVENTS = (
+    "completed",
+    "failed",
+    "interrupted",
+    "cpu",
+    "waiting",
+    "slow",
+    "stalled",
+    "disk",
+)
 """What ``notify.on`` may name."""
 
 URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"

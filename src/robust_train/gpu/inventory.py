@@ -36,6 +36,15 @@ _INTEGRATED = re.compile(
     r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE
 )
 
+# `nvmlClocksEventReason…` in nvml.h
+_THROTTLES = {
+    0x04: "power limit",
+    0x08: "slowed down by the hardware",
+    0x20: "too hot",
+    0x40: "too hot, by the hardware",
+    0x80: "power brake",
+}
+
 NO_DRIVER = (
     "no NVIDIA driver on this machine (libnvidia-ml.so.1 was not found); "
     "inside a container, start it with GPU access, e.g. --gpus all"
@@ -318,12 +327,24 @@ class NvmlSession:
             utilization_percent=None if utilization is None else utilization.gpu,
             compute_mode=compute_mode,
             processes=self._read_processes(handle) if processes else None,
+            throttled=self._throttled(handle) if processes else None,
             parent_uuid=None if parent is None else parent.uuid,
             unified_memory=is_unified,
             unusable=unusable,
             mps=mps,
             cuda_index=device.index,
         )
+
+    def _throttled(self, handle: Any) -> str | None:
+        """Return why the clocks are low, of heat or power."""
+        bits = 0
+        for name in (
+            "Throttle",
+            "Event",
+        ):  # which is known depends on the binding's age
+            read = getattr(self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None)
+            bits = bits or (read and self._optional(read, handle)) or 0
+        return ", ".join(text for bit, text in _THROTTLES.items() if bits & bit) or None
 
     def _read_mode(self, handle: Any, compute_mode: str) -> tuple[str | None, bool]:
         """Return why the compute mode lets no job start now, and whether MPS owns the GPU."""

@@ -63,6 +63,7 @@ from robust_train.launcher.inputs import (
 from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.launcher.run_folder import RunFolder
+from robust_train.launcher.slow_watch import SlowWatch
 from robust_train.memory.samples import attempt_stability
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
@@ -77,6 +78,7 @@ from robust_train.model.events import (
     JobEnded,
     JobStarted,
     ScriptStarted,
+    Slow,
     TrainerSupports,
 )
 from robust_train.model.failure import FailureKind
@@ -464,6 +466,7 @@ class Job:
             asked=self.policy.asked,
             is_first=not self.attempts,
         )
+        self.slow = SlowWatch(spec.gpus, self._on_event)
         started = time.monotonic()
         process_exit = self.executor.run(
             request,
@@ -547,6 +550,11 @@ class Job:
                 log.info("running %s", shlex.join(event.argv))
             case Finished() | Failed():
                 self.signals.is_over = isinstance(event, Finished)
+            case Slow(text=text) if text:
+                log.warning("%s, for ten minutes by now", text)
+            case Slow():
+                log.info("training is no longer slowed down")
+        self.slow.on_event(event)
         self.devices.on_event(event)
         self.folder.record(event, self.folder.attempt.number)
 
@@ -555,6 +563,7 @@ class Job:
         sleep_with_ticks(seconds, self._tick)
 
     def _tick_attempt(self) -> None:
+        self.slow.poll()
         self.folder.tick()
         self.devices.queue.tick()
 

@@ -35,6 +35,7 @@ from robust_train.model.events import (
     CheckpointSaved,
     Event,
     Json,
+    Slow,
     Stalled,
     StallWarning,
 )
@@ -136,6 +137,10 @@ class Notifier:
             case AttemptEnded(record=record) if record.kind is FailureKind.DISK_FULL:
                 if not self._is_unsaved:
                     self._disk_fails(state, record.message or "the disk is full")
+            case Slow() if event.text:
+                with self._lock:
+                    slow = f"{state.name} on {state.host} is slow: {event.text}"
+                    self._notify("slow", state, slow)
         if isinstance(event, (StallWarning, Stalled)):
             text = None
             if isinstance(event, StallWarning):

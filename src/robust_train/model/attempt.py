@@ -27,6 +27,7 @@ from robust_train.model.events import (
     RankDied,
     ScriptEnded,
     ScriptStarted,
+    Slow,
     SpeedMeasured,
     TrainingStarted,
     UpdateSkipped,
@@ -89,6 +90,7 @@ class Attempt:
     saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
+    slow: str = ""  # what slows it down now, a sentence
     keeps_batch: str = ""  # why no attempt may split the batch in another way
     # what probes before training have found
     batch_size_found: Mapping[str, Json] | None = None
@@ -168,6 +170,8 @@ class Attempt:
                 return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
+            case Slow():
+                return replace(self, slow=event.text)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case BatchTaken():
@@ -308,6 +312,7 @@ class Attempt:
             "skipped_updates": self.skipped_updates,
             "saving_seconds": self.saving_seconds,
             "micro_batch": self.micro_batch,
+            "slow": self.slow,
             "batch_size_found": as_json(self.batch_size_found),
             "peak_memory_bytes": self.peak_memory_bytes,
             "memory": as_json(self.memory),

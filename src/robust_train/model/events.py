@@ -447,6 +447,17 @@ class Stalled(Event):
     stacks: str = ""
 
 
+@dataclass(frozen=True)
+class Slow(Event):
+    """What costs the attempt the ``share`` of its time for ten minutes by now; all empty once
+    nothing does any more."""
+
+    name = "slow"
+    what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
+    text: str = ""  # a sentence
+    share: float = 0.0
+
+
 # --- of the job as a whole; `AttemptEnded` is beside its record --------------------------
 
 

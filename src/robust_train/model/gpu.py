@@ -38,6 +38,8 @@ class GpuInfo:
     parent_uuid: str | None = None
     # the GPU shares the host's memory (integrated); the figures are the host's
     unified_memory: bool = False
+    # why its clocks are low, of heat or power; None if they are not
+    throttled: str | None = None
     unusable: str | None = None  # why no job may start on it now, or None
     # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
     mps: bool = False

@@ -114,6 +114,7 @@ class Speed:
     data_share: float | None = None  # of the time, waiting for data, from 0 to 1
     # where that is not measured: from the end of a step to the next batch, whatever it went into
     between_share: float | None = None
+    seconds_per_step_now: float | None = None  # median of about the last half minute
     # mean, until the ranks wait for each other
     seconds_alone_per_step: float | None = None
     rank: int = 0

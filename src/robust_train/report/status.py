@@ -115,6 +115,8 @@ def _how_far(state: RunState, attempt: Attempt, pace: Pace, now: float) -> list[
         if total and step is not None:
             left = math.ceil((total - step) / speed)
             parts.append(f"{as_clock(max(left, 0))} left")
+    if attempt.slow:
+        parts.append(attempt.slow)
     if attempt.loss is not None:
         parts.append(f"loss {number(attempt.loss)}")
     if used := attempt.memory.get("allocated", attempt.memory.get("resident")):

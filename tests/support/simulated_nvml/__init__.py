@@ -84,6 +84,7 @@ class Gpu:
     free_mib: int | None = None
     reserved_mib: int = 0
     utilization: int | None = 0
+    throttle: int = 0
     compute_mode: int = 0
     compute: list[tuple[int, int | None]] = field(default_factory=list)
     graphics: list[tuple[int, int | None]] = field(default_factory=list)
@@ -260,6 +261,7 @@ class Machine:
             "name": gpu.name,
             "pci": pci,
             "util": -1 if gpu.utilization is None else gpu.utilization,
+            "throttle": gpu.throttle,
             "compute_mode": gpu.compute_mode,
             "mig": -1 if gpu.mig is None else gpu.mig_mode,
             "graphics": _processes(gpu.graphics),

@@ -175,6 +175,12 @@ int nvmlDeviceGetUtilizationRates(device_t device, unsigned *out) {
     return SUCCESS;
 }
 
+int nvmlDeviceGetCurrentClocksThrottleReasons(device_t device, unsigned long long *out) {
+    BEGIN("nvmlDeviceGetCurrentClocksThrottleReasons")
+    *out = (unsigned long long)state_number(KEY("throttle"), 0);
+    return SUCCESS;
+}
+
 int nvmlDeviceGetComputeMode(device_t device, unsigned *out) {
     BEGIN("nvmlDeviceGetComputeMode")
     *out = (unsigned)state_number(KEY("compute_mode"), 0);

@@ -1,0 +1,81 @@
+"""What slows an attempt down is named while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from robust_train.launcher.slow_watch import SlowWatch
+from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
+from robust_train.model.spec import Speed
+from simulated_nvml import Gpu, Machine
+
+STEADY = Speed(100, 0.2, 0.3, seconds_per_step_now=0.2)
+
+OF_A_GPU = """
+import json, os, subprocess, sys
+from robust_train.gpu import processes
+from robust_train.gpu.inventory import read_inventory
+from robust_train.launcher.slow_watch import _on_gpus
+processes.sees_host_pids = lambda: True
+print(json.dumps(_on_gpus(read_inventory().gpus)))
+"""
+
+
+class Watched:
+    """A watch, and what it has sent; ``now`` is its clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.sent: list[Event] = []
+        self.watch = SlowWatch((), self.sent.append, lambda: self.now)
+
+    def trains(self, minutes: float, *ranks: Speed) -> list[Event]:
+        """Return what is sent meanwhile."""
+        before = len(self.sent)
+        for _ in range(int(2 * minutes)):
+            self.now += 30
+            for rank, speed in enumerate(ranks):
+                self.watch.on_event(SpeedMeasured(speed, rank))
+            self.watch.poll()
+        return self.sent[before:]
+
+
+def test_a_wait_for_data_that_was_measured_is_named_after_ten_minutes_and_until_it_is_over():
+    job = Watched()
+    waiting = replace(STEADY, data_share=0.4)
+    assert job.trains(9.5, waiting) == []
+    (slow,) = job.trains(30, waiting)
+    assert slow == Slow("data", "training waits for data 40 % of the time", 0.4)
+    assert job.trains(1, STEADY) == [Slow()]
+    assert job.trains(30, replace(STEADY, data_share=0.19)) == []
+    assert job.trains(30, replace(STEADY, between_share=0.97)) == [], "that may be anything"
+
+
+def test_the_rank_for_which_the_others_wait_is_named():
+    ranks = [replace(STEADY, seconds_alone_per_step=s) for s in (0.2, 0.3, 0.2, 0.2)]
+    (slow,) = Watched().trains(12, *ranks)
+    assert isinstance(slow, Slow)
+    assert (slow.what, slow.share) == ("rank 1", 0.333)
+
+
+def test_silence_is_no_measurement():
+    job = Watched()
+    job.trains(5, replace(STEADY, data_share=0.5))
+    assert job.trains(30) == [], "a validation, perhaps"
+
+
+def test_slow_steps_are_not_explained_by_what_nobody_measured():
+    job = Watched()
+    job.trains(5, STEADY)
+    slower = replace(STEADY, seconds_per_step_now=0.4)
+    assert job.trains(30, slower) == [], "no GPU was asked"
+    job.watch.on_event(MicroBatchChanged(1, True, 8, "…", after=4))
+    assert job.trains(30, slower) == []
+
+
+def test_a_gpu_says_whether_heat_or_power_slows_it_down(
+    machine_with: Callable[..., Machine],
+):
+    machine = machine_with(Gpu(throttle=0x20 | 0x80), Gpu(throttle=0x1), Gpu())
+    assert machine.python(OF_A_GPU) == {"GPU 0": "GPU 0 is throttled (too hot, power brake)"}
