@@ -74,6 +74,7 @@ def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
             "processes": [],
             "parent_uuid": None,
             "unified_memory": False,
+            "throttled": None,
             "unusable": None,
             "mps": False,
             "cuda_index": 0,
