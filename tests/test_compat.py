@@ -539,3 +539,12 @@ def test_private_names_of_lightning_are_there(tmp_path: Path):
     )
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 1)))
     assert seen == [(True, 2.0), (False, 3.0)]
+
+
+def test_a_trial_of_optuna_that_runs_can_be_gone_on_with():
+    optuna = pytest.importorskip("optuna", reason="the extra [sweep]")
+    study = optuna.create_study()
+    study.ask()
+    (known,) = study.trials
+    compat.running_trial(study, known).suggest_float("x", 0, 1)
+    assert list(study.trials[0].params) == ["x"]

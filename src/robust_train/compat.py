@@ -184,6 +184,13 @@ def returned_or_raised(job: Any) -> Any:
     return job._return_value
 
 
+def running_trial(study: Any, known: Any) -> Any:
+    """Return an Optuna trial that runs, for more to be suggested or noted."""
+    from optuna import Trial
+
+    return Trial(study, known._trial_id)
+
+
 def typed_nodes(config: Any) -> dict[str, object]:
     """Return a structured config's own nodes, which keep their types in another config."""
     return {name: config._get_node(name) for name in config}

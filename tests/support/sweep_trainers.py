@@ -135,3 +135,46 @@ def never_stops(cfg):
     (_place(cfg) / f"working-{cfg.training.seed}").write_text(str(os.getpid()))
     while True:
         time.sleep(0.01)
+
+
+def number_of_the_job(cfg, run):
+    return float(run.run_dir.name)
+
+
+def first_waits_for_the_third(cfg, run):
+    """Of jobs 0, 1 and 2, 0 ends after 2."""
+    number = int(run.run_dir.name)
+    (_place(cfg) / f"here-{number}").touch()
+    if number == 0:
+        _wait_for(_place(cfg) / "here-2")
+    return float(number)
+
+
+def works_until_told_in_every_third(cfg, run):
+    """Job 2 works until it is told to stop, and completes when it is resumed."""
+    number = int(run.run_dir.name)
+    if number != 2:
+        return float(number)
+    if run.resume_checkpoint is not None:
+        return 100.0 + number
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / "when-told"
+    path.touch()
+    run.checkpoint_saved(path, 1)
+    (_place(cfg) / f"working-{number}").touch()
+    while not run.stop_requested:
+        time.sleep(0.01)
+    from robust_train.model.errors import Interrupted
+
+    raise Interrupted
+
+
+def waits_for_two_at_work(cfg, run):
+    """Jobs 0 and 1 wait for each other."""
+    number = int(run.run_dir.name)
+    (_place(cfg) / f"here-{number}").touch()
+    with (_place(cfg) / "ran").open("a") as file:
+        file.write(f"{number}\n")
+    if number < 2:
+        _wait_for(_place(cfg) / f"here-{1 - number}")
+    return float(number)

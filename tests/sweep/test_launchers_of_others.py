@@ -75,47 +75,11 @@ def test_without_slurm_its_launcher_is_refused_in_one_line(sweeps: SweepWorld):
     assert line.startswith("hydra/launcher=submitit_slurm: no srun here")
 
 
-OPTUNA = ["hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "training.seed=choice(1,2)"]
-
-
-@pytest.mark.parametrize(
-    ("sweeper", "launcher"), [("optuna", "gpu_queue"), ("robust_optuna", "basic")]
-)
-def test_failed_trials_do_not_end_a_search(sweeps: SweepWorld, sweeper: str, launcher: str):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra [sweep]")
-    ended = sweeps.sweep(
-        "fails_at_2",
-        f"hydra/sweeper={sweeper}",
-        f"hydra/launcher={launcher}",
-        "hydra/sweeper/sampler=random",
-        "hydra.sweeper.sampler.seed=1",
-        *OPTUNA,
-        n_jobs=None,
-    )
-    assert ended.returncode == 1, ended.output
-    assert set(sweeps.column("status")) == {"completed", "failed"}
-    assert "Best value: 1.0" in ended.output
-
-
-def test_a_search_in_which_all_failed_says_so_in_one_line(sweeps: SweepWorld):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra [sweep]")
-    ended = sweeps.sweep(
-        "is_refused",
-        "hydra/sweeper=robust_optuna",
-        "hydra/launcher=basic",
-        "hydra.sweeper.n_trials=2",
-        "training.seed=choice(1,2)",
-    )
-    assert ended.returncode == 1, ended.output
-    assert "no job has completed, so there is no best one" in ended.stderr
-    assert "Traceback" not in ended.output
-
-
 @pytest.mark.parametrize(
     ("choice", "missing", "extra"),
     [
-        ("hydra/launcher=robust_ray", "hydra_ray_launcher", "ray"),
-        ("hydra/sweeper=robust_optuna", "hydra_optuna_sweeper", "sweep"),
+        ("hydra/launcher=robust_ray", "hydra_plugins.hydra_ray_launcher", "ray"),
+        ("hydra/sweeper=robust_optuna", "optuna", "sweep"),
     ],
 )
 def test_a_plugin_that_is_not_installed_is_named_with_its_extra(
@@ -124,9 +88,7 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_extra(
     """Python finds no module of a package whose entry among the loaded ones is None."""
     hider = sweeps.world.folder / "hider"
     hider.mkdir()
-    (hider / "sitecustomize.py").write_text(
-        f"import sys\nsys.modules['hydra_plugins.{missing}'] = None\n"
-    )
+    (hider / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")
     sweeps.world.environ["PYTHONPATH"] = f"{hider}:{sweeps.world.environ['PYTHONPATH']}"
     ended = sweeps.sweep("objective", "training.seed=1,2", choice, n_jobs=None)
     assert ended.returncode == 2, ended.output

@@ -43,11 +43,11 @@ def test_an_interrupted_sweep_is_finished(sweeps: SweepWorld, launcher: str):
     assert sweeps.column("reused") == [True, False]
 
 
-def test_a_second_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorld):
+def test_another_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorld):
     arguments = ("completes_1_and_works_at_2", "training.seed=1,2")
     first = sweeps.start(*arguments)
     wait_until(lambda: sweeps.pid_at_work(2), "the second job is at work")
-    second = sweeps.sweep(*arguments)
+    second = sweeps.sweep("objective", "training.seed=1,2")
     assert second.returncode == 2, second.output
     (line,) = second.stderr.splitlines()
     assert line.startswith(f"sweep folder {sweeps.folder} is in use by the sweep of ")

@@ -1,4 +1,4 @@
-"""Hydra finds this package by itself: ``hydra/launcher=gpu_queue``.
+"""Hydra finds this package by itself: ``hydra/launcher=gpu_queue``, and the sweepers of ours.
 
 Imported at every start of any Hydra program, so the work is elsewhere. Annotations are no strings
 here: Hydra runs this module before it is in ``sys.modules``, where dataclasses would look them up.
@@ -6,10 +6,12 @@ here: Hydra runs this module before it is in ``sys.modules``, where dataclasses 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
@@ -55,8 +57,34 @@ class GpuQueueLauncher(Launcher):
         return queue.launch(job_overrides, initial_job_idx)
 
 
+class RobustSweeper(Sweeper):
+    """Starts a job whenever there is room for one; ``settings`` are those of ``hydra.sweeper``."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    def setup(
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
+    ) -> None:
+        """Take what Hydra gives once, and check the settings."""
+        from robust_train.sweep.sweeper import SweeperSettings
+
+        checked = SweeperSettings(**self._settings)
+        self._arguments = (hydra_context, task_function, config, checked)
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the sweep that ``arguments`` describe."""
+        from robust_train.sweep.sweeper import sweep
+
+        sweep(*self._arguments, arguments)
+
+
 ConfigStore.instance().store(
     group="hydra/launcher", name="gpu_queue", node=GpuQueueConf, provider="robust_train"
 )
 
-__all__ = ["GpuQueueLauncher"]
+__all__ = ["GpuQueueLauncher", "RobustSweeper"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,6 @@ from robust_train.model.errors import (
     UserError,
 )
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
-from robust_train.sweep.plugins_of_others import no_objective
 from robust_train.sweep.record import INTERRUPTED, REFUSED
 from robust_train.sweep.session import session
 
@@ -98,8 +98,7 @@ def _job(
         if folder is None or not sweep_stop_requested(folder):
             raise
         # otherwise Hydra enters the other jobs of the sweep, and none of them is started
-    hydra = HydraConfig.get()
-    return no_objective(hydra) if hydra.mode == RunMode.MULTIRUN else None
+    return math.nan if HydraConfig.get().mode == RunMode.MULTIRUN else None
 
 
 @contextlib.contextmanager

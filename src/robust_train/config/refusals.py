@@ -44,7 +44,7 @@ _ANSWERS = {
         "{0}: 'override {1}: {2}' comes too early; overrides belong at the end of the defaults list"
     ),
     # which of our extras brings a plugin that is not there
-    r"Could not \w+ '(hydra/\w+)/(joblib|optuna)'": _NOT_INSTALLED + 'sweep]"',
+    r"Could not \w+ '(hydra/\w+)/(joblib)'": _NOT_INSTALLED + 'sweep]"',
     r"Could not \w+ '(hydra/\w+)/(submitit_\w+)'": _NOT_INSTALLED + 'slurm]"',
     r"Could not \w+ '(hydra/\w+)/(ray|ray_aws)'": _NOT_INSTALLED + 'ray]"',
 }
@@ -180,12 +180,16 @@ def composed(
     overrides: Sequence[str], config_path: str = OURS, config_name: str = "robust"
 ) -> DictConfig:
     """Return a config with overrides, by default that of ``train_robust.py``."""
+    running = GlobalHydra.instance().hydra  # the sweep that is being checked
     GlobalHydra.instance().clear()
     module = config_path.removeprefix("pkg://")
     is_module = module != config_path
     start = initialize_config_module if is_module else initialize_config_dir
-    with start(module, version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
+    try:
+        with start(module, version_base="1.3"):
+            return compose(config_name, overrides=list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _composer(config_path: str, config_name: str) -> Composed:

@@ -236,29 +236,29 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
 
 # --- write locks -----------------------------------------------------------------------------
 #
-# These are open-file-description locks on whole files: one belongs to an opened file, so children
-# inherit it with the descriptor, and it is free once the last process has closed that, however it
-# ended. Unlike `flock` a write lock needs a descriptor that may write, so who may only read a file
-# cannot hold it. A read lock of a stranger would still keep us from *taking* a write lock: take it
-# before others can open the file, or keep the file private.
+# These are open-file-description locks, on whole files unless a byte is named: one belongs to an
+# opened file, so children inherit it with the descriptor, and it is free once the last process has
+# closed that, however it ended. Unlike `flock` a write lock needs a descriptor that may write, so
+# who may only read a file cannot hold it. A read lock of a stranger would still keep us from
+# *taking* a write lock: take it before others can open the file, or keep the file private.
 
 
-def lock(fd: int) -> bool:
+def lock(fd: int, byte: int | None = None) -> bool:
     """Take the write lock; return False if another opened file has a lock on it.
 
     Raises:
         OSError: the file system has no locks.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
     except BlockingIOError:
         return False
     return True
 
 
-def unlock(fd: int) -> None:
+def unlock(fd: int, byte: int | None = None) -> None:
     """Release the lock, also for the processes that have inherited the descriptor."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK))
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
 
 def is_locked(fd: int) -> bool:
@@ -283,5 +283,6 @@ def is_flocked(fd: int) -> bool:
     return False
 
 
-def _request(kind: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
+def _request(kind: int, byte: int | None = None) -> bytes:
+    start, length = (0, 0) if byte is None else (byte, 1)  # 0: up to the end
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)

@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.config.checks import checked, unchecked
@@ -58,15 +59,21 @@ def _overrides(config: DictConfig) -> tuple[list[str], list[list[str]]]:
     fixed, swept = [], []
     parser = OverridesParser.create()
     for line in lines:
-        # an interval, a glob: the sweeper's to choose
+        # a glob: the sweeper's to choose
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
             if not override.is_sweep_override():
                 fixed.append(line)
                 continue
             key = override.get_key_element()
-            values = itertools.islice(override.sweep_string_iterator(), _MOST_CHECKS)
-            if own := [f"{key}={value}" for value in values]:
+            interval = override.value()
+            values = (
+                iter((str(interval.start), str(interval.end)))
+                if isinstance(interval, IntervalSweep)
+                else override.sweep_string_iterator()
+            )
+            first = itertools.islice(values, _MOST_CHECKS)
+            if own := [f"{key}={value}" for value in first]:
                 swept.append(own)
     return fixed, swept
 

@@ -9,13 +9,14 @@ import contextlib
 import copy
 import json
 import logging
+import math
 import os
 import signal
 import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import ForkProcess
@@ -37,6 +38,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
+from robust_train.folder.provenance import public_command
 from robust_train.folder.requests import (
     Refused,
     request_sweep_stop,
@@ -50,7 +52,7 @@ from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.readable import aligned, shortened
 from robust_train.report.status import LiveLines
 from robust_train.sweep.job_process import start_job
-from robust_train.sweep.plugins_of_others import no_objective
+from robust_train.sweep.points import Claims, Listed, Points
 from robust_train.sweep.record import (
     COMPLETED,
     NOT_STARTED,
@@ -64,6 +66,7 @@ from robust_train.sweep.record import (
     ending_of_process,
     read_record,
     read_row,
+    row_of,
 )
 from robust_train.sweep.session import CurrentJob, identity, plan, session
 
@@ -161,7 +164,7 @@ def most_important(jobs: Sequence[LaunchedJob], most: int) -> list[LaunchedJob]:
 
 
 class GpuQueue:
-    """Runs one batch of a sweeper's jobs, ``n_jobs`` at once; None to choose."""
+    """Runs a sweep's jobs side by side, ``n_jobs`` at once; None to choose."""
 
     def __init__(
         self,
@@ -174,11 +177,10 @@ class GpuQueue:
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
         self._folder = Path(str(config.hydra.sweep.dir))
-        self._nothing = no_objective(config.hydra)
         self._signals = SignalWatch()
-        self._pending: deque[LaunchedJob] = deque()
+        self._points: Points
         self._running: list[LaunchedJob] = []
-        self._jobs: list[LaunchedJob] = []
+        self._jobs: dict[int, LaunchedJob] = {}
         self._stopping: str | None = None
         self._killed_at: float | None = None
         self._received: deque[int] = deque()  # handled between two steps
@@ -188,21 +190,28 @@ class GpuQueue:
     ) -> list[JobReturn]:
         """Run the jobs; return their results in order, NaN for one that did not complete. Raises
         JobInterrupted: a signal ended the sweep, after every job has ended."""
+        listed = dict(enumerate(job_overrides, initial_job_idx))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(Claims(self._folder)) as claims:
+            self.run(Listed(listed, claims), listed)
+        jobs = (self._jobs[number] for number in listed)
+        return [job.result or self._return(job, math.nan) for job in jobs]
+
+    def run(self, points: Points, listed: Mapping[int, Sequence[str]]) -> None:
+        """Run jobs as ``points`` gives them, one as soon as another has ended. ``listed`` are
+        known before. Raises JobInterrupted as :meth:`launch` does."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
-        self._folder.mkdir(parents=True, exist_ok=True)
         discard_early()
-        self._jobs = [
-            LaunchedJob(number, overrides)
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
-        own = [self._record(job, NOT_STARTED) for job in self._jobs]
-        for job, shown in zip(self._jobs, differing_overrides(own), strict=True):
+        self._points = points
+        self._jobs = {number: LaunchedJob(number, listed[number]) for number in listed}
+        own = [self._record(job, NOT_STARTED) for job in self._jobs.values()]
+        shown_overrides = differing_overrides(own)
+        for job, shown in zip(self._jobs.values(), shown_overrides, strict=True):
             job.shown = shown
-        self._pending.extend(self._jobs)
         slots = jobs_at_once(
             self._n_jobs,
-            jobs=len(self._jobs),
+            jobs=points.most,
             gpus=0 if self._n_jobs else count_gpus(self._settings),
             jobs_per_gpu=self._settings.gpu_jobs_per_device,
             gpus_per_job=self._settings.num_gpus,
@@ -211,7 +220,7 @@ class GpuQueue:
         outputs = self._folder / "*" / LOG_FILE
         with self._signals, LiveTable() as table:
             log.info(
-                "%d jobs, %d at once; they print to %s", len(self._jobs), slots, outputs
+                "%d jobs, %d at once; they print to %s", points.most, slots, outputs
             )
             with self._signals.handed_to(self._received.append):
                 try:
@@ -219,33 +228,44 @@ class GpuQueue:
                 finally:
                     self._end_all(table)
             self._signals.raise_if_received()
-        return [job.result or self._return(job, self._nothing) for job in self._jobs]
 
     def _run(self, slots: int, table: LiveTable) -> None:
         while True:
-            while self._pending and len(self._running) < slots:
-                if self._stopping is not None or self._received:
+            while len(self._running) < slots and not self._is_stopping:
+                found = self._points.next()
+                if found is None:
                     break
-                self._start(self._pending.popleft())
-            if not self._running:
+                number, overrides = found
+                own = [o for o in overrides if o not in self._points.fixed]
+                shown = " ".join(public_command(own))
+                new = LaunchedJob(number, overrides, shown)
+                self._start(self._jobs.setdefault(number, new))
+            if not self._running and (self._is_stopping or self._points.is_over):
                 return
             self._poll(table)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping is not None or bool(self._received)
 
     def _start(self, job: LaunchedJob) -> None:
         """Start a job's process, unless the job is refused or completed earlier."""
         job.config = self._compose(job)
         job.folder = _run_folder(job.config)
-        if any(job.folder == other.folder for other in self._jobs if other is not job):
+        others = (each for each in self._jobs.values() if each is not job)
+        if any(job.folder == other.folder for other in others):
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            self._record(job, REFUSED, EXIT_BAD_CONFIG, reason)
+            refused = self._record(job, REFUSED, EXIT_BAD_CONFIG, reason)
             log.error("job %d refused: %s", job.number, reason)
             job.folder, job.status = None, REFUSED
+            self._points.ended(row_of(None, refused, None))
             return
-        current = CurrentJob(job.folder)
-        if plan(job.config, current) is JobStart.REUSE:
+        if plan(job.config, CurrentJob(job.folder)) is JobStart.REUSE:
+            row = replace(read_row(job.folder), job=job.number)
             job.status = COMPLETED
-            job.result = self._return(job, current.objective)
+            job.result = self._return(job, row.result)
+            self._points.ended(row)
             return
         work, output = partial(self._work, job.config), job.folder / LOG_FILE
         job.process = start_job(work, output, self._detach)
@@ -282,7 +302,9 @@ class GpuQueue:
 
     def _poll(self, table: LiveTable) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
-        table.show(self._jobs)
+        if session.sweep is not None:
+            session.sweep.take_over()
+        table.show(list(self._jobs.values()))
         time.sleep(_POLL_SECONDS)
         while self._received:
             self._pass_on(self._received.popleft())
@@ -303,7 +325,8 @@ class GpuQueue:
         row = self._settled(job, job.folder, returncode)
         completed = row.status == COMPLETED
         job.status = row.status
-        job.result = self._return(job, row.result if completed else self._nothing)
+        job.result = self._return(job, row.result if completed else math.nan)
+        self._points.ended(row)
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
         if self._settings.sweep_fail_fast and not completed and self._stopping is None:
             # without the file it counts as a launch of theirs

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import traceback
 from collections.abc import MutableMapping, Sequence
-from typing import Any
 
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
-_OPTUNA_PLUGIN = "hydra_plugins.hydra_optuna_sweeper."
 _OWN_MASK = "ROBUST_TRAIN_SWEEP_MASK"
 _MASK = "CUDA_VISIBLE_DEVICES"
 
 
-def no_objective(hydra: Any) -> float | None:
-    """Return what a sweeper gets for a job without objective: NaN, or None for Optuna's plugin. The
-    plugin up to 1.3 reports the NaN of a failed trial to Optuna as well, which ends the search.
-    With None the trial fails and the search goes on. ``hydra`` is that part of the job's config."""
-    sweeper = hydra.get("sweeper") or {}
-    return None if str(sweeper.get("_target_")).startswith(_OPTUNA_PLUGIN) else math.nan
-
-
 def known_problem(error: BaseException) -> tuple[str, int] | None:
     """Return one line and an exit code for a plugin's error that its user can mend, else None."""
-    functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    if isinstance(error, ValueError) and {"sweep", "best_trial"} <= functions:
-        return "no job has completed, so there is no best one", EXIT_FAILED
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
         return (
             "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "

@@ -6,6 +6,7 @@ reads there which overrides a folder was used with.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import enum
 import io
@@ -14,7 +15,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _JOB_SCHEMA = 2
 
 STARTED = "started"
 COMPLETED = "completed"
+FAILED = "failed"
 REFUSED = "refused"
 INTERRUPTED = "interrupted"
 NOT_STARTED = "not_started"
@@ -51,7 +53,7 @@ COLUMNS = (
     "wall",
 )
 _LONGEST_RESULT = 40
-_OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
+OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
 _EXIT_CODES = {COMPLETED: 0, "no_device": EXIT_TRY_LATER, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -110,13 +112,13 @@ def decide(
         return afresh
     # whatever the order, and how they are resumed
     before, now = (
-        sorted(one for one in each if not _OF_THE_SWEEP.match(one))
+        sorted(one for one in each if not OF_THE_SWEEP.match(one))
         for each in (record.overrides, overrides)
     )
     if before != now:
         return JobStart.AFRESH
-    if record.sweep == sweep:  # put back into the queue by a scheduler
-        return JobStart.RUN
+    if record.sweep == sweep:  # put back into the queue, or left by another launcher
+        return JobStart.REUSE if completed else JobStart.RUN
     return JobStart.REUSE if resume and completed else afresh
 
 
@@ -238,6 +240,15 @@ def read_rows(sweep_folder: Path, sweep: str) -> list[SweepRow]:
     return [row for row in rows if row.sweep == sweep]
 
 
+def adopt(sweep_folder: Path, sweep: str, jobs: Container[int | None]) -> None:
+    """Make jobs that ended in an earlier launch a part of this one."""
+    for folder in job_folders(sweep_folder):
+        record = read_record(folder)
+        if record is not None and record.sweep != sweep and record.job in jobs:
+            with contextlib.suppress(OSError):
+                replace(record, sweep=sweep, reused=True).write(folder)
+
+
 def has_failed(sweep_folder: Path, sweep: str) -> bool:
     """Return whether a job of this launch has ended otherwise than completed."""
     records = (read_record(folder) for folder in job_folders(sweep_folder))
@@ -280,6 +291,9 @@ class SweepTable:
     jobs: tuple[SweepRow, ...] = ()
     schema: int = SCHEMA
     resume_command: str | None = None  # a shell command, for any working directory
+    overrides: tuple[
+        str, ...
+    ] = ()  # of the command: a launcher with the same may join in
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import shutil
 import socket
@@ -20,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -30,8 +30,18 @@ from robust_train.compat import returned_or_raised
 from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.files import plain, set_aside
-from robust_train.folder.lock import RunLock, read_holder, refusal, wait_until_free
-from robust_train.folder.provenance import repeated_with, sweep_resume_command
+from robust_train.folder.lock import (
+    RunLock,
+    is_held,
+    read_holder,
+    refusal,
+    wait_until_free,
+)
+from robust_train.folder.provenance import (
+    public_command,
+    repeated_with,
+    sweep_resume_command,
+)
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import read_summary
 from robust_train.host.engine import guest_rank
@@ -44,11 +54,14 @@ from robust_train.readable import duration, named_line
 from robust_train.sweep import plugins_of_others as others
 from robust_train.sweep.checks import check_jobs
 from robust_train.sweep.page import write_sweep_report
+from robust_train.sweep.points import others_work
 from robust_train.sweep.record import (
     COMPLETED,
     ENDED,
     INTERRUPTED,
     NOT_STARTED,
+    OF_THE_SWEEP,
+    RUNNING,
     STARTED,
     SWEEP_FILE,
     JobStart,
@@ -61,6 +74,7 @@ from robust_train.sweep.record import (
     has_failed,
     read_record,
     read_rows,
+    read_table,
     row_of,
     screen_table,
     tally,
@@ -93,7 +107,7 @@ class CurrentJob:
         """The sweeper's value of a job that is not run."""
         if self.record is not None and self.record.reused:
             return self.record.result
-        return others.no_objective(HydraConfig.get())
+        return math.nan
 
     def ended(self, status: str, exit_code: int, **more: Any) -> None:
         """Record the job's end, with its ``reason`` or ``result``. The first call counts."""
@@ -116,13 +130,33 @@ class Sweep:
     id: str  # this launch of it
     folder: Path  # the sweep folder
     launcher: str  # name of Hydra's launcher
-    lock: RunLock  # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
+    # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well. None: another
+    # launcher, which began the sweep, has it and writes the table
+    lock: RunLock | None
     notifier: Notifier
     resume_command: str | None
+    overrides: tuple[str, ...]
     # jobs that our launcher knows of, by number
     planned: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
+
+    def take_over(self) -> bool:
+        """Return whether the sweep's table is this launcher's, which may have become the last."""
+        if self.lock is None and not is_held(self.folder):
+            with contextlib.suppress(ConfigError, OSError):
+                self.lock = RunLock(self.folder, self.id)
+                self.table().write(self.folder)
+        return self.lock is not None
+
+    def table(self) -> SweepTable:
+        """Return the content of ``sweep.json`` while it runs."""
+        return SweepTable(
+            self.id,
+            self.launcher,
+            resume_command=self.resume_command,
+            overrides=self.overrides,
+        )
 
     def rows(self) -> list[SweepRow]:
         """Return the jobs so far, by number, with known ones that have not started."""
@@ -189,17 +223,21 @@ class HydraSession:
         folder.mkdir(parents=True, exist_ok=True)
         close_to_others(folder, group_reads=unchecked(config).group_reads_runs)
         launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
-        id_ = uuid.uuid4().hex
-        lock = _lock(folder, id_)
+        given = map(str, config.hydra.overrides.task)
+        overrides = tuple(
+            public_command([o for o in given if not OF_THE_SWEEP.match(o)])
+        )
+        id_, lock = _lock_or_join(folder, overrides if _can_share(config) else None)
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         resume_command = sweep_resume_command(folder, str(config.hydra.runtime.cwd))
-        sweep = Sweep(id_, folder, launcher, lock, notifier, resume_command)
-        if (folder / CODE).exists():
+        sweep = Sweep(id_, folder, launcher, lock, notifier, resume_command, overrides)
+        if lock is not None and (folder / CODE).exists():
             log.info("jobs that start from here on run today's code")
             shutil.rmtree(folder / CODE, ignore_errors=True)
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
-        SweepTable(id_, launcher, resume_command=resume_command).write(folder)
+        if lock is not None:
+            sweep.table().write(folder)
         self.sweep, self.exit_code = sweep, 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
@@ -213,7 +251,8 @@ class HydraSession:
             try:
                 self._show_and_write(sweep)
             finally:
-                sweep.lock.release()
+                if sweep.lock is not None:
+                    sweep.lock.release()
                 signals = SignalWatch()
                 with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
                     sweep.notifier.finish()
@@ -223,29 +262,29 @@ class HydraSession:
         rows, folder = sweep.rows(), sweep.folder
         if all(row.status == NOT_STARTED for row in rows):
             with contextlib.suppress(OSError):
-                (folder / SWEEP_FILE).unlink()
+                if sweep.lock is not None and not others_work(folder):
+                    (folder / SWEEP_FILE).unlink()
             return
         code = exit_code_of(rows)
         self.note(code)
         seconds = time.monotonic() - sweep.started
         wall = round(seconds, 3)
-        table = SweepTable(
-            sweep.id,
-            sweep.launcher,
-            ENDED,
-            code,
-            wall,
-            tuple(rows),
-            resume_command=sweep.resume_command,
+        table = replace(
+            sweep.table(),
+            status=RUNNING if others_work(folder) else ENDED,
+            exit_code=code,
+            wall_seconds=wall,
+            jobs=tuple(rows),
         )
-        try:
-            table.write(folder)
-            (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
-        except OSError as error:
-            log.warning("cannot write a table to %s: %s", folder, error.strerror)
-        write_sweep_report(folder)
         ended = f"{tally(rows)} in {duration(seconds)}"
-        _notify(sweep, rows, code, ended)
+        if sweep.take_over():
+            try:
+                table.write(folder)
+                (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
+            except OSError as error:
+                log.warning("cannot write a table to %s: %s", folder, error.strerror)
+            write_sweep_report(folder)
+            _notify(sweep, rows, code, ended)
         # not through logging: after an interruption that may still write into a job's log file
         with contextlib.suppress(OSError, ValueError):
             print(f"sweep:\n{screen_table(rows)}\n{ended}\nsweep folder: {folder}")
@@ -258,6 +297,41 @@ class HydraSession:
 
 
 session = HydraSession()
+
+
+def _can_share(config: DictConfig) -> bool:
+    """Return whether a second launcher of the sweep gives its jobs the same numbers."""
+    sweeper = str(config.hydra.sweeper.get("_target_"))
+    is_basic = sweeper.endswith(".BasicSweeper")
+    launcher = config.hydra.runtime.choices.get("hydra/launcher")
+    return sweeper.endswith(".RobustSweeper") or (is_basic and launcher == "gpu_queue")
+
+
+def _lock_or_join(
+    folder: Path, overrides: tuple[str, ...] | None
+) -> tuple[str, RunLock | None]:
+    """Return the id of a sweep that begins and its folder's lock; only the id where a live sweep
+    with the same overrides is joined. Without ``overrides`` it cannot be shared."""
+    if (shared := _joined(folder, overrides)) is not None:
+        return shared, None
+    id_ = uuid.uuid4().hex
+    try:
+        return id_, _lock(folder, id_)
+    except ConfigError:
+        # another launcher of a killed one's sweep may have taken it over
+        if (shared := _joined(folder, overrides)) is None:
+            raise
+        return shared, None
+
+
+def _joined(folder: Path, overrides: tuple[str, ...] | None) -> str | None:
+    table, holder = read_table(folder), read_holder(folder)
+    if table is None or holder is None or overrides is None:
+        return None
+    if table.overrides != overrides or holder.is_dead or not is_held(folder):
+        return None
+    log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
+    return table.sweep
 
 
 def _lock(folder: Path, sweep: str) -> RunLock:

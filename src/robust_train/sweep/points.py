@@ -1,0 +1,117 @@
+"""Which job of a sweep is next, and whose it is.
+
+Several launchers may share a sweep's folder. Whoever works on a point has its byte of a file there
+locked, and so have its jobs, which are forks: a killed launcher leaves no point that no one takes
+over, and none that two work on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from robust_train.host.linux import is_locked, lock, unlock
+from robust_train.sweep.record import SweepRow
+
+CLAIMS_FILE = "claims"
+Job = tuple[int, Sequence[str]]
+"""A job's number and its overrides."""
+
+
+class Points(Protocol):
+    """What a sweep runs."""
+
+    most: int  # jobs in all
+    fixed: Sequence[str]  # overrides that all have
+
+    def next(self) -> Job | None:
+        """Return a job to start now; None: there is none at this moment."""
+
+    def ended(self, row: SweepRow) -> None:
+        """Take how a job that :meth:`next` has returned has ended."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more job will come, now that none runs here."""
+
+
+class Claims:
+    """The points of the sweep in ``folder`` that this launcher works on."""
+
+    def __init__(self, folder: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(folder / CLAIMS_FILE, flags, 0o600)
+
+    def take(self, point: int) -> bool:
+        """Return whether the point is this launcher's until :meth:`release`."""
+        try:
+            return lock(self._fd, 1 + point)
+        except OSError:  # the disk has no locks: no second launcher is let in
+            return True
+
+    def release(self, point: int) -> None:
+        """Leave the point to others."""
+        with contextlib.suppress(OSError):
+            unlock(self._fd, 1 + point)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other launchers from doing the same meanwhile."""
+        # a process's own lock, which forks do not inherit: free as soon as the launcher is killed
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+
+    def close(self) -> None:
+        """Let go of all points that no job works on any more."""
+        os.close(self._fd)
+
+
+def others_work(folder: Path) -> bool:
+    """Return whether a launcher, or a job that one has left, works on a point of a sweep."""
+    try:
+        fd = os.open(folder / CLAIMS_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return is_locked(fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+class Listed:
+    """Jobs that are known from the start: a grid, a list, or the batch of a sweeper."""
+
+    fixed: Sequence[str] = ()
+
+    def __init__(self, jobs: Mapping[int, Sequence[str]], claims: Claims) -> None:
+        self.most = len(jobs)
+        self._waiting, self._claims = dict(jobs), claims
+
+    def next(self) -> Job | None:
+        """Return the first job that no other launcher works on."""
+        for number, overrides in self._waiting.items():
+            if self._claims.take(number):
+                del self._waiting[number]
+                return number, overrides
+        return None
+
+    def ended(self, row: SweepRow) -> None:
+        """Leave the job to others; one that completed they find completed."""
+        assert row.job is not None
+        self._claims.release(row.job)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all were taken."""
+        return not self._waiting

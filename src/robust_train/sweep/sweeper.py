@@ -1,0 +1,150 @@
+"""``hydra/sweeper=robust_optuna`` and ``robust_grid``: no job waits for a batch to end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from robust_train.model.errors import ConfigError
+from robust_train.sweep.gpu_queue import GpuQueue
+from robust_train.sweep.points import Claims, Listed
+from robust_train.sweep.record import adopt
+from robust_train.sweep.session import session
+
+log = logging.getLogger("robust_train")
+
+_LAUNCHERS = ("basic", "gpu_queue")
+
+
+@dataclass(frozen=True)
+class SweeperSettings:
+    """``hydra.sweeper`` of our sweepers."""
+
+    sampler: Mapping[str, Any] | None = None  # None: every combination once
+    direction: str = "maximize"
+    n_trials: int = 20
+    n_jobs: int | None = None
+    repeat: int = 1
+    seed_key: str = "training.seed"
+    params: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_trials", "repeat", "n_jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
+        if self.direction not in ("maximize", "minimize"):
+            raise ConfigError(
+                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
+            )
+
+
+def sweep(
+    context: HydraContext,
+    task_function: TaskFunction,
+    config: DictConfig,
+    settings: SweeperSettings,
+    arguments: Sequence[str],
+) -> None:
+    """Run a sweep to its end.
+
+    Raises:
+        ConfigError: what was asked for cannot be searched.
+        JobInterrupted: a signal ended the sweep, after every job has ended.
+    """
+    launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+    if launcher not in _LAUNCHERS:
+        raise ConfigError(
+            f"hydra/launcher={launcher}: this sweeper runs its jobs itself, on the machine that it "
+            "is started on; leave the launcher out, and start the same command with the same "
+            "hydra.sweep.dir on each machine"
+        )
+    given = [f"{key}={value}" for key, value in (settings.params or {}).items()]
+    parser = OverridesParser.create(config_loader=context.config_loader)
+    # what is on the command line comes last, and counts
+    by_key = {
+        override.get_key_element(): override
+        for override in parser.parse_overrides([*given, *arguments])
+    }
+    fixed = [
+        f"{key}={override.get_value_element_as_str()}"
+        for key, override in by_key.items()
+        if not override.is_sweep_override()
+    ]
+    swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
+    seeds = _seeds(settings, config, by_key)
+    folder = Path(str(config.hydra.sweep.dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "multirun.yaml")
+    n_jobs = settings.n_jobs or config.hydra.launcher.get("n_jobs")
+    queue = GpuQueue(context, task_function, config, n_jobs)
+    with contextlib.closing(Claims(folder)) as claims:
+        if settings.sampler is None:
+            jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
+            queue.run(Listed(jobs, claims), jobs)
+            return
+        try:
+            from robust_train.sweep.search import Search, distribution
+        except ImportError as error:
+            raise ConfigError(
+                f"hydra/sweeper=robust_optuna: {error}; "
+                'pip install "robust-train[sweep]", which brings optuna 4'
+            ) from error
+        space = {}
+        for key, override in swept.items():
+            try:
+                space[key] = distribution(override)
+            except (ValueError, AssertionError) as error:
+                raise ConfigError(f"{override.input_line}: {error}") from error
+        search = Search(folder, space, fixed, seeds, settings, claims)
+        if session.sweep is not None:
+            adopt(folder, session.sweep.id, search.finished)
+        queue.run(search, {})
+        if (best := search.best) is not None:
+            params = " ".join(f"{key}={value}" for key, value in best.params.items())
+            log.info("best: trial %d, %s: %s", best.number, best.value, params)
+
+
+def _combinations(
+    swept: Mapping[str, Override], fixed: Sequence[str], seeds: Sequence[str]
+) -> list[list[str]]:
+    """Return the overrides of each job of a grid."""
+    columns = []
+    for key, override in swept.items():
+        if not override.is_discrete_sweep():
+            raise ConfigError(
+                f"{override.input_line}: a grid needs values, as by range(1,10) or choice(1,2); "
+                "hydra/sweeper=robust_optuna searches an interval"
+            )
+        columns.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    return [
+        [*fixed, *point, *filter(None, [seed])]
+        for point in itertools.product(*columns)
+        for seed in seeds
+    ]
+
+
+def _seeds(
+    settings: SweeperSettings, config: DictConfig, by_key: Mapping[str, Override]
+) -> list[str]:
+    """Return the override of each repetition of a point; one that is empty without ``repeat``."""
+    if settings.repeat == 1:
+        return [""]
+    key = settings.seed_key
+    given = by_key.get(key)
+    if given is not None and given.is_sweep_override():
+        raise ConfigError(
+            f"hydra.sweeper.repeat={settings.repeat} sets {key} itself; leave it out of the sweep"
+        )
+    first: Any = OmegaConf.select(config, key) if given is None else given.value()
+    return [f"{key}={int(first or 0) + number}" for number in range(settings.repeat)]

@@ -1,0 +1,173 @@
+"""``hydra/sweeper=robust_optuna`` and ``robust_grid``: no barrier, one study, one owner a trial."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from sweep_world import SweepWorld
+from world import Ended, wait_until
+
+optuna = pytest.importorskip("optuna", reason="the extra [sweep]")
+
+SEARCH = ["hydra/sweeper=robust_optuna", "hydra.sweeper.sampler.seed=1"]
+SPACE = "training.lr=tag(log,interval(1e-4,1e-2))"
+
+
+def _search(
+    sweeps: SweepWorld, trainer: str, trials: int, *more: str, n_jobs: int = 2
+) -> list[str]:
+    numbers = [f"hydra.sweeper.n_trials={trials}", f"hydra.sweeper.n_jobs={n_jobs}"]
+    return sweeps.arguments(trainer, *SEARCH, *numbers, SPACE, *more, n_jobs=None)
+
+
+def _study(sweeps: SweepWorld) -> list[optuna.trial.FrozenTrial]:
+    backend = optuna.storages.journal.JournalFileBackend(str(sweeps.folder / "study.jsonl"))
+    storage = optuna.storages.JournalStorage(backend)
+    return optuna.load_study(study_name="sweep", storage=storage).trials
+
+
+def _params(sweeps: SweepWorld) -> list[dict[str, float]]:
+    return [trial.params for trial in _study(sweeps)]
+
+
+@pytest.mark.parametrize("sweeper", ["robust_optuna", "robust_grid"])
+def test_a_job_starts_as_soon_as_another_ends(sweeps: SweepWorld, sweeper: str):
+    """The first job ends only after the third has: in batches of two it would wait for ever."""
+    values = SPACE if sweeper == "robust_optuna" else "training.lr=1e-4,1e-3,1e-2"
+    trials = ["hydra.sweeper.n_trials=3"] if sweeper == "robust_optuna" else []
+    ended = sweeps.sweep(
+        "first_waits_for_the_third",
+        f"hydra/sweeper={sweeper}",
+        "hydra.sweeper.n_jobs=2",
+        *trials,
+        values,
+        n_jobs=None,
+    )
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("result") == [0.0, 1.0, 2.0]
+    assert "Warning" not in ended.output
+
+
+def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps: SweepWorld):
+    arguments = _search(sweeps, "works_until_told_in_every_third", 4, n_jobs=1)
+    launcher = sweeps.world.start(*arguments)
+    wait_until(lambda: (sweeps.place / "working-2").exists(), "the third trial is at work")
+    before = _params(sweeps)
+    launcher.kill()
+    launcher.communicate()
+    ended = sweeps.world.run(*arguments)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0], "the third went on where it was"
+    assert sweeps.column("reused") == [True, True, False, False]
+    assert len(before) == 3
+    assert _params(sweeps)[:3] == before
+    more = sweeps.world.run(*_search(sweeps, "works_until_told_in_every_third", 5, n_jobs=1))
+    assert more.returncode == 0, more.output
+    assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0, 4.0], "n_trials is the total"
+    assert _study(sweeps)[2].value == 102.0
+
+
+def test_a_study_whose_last_line_is_torn_goes_on(sweeps: SweepWorld):
+    assert sweeps.world.run(*_search(sweeps, "number_of_the_job", 2)).returncode == 0
+    with (sweeps.folder / "study.jsonl").open("a") as file:
+        file.write('{"op_code":4,"worker')
+    ended = sweeps.world.run(*_search(sweeps, "number_of_the_job", 3))
+    assert ended.returncode == 0, ended.output
+    assert [trial.value for trial in _study(sweeps)] == [0.0, 1.0, 2.0]
+
+
+def _share(sweeps: SweepWorld, *arguments: str) -> tuple[Ended, Ended]:
+    """Two launchers; the jobs of the first wait until the second has one."""
+    first = sweeps.world.start(*arguments)
+    wait_until(lambda: (sweeps.place / "here-0").exists(), "a first job is at work")
+    second = sweeps.world.run(*arguments)
+    return sweeps.end(first), second
+
+
+@pytest.mark.parametrize(
+    "sweeper", ["robust_optuna", pytest.param("basic", marks=pytest.mark.slow)]
+)
+def test_two_launchers_in_one_folder_share_the_jobs(sweeps: SweepWorld, sweeper: str):
+    arguments = (
+        _search(sweeps, "waits_for_two_at_work", 4, n_jobs=1)
+        if sweeper == "robust_optuna"
+        else sweeps.arguments("waits_for_two_at_work", "training.lr=1,2,3,4", n_jobs=1)
+    )
+    for ended in _share(sweeps, *arguments):
+        assert ended.returncode == 0, ended.output
+        assert "4 of 4 completed" in ended.stdout
+    assert sorted(sweeps.ran) == ["0", "1", "2", "3"], "none twice"
+    assert sweeps.column("status") == ["completed"] * 4
+    assert sweeps.table["status"] == "ended"
+
+
+def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps: SweepWorld):
+    arguments = _search(
+        sweeps, "fails_at_2", 4, "training.seed=range(1,3)", "hydra.sweeper.sampler.seed=3"
+    )
+    ended = sweeps.world.run(*arguments)
+    assert ended.returncode == 1, ended.output
+    trials = _study(sweeps)
+    assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
+    failed = next(trial for trial in trials if trial.state.name == "FAIL")
+    assert "two is not for me" in failed.user_attrs["reason"]
+    assert "best: trial" in ended.output
+
+
+def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(sweeps: SweepWorld):
+    ended = sweeps.world.run(
+        *_search(sweeps, "objective", 2, "hydra.sweeper.repeat=2", "training.seed=7")
+    )
+    assert ended.returncode == 0, ended.output
+    assert sorted(sweeps.ran) == ["7", "7", "8", "8"]
+    assert [trial.value for trial in _study(sweeps)] == [11.25, 11.25]
+    assert sweeps.column("job") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["training.lr=interval(2,1)"], "training.lr=interval(2,1): `low <= high` must hold"),
+        (["trainign.lr=interval(1,2)"], "no such key (did you mean training.lr?)"),
+        (["hydra.sweeper.direction=up"], "direction=up: must be maximize or minimize"),
+        (["hydra/launcher=joblib"], "hydra/launcher=joblib: this sweeper runs its jobs itself"),
+    ],
+)
+def test_a_mistake_is_one_line(sweeps: SweepWorld, given: list[str], line: str):
+    ended = sweeps.world.run(*_search(sweeps, "objective", 1, *given))
+    assert ended.returncode == 2, ended.output
+    assert line in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not sweeps.ran
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("x=interval(0.0,1.0)", "FloatDistribution(high=1.0, log=False, low=0.0, step=None)"),
+        (
+            "x=tag(log,interval(1e-5,1))",
+            "FloatDistribution(high=1.0, log=True, low=1e-05, step=None)",
+        ),
+        ("x=interval(1,8)", "FloatDistribution(high=8.0, log=False, low=1.0, step=None)"),
+        ("x=int(interval(1,8))", "IntDistribution(high=8, log=False, low=1, step=1)"),
+        ("x=tag(log,int(interval(1,8)))", "IntDistribution(high=8, log=True, low=1, step=1)"),
+        ("x=range(1,10,3)", "IntDistribution(high=7, log=False, low=1, step=3)"),
+        ("x=range(0.0,1.0,0.25)", "FloatDistribution(high=0.75, log=False, low=0.0, step=0.25)"),
+        ("x=a,1,true", "CategoricalDistribution(choices=('a', 1, True))"),
+        ("x=[1,2],null", "CategoricalDistribution(choices=('[1,2]', 'null'))"),
+    ],
+)
+def test_the_search_space_has_hydras_syntax(override: str, expected: str):
+    from robust_train.sweep.search import distribution
+
+    assert str(distribution(OverridesParser.create().parse_override(override))) == expected
+
+
+def test_a_study_can_be_read_by_optunas_own_tools(sweeps: SweepWorld):
+    assert sweeps.world.run(*_search(sweeps, "number_of_the_job", 1)).returncode == 0
+    lines = (sweeps.folder / "study.jsonl").read_text().splitlines()
+    assert all("op_code" in json.loads(line) for line in lines)
