@@ -27,6 +27,7 @@ from robust_train.attempt.script.messages import (
     parse,
 )
 from robust_train.config.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
+from robust_train.config.schema import RobustConfig
 from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks
 from robust_train.launcher.ending import failure_of_script, last_words, without_escapes
@@ -38,6 +39,7 @@ from robust_train.model.events import (
     ScriptEnded,
     TrainingStarted,
     UserEvent,
+    ValueReported,
 )
 from robust_train.model.failure import FailureKind
 
@@ -95,6 +97,24 @@ def test_what_is_understood_has_what_the_launcher_reads(event: str, fields: dict
 @pytest.mark.parametrize("name", ["job_ended", "attempt_started", "finished", "self"])
 def test_an_event_of_the_scripts_own_may_have_any_name(name: str):
     assert parse(json.dumps({"event": name, "a": 1, "time": 2})) == UserEvent(name, {"a": 1})
+
+
+def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(
+    tmp_path: Path,
+):
+    assert parse('{"event": "report", "value": 0.5, "step": 3}') == ValueReported(0.5, 3)
+    with pytest.raises(NotUnderstood, match="report needs value, a number"):
+        parse('{"event": "report", "step": 3}')
+    reported: list[Event] = []
+    run = Run(run_dir=tmp_path, report=reported.append)
+    run.configure(RobustConfig(objective="accuracy"))
+    run.progress(4)
+    run.epoch_ended(1, accuracy=0.25, loss=1.0)
+    run.record("metrics", {"step": 5, "accuracy": 0.5})
+    run.record("metrics", {"step": 6, "loss": 0.5})
+    run.report(0.75)
+    values = [event for event in reported if isinstance(event, ValueReported)]
+    assert values == [ValueReported(0.25, 4), ValueReported(0.5, 5), ValueReported(0.75, 4)]
 
 
 def test_a_figure_may_have_any_name(tmp_path: Path):

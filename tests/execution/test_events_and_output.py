@@ -117,7 +117,7 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     run.send_last_progress()
     run.checkpoint_saved(tmp_path, number(2))
     run.epoch_ended(number(1), loss=number(3))
-    run.report(Finished(0.9, run.last_step))
+    run.send(Finished(0.9, run.last_step))
     assert [*read_events(ours)] == [
         TrainingStarted(0),
         Progress(1, 9, {"loss": 4}),

@@ -178,3 +178,21 @@ def waits_for_two_at_work(cfg, run):
     if number < 2:
         _wait_for(_place(cfg) / f"here-{1 - number}")
     return float(number)
+
+
+def reports_its_rate(cfg, run):
+    """40 steps; at each, the value is the step times the learning rate. Stops when told."""
+    from robust_train.model.errors import Interrupted
+
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    for step in range(1, 41):
+        value = step * float(cfg.training.lr)
+        run.progress(step, total_steps=40)
+        run.report(value)
+        if run.stop_requested:
+            path = run.checkpoint_dir / f"step-{step}"
+            path.touch()
+            run.checkpoint_saved(path, step)
+            raise Interrupted
+        time.sleep(0.05)
+    return value

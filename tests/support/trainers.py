@@ -277,7 +277,7 @@ def cpu_waits_for_go(cfg):
 def tells_its_memory(cfg, run):
     """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
     figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
-    run.report(MemoryReported("here", **figures))
+    run.send(MemoryReported("here", **figures))
     while not Path(f"{os.environ['GO_FILE']}.{run.attempt}").exists():
         time.sleep(0.01)
     if run.attempt == 1:
@@ -289,7 +289,7 @@ def tells_what_it_holds(cfg, run):
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    run.report(MemoryReported("here", reserved=(run.rank + 1) * 1024**3))
+    run.send(MemoryReported("here", reserved=(run.rank + 1) * 1024**3))
     while not Path(os.environ["GO_FILE"]).exists():
         time.sleep(0.01)
     seen = [None] * run.world_size

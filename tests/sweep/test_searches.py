@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from sweep_world import SweepWorld
 from world import Ended, wait_until
 
-optuna = pytest.importorskip("optuna", reason="the extra [sweep]")
+optuna = pytest.importorskip("optuna", "4", reason="the extra [sweep]")
 
 SEARCH = ["hydra/sweeper=robust_optuna", "hydra.sweeper.sampler.seed=1"]
 SPACE = "training.lr=tag(log,interval(1e-4,1e-2))"
@@ -171,3 +171,68 @@ def test_a_study_can_be_read_by_optunas_own_tools(sweeps: SweepWorld):
     assert sweeps.world.run(*_search(sweeps, "number_of_the_job", 1)).returncode == 0
     lines = (sweeps.folder / "study.jsonl").read_text().splitlines()
     assert all("op_code" in json.loads(line) for line in lines)
+
+
+def _is_pruned_well(sweeps: SweepWorld, number: int) -> None:
+    folder = sweeps.folder / str(number)
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("pruned", 0)
+    assert sweeps.summary(number)["status"] == "pruned"
+    assert (folder / "checkpoints").exists()
+    assert state["checkpoint_step"] < 40
+
+
+def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(sweeps: SweepWorld):
+    """Values are drawn by a seed: later ones are worse than the first, which all come to know."""
+    arguments = _search(
+        sweeps,
+        "reports_its_rate",
+        5,
+        "hydra/sweeper/pruner=median",
+        "hydra.sweeper.pruner.n_startup_trials=1",
+        n_jobs=1,
+    )
+    ended = sweeps.world.run(*arguments)
+    assert ended.returncode == 0, ended.output
+    trials = _study(sweeps)
+    pruned = [trial.number for trial in trials if trial.state.name == "PRUNED"]
+    assert pruned
+    for number in pruned:
+        _is_pruned_well(sweeps, number)
+        assert "(MedianPruner)" in sweeps.jobs[number]["reason"]
+    assert trials[0].state.name == "COMPLETE"
+    assert trials[0].intermediate_values[40] == trials[0].value
+    again = sweeps.world.run(*arguments)
+    assert again.returncode == 0, again.output
+    assert sweeps.column("reused") == [True] * 5, "a pruned trial is over"
+    assert " starts" not in again.output
+
+
+def test_patience_prunes_jobs_that_stay_behind_the_best_of_a_grid(sweeps: SweepWorld):
+    ended = sweeps.sweep("reports_its_rate", "training.lr=3,1,2", "sweep_patience=5", n_jobs=1)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("status") == ["completed", "pruned", "pruned"]
+    assert sweeps.column("result") == [120.0, None, None]
+    _is_pruned_well(sweeps, 1)
+    assert "worse than another job at 5 reports in a row" in sweeps.jobs[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "behind"),
+    [
+        ([1, 1, 1], [[2, 2, 2]], True),
+        ([1, 1], [[2, 2]], False),
+        ([1, 2, 1], [[2, 2, 2]], False),
+        ([3, 0, 0], [[2, 2, 2]], False),
+        ([1, 1, 1], [[2, 2]], False),
+        ([1, 1, 1], [[2, 0, 0], [0, 2, 0], [0, 0, 2]], True),
+        ([1, 1, 1], [], False),
+    ],
+)
+def test_who_is_out_of_patience(own: list[float], others: list[list[float]], behind: bool):
+    from robust_train.sweep.pruning import is_out_of_patience
+
+    values = dict(enumerate([own, *others]))
+    assert is_out_of_patience(0, values, 3, maximize=True) is behind
+    reverse = {job: [-value for value in each] for job, each in values.items()}
+    assert is_out_of_patience(0, reverse, 3, maximize=False) is behind

@@ -194,7 +194,7 @@ def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
 
 def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):
     run, reported = Run(run_dir=tmp_path), []
-    run.report = reported.append
+    run.send = reported.append
     run.divergence = DivergenceConfig(max_skips=2)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

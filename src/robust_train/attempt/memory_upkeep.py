@@ -224,7 +224,7 @@ class AttemptMemory:
                 step,
                 "" if self._shrinks else hint,
             )
-            self._run.report(MemoryTight(step, total))
+            self._run.send(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:
             self._run.shrink("memory is nearly out (shrink_before_oom)")
             self._tight_steps = 0
@@ -252,7 +252,7 @@ class AttemptMemory:
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
         returned = max(before - after, 0)
-        self._run.report(
+        self._run.send(
             MemoryCleared(
                 reason, of, before, after, returned, seconds, self._run.last_step
             )
@@ -291,4 +291,4 @@ class AttemptMemory:
             run.run_dir, error, failure, attempt=run.attempt, step=run.last_step
         )
         if event is not None:
-            run.report(event)
+            run.send(event)

@@ -77,7 +77,7 @@ class AttemptRequests:
     def __enter__(self) -> AttemptRequests:
         if self._run.is_main:
             self._run.at_boundary = self._at_boundary
-            self._run.report(AttemptProcess(os.getpid()))
+            self._run.send(AttemptProcess(os.getpid()))
             self._thread.start()
         return self
 
@@ -149,7 +149,7 @@ class AttemptRequests:
             # clearing and limiting log their sentence themselves
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
-            self._run.report(RequestDone(verb, self._run.last_step, sentence))
+            self._run.send(RequestDone(verb, self._run.last_step, sentence))
         return {"answer": answer}
 
     def _checkpoint(self, waiting: _Pending) -> Reply | None:

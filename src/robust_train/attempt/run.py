@@ -37,6 +37,7 @@ from robust_train.model.events import (
     TrainingStarted,
     UpdateSkipped,
     UserEvent,
+    ValueReported,
 )
 from robust_train.model.failure import Evidence, Failure, FailureKind
 
@@ -95,7 +96,7 @@ class Run:
         divergence: what counts as diverged, None if nothing does.
         losses: what the reported losses show.
         has_live_status: the launcher shows steps and loss on a terminal.
-        report: sends an event to the launcher.
+        send: sends an event to the launcher.
         memory_keeper, batch_search: set by whoever calls the trainer.
         at_boundary: the same; called between two steps with what the trainer does there.
         has_read: the same; returns whether the trainer has read ``training.<key>``.
@@ -122,7 +123,7 @@ class Run:
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
         self.resume_checkpoint = resume_checkpoint
-        self.report: Report = report or (lambda event: None)
+        self.send: Report = report or (lambda event: None)
         self.can_restart = can_restart
         self.rank = rank
         self.world_size = world_size
@@ -148,7 +149,8 @@ class Run:
         self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.saving = Saving(run_dir, attempt)
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
-        self.speed = SpeedMeter(rank, world_size, self._samples, self.report)
+        self.speed = SpeedMeter(rank, world_size, self._samples, self.send)
+        self._objective: str | None = None
         self._flags = flags
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
@@ -249,7 +251,7 @@ class Run:
         :attr:`checkpoint_due` is true again in a minute."""
         if self.is_main:
             self.saving.failed(reason)
-            self.report(CheckpointFailed(reason))
+            self.send(CheckpointFailed(reason))
         self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
 
     def _answer_checkpoint(self, reply: dict[str, Json]) -> None:
@@ -260,7 +262,7 @@ class Run:
     def started(self, step: int) -> None:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
         self.steps_before = step = int(step)
-        self.report(TrainingStarted(step))
+        self.send(TrainingStarted(step))
 
     def progress(
         self, /, step: int, *, total_steps: int | None = None, **scalars: float
@@ -291,7 +293,7 @@ class Run:
         """Pass on the last report, unless that is done."""
         unsent, self._unsent = self._unsent, None
         if unsent is not None:
-            self.report(replace(unsent, metrics=plain(unsent.metrics)))
+            self.send(replace(unsent, metrics=plain(unsent.metrics)))
 
     def look_at_loss(self, step: int, loss: float) -> None:
         """Take the loss of a step, for who reports it with a later one: that of :meth:`progress` is
@@ -364,6 +366,7 @@ class Run:
         self.micro_batch_plan = MicroBatchPlan.of(config)
         self.saving.plan = SavePlan.of(config)
         self.logs_memory = config.memory.log_frequency > 0
+        self._objective = config.objective
         acts = config.divergence.action != "ignore"
         self.divergence = config.divergence if acts else None
 
@@ -485,7 +488,7 @@ class Run:
             self._skips_from = step
         self._skipped += 1
         if self.is_main:
-            self.report(UpdateSkipped(step, self._skipped))
+            self.send(UpdateSkipped(step, self._skipped))
             text = (
                 "step %d: loss or gradient norm is not finite: the update is left out"
             )
@@ -553,7 +556,7 @@ class Run:
                 size = getattr(event, "after", None) or event.before
                 self.last_micro_batch = min(size, self.last_micro_batch or size)
             event = replace(event, last_micro_batch=self.last_micro_batch)
-        self.report(event)
+        self.send(event)
 
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
@@ -567,7 +570,7 @@ class Run:
                 return
             spent = round(self.saving.clock.spent, 3)
         is_guarded = self.saving.rotates and loss != "unknown"
-        self.report(CheckpointSaved(str(path), step, loss, is_guarded, spent))
+        self.send(CheckpointSaved(str(path), step, loss, is_guarded, spent))
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("save")
@@ -576,10 +579,19 @@ class Run:
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
-        self.report(EpochEnded(int(epoch), self._steps_done(), plain(scalars)))
+        self.send(EpochEnded(int(epoch), self._steps_done(), plain(scalars)))
+        self._report_objective(scalars, self._steps_done())
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("epoch")
+
+    def report(self, value: float, step: int | None = None) -> None:
+        """Report the figure that a sweep optimises, as it is after ``step`` (default: the last one
+        of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
+        so report at the same steps in all jobs, as after each epoch."""
+        if self.is_main:
+            step = self._steps_done() if step is None else int(step)
+            self.send(ValueReported(float(value), step))
 
     def memory_milestone(self, name: str) -> None:
         """Log and record how much memory is in use at a moment called ``name``."""
@@ -592,11 +604,17 @@ class Run:
     def _report_memory(self, name: str, level: int) -> None:
         figures = memory_in_use(context=False)
         log.log(level, "%s: %s", name, describe_memory(figures))
-        self.report(MemoryReported(name, **figures))
+        self.send(MemoryReported(name, **figures))
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
-        self.report(UserEvent(str(event), plain(dict(fields))))
+        self.send(UserEvent(str(event), plain(dict(fields))))
+        self._report_objective(fields, fields.get("step"))
+
+    def _report_objective(self, figures: Mapping[str, Json], step: Json) -> None:
+        value = figures.get(self._objective) if self._objective else None
+        if isinstance(value, (int, float)) and isinstance(step, int):
+            self.report(value, step)
 
 
 def _late_figures() -> LateFigures:

@@ -141,7 +141,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
 
 def exit_code_of(summary: Summary) -> int:
     """Return the exit code of a job that was not interrupted."""
-    codes = {"completed": 0, "no_device": EXIT_TRY_LATER}
+    codes = {"completed": 0, "pruned": 0, "no_device": EXIT_TRY_LATER}
     return codes.get(summary.status, EXIT_FAILED)
 
 

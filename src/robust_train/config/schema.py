@@ -464,6 +464,12 @@ class RobustConfig(PlainConfig):
         section="Sweeps",
     )
     sweep_fail_fast: bool = key(False, "the first failure ends the sweep")
+    sweep_patience: int | None = key(
+        None,
+        "reports in a row at which a job of a sweep may be worse than another before it is pruned",
+        more="`null`: any number",
+        range=FROM_1,
+    )
     objective: str | None = key(
         None,
         "the figure of a dictionary of results that a sweep optimises; `null`: `optimized_metric`",

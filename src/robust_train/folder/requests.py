@@ -145,6 +145,17 @@ def sweep_stop_requested(folder: Path) -> bool:
         return False
 
 
+def request_pruning(run_dir: Path, reason: str) -> None:
+    """Have a sweep's job save a checkpoint and end as pruned; OSError if that cannot be asked."""
+    path = _new(run_dir)
+    write_json(path, {"verb": LAUNCHERS_VERB, "options": {"pruned": reason}})
+
+
+def _new(run_dir: Path) -> Path:
+    name = f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
+    return run_dir / REQUESTS / name
+
+
 USUAL_WAIT_SECONDS = 30.0
 _FIGURES_SECONDS = 1.5
 SEEN_SECONDS = 2.0
@@ -178,9 +189,7 @@ def ask(
     """
     if verb == LAUNCHERS_VERB and run.is_stopped:
         raise _no_answer(run)
-    request = (
-        run.run_dir / REQUESTS / f"{time.time_ns():020}-{os.urandom(4).hex()}{NEW}"
-    )
+    request = _new(run.run_dir)
     try:
         write_json(request, {"verb": verb, "options": options})
     except OSError as error:

@@ -29,7 +29,7 @@ from robust_train.model.json import as_json, from_json
 log = logging.getLogger("robust_train")
 
 STATE_FILE = "state.json"
-FINAL = frozenset({"completed", "failed", "no_device", "interrupted"})
+FINAL = frozenset({"completed", "failed", "no_device", "interrupted", "pruned"})
 REQUESTED = "requested by 'robust-train halve-batch'"
 """Why a micro-batch changed on request, as the event has it."""
 _INTERVAL_SECONDS = 1.0
@@ -49,7 +49,7 @@ class RunState:
     started: float  # when this launch began
     since: float  # when it came into this state
     # `starting`, `waiting`, `running`, `between attempts`, `stopping`, or how the job ended:
-    # `completed`, `failed`, `no_device`, `interrupted`
+    # `completed`, `failed`, `no_device`, `interrupted`, `pruned`
     state: str = "starting"
     updated: float = 0.0  # when this was written
     schema: int = SCHEMA
@@ -203,7 +203,7 @@ SUMMARY_FILE = "summary.json"
 class Summary:
     """How a job went."""
 
-    status: str  # `completed`, `failed`, `no_device` or `interrupted`
+    status: str  # `completed`, `failed`, `no_device`, `interrupted` or `pruned`
     run_dir: Path = Path()  # the run folder
     reason: str | None = None  # one sentence for any status but `completed`
     result: Any = None  # what the trainer returned, in JSON's types

@@ -203,7 +203,7 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     run.asked = asked.with_batch(theirs, None)
     run.micro_batch_plan = replace(run.micro_batch_plan, batch_size=micro_batch)
     if run.is_main:
-        run.report(BatchTaken(theirs, micro_batch, steps))
+        run.send(BatchTaken(theirs, micro_batch, steps))
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.training.batch_size = micro_batch

@@ -56,7 +56,7 @@ def keep_batch(run: Run, reason: str) -> None:
     """Let no attempt split the batch in another way, which would change the training."""
     run.keeps_batch = reason
     if run.is_main:
-        run.report(BatchKept(reason))
+        run.send(BatchKept(reason))
 
 
 class Steps:

@@ -255,6 +255,8 @@ class Job:
             except JobInterrupted as interruption:
                 # however often Ctrl-C is pressed: the end is recorded
                 with self.signals.handed_to(lambda signum: None):
+                    if self.folder.pruned is not None:
+                        return self._end("pruned", self.folder.pruned)
                     code = interruption.exit_code
                     self._end("interrupted", str(interruption), exit_code=code)
                 self.signals.pass_on()

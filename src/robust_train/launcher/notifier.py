@@ -165,7 +165,8 @@ class Notifier:
         elif state.device is not None:
             self._hopes_for_gpu = state.device != "cpu"
         if state.is_final:
-            return "failed" if state.state == "no_device" else state.state
+            same = {"no_device": "failed", "pruned": "interrupted"}
+            return same.get(state.state, state.state)
         if hoped and not self._hopes_for_gpu:
             return "cpu"
         waiting_seconds = 60 * self._settings.waiting_minutes

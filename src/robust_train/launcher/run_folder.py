@@ -49,7 +49,12 @@ from robust_train.queue.waiting import WaitStatus
 log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
-_EXIT_CODES = {"completed": 0, "failed": EXIT_FAILED, "no_device": EXIT_TRY_LATER}
+_EXIT_CODES = {
+    "completed": 0,
+    "pruned": 0,
+    "failed": EXIT_FAILED,
+    "no_device": EXIT_TRY_LATER,
+}
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
 
 
@@ -102,6 +107,7 @@ class RunFolder:
         self._file = StateFile(run_dir, state)
         self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
+        self.pruned: str | None = None  # why a sweep has stopped the job
         self._next_poll = 0.0
 
     @property
@@ -304,6 +310,8 @@ class RunFolder:
             "exit_code": 143,
         }
         self._was_asked_to_stop = True
+        if (reason := request.options.get("pruned")) is not None:
+            self.pruned = str(reason)
         self._change(state="stopping")
         request.answer({"answer": answer})
         # to the main thread: sent to another one, it would not wake a sleeping job

@@ -98,6 +98,15 @@ class EpochEnded(Event):
 
 
 @dataclass(frozen=True)
+class ValueReported(Event):
+    """The figure that a sweep optimises is ``value`` after optimizer step ``step``."""
+
+    name = "report"
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """A complete checkpoint lies at ``path``; ``loss`` as in its manifest."""
 

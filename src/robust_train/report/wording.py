@@ -99,7 +99,7 @@ def sentence_of(
     """Return how the job ended, which attempts failed before, and the share of useful time."""
     wall = seconds["wall"]
     parts = [_ending(status, reason, attempts, wall)]
-    has_ended = status in ("completed", "failed", "interrupted")
+    has_ended = status in ("completed", "failed", "interrupted", "pruned")
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
     if more := len(troubles[_MOST_TROUBLES:]):
         troubles[_MOST_TROUBLES:] = [f"{more} more failed attempt{'s' * (more > 1)}"]
@@ -136,6 +136,8 @@ def _ending(
         return _sentence(f"Found no device in {took}{why}")
     if status == "interrupted":
         return f"Was stopped after {took}{_at(last)}.{_saved(attempts)}"
+    if status == "pruned":
+        return f"Was pruned after {took}{_at(last)}{why}.{_saved(attempts)}"
     if status == UNFINISHED:
         return (
             "Has no recorded end: it still runs, or its process was killed. The last record is "

@@ -41,6 +41,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.folder.provenance import public_command
 from robust_train.folder.requests import (
     Refused,
+    request_pruning,
     request_sweep_stop,
     sweep_stop_requested,
 )
@@ -53,9 +54,11 @@ from robust_train.readable import aligned, shortened
 from robust_train.report.status import LiveLines
 from robust_train.sweep.job_process import start_job
 from robust_train.sweep.points import Claims, Listed, Points
+from robust_train.sweep.pruning import Reports, is_out_of_patience
 from robust_train.sweep.record import (
     COMPLETED,
     NOT_STARTED,
+    PRUNED,
     REFUSED,
     STARTED,
     JobStart,
@@ -99,6 +102,7 @@ class LaunchedJob:
     pid: int | None = None
     result: JobReturn | None = None
     state: RunState | None = None
+    is_pruned: bool = False  # or about to be
 
     def look(self) -> None:
         """Read its state again; that of an earlier launch does not count."""
@@ -172,7 +176,10 @@ class GpuQueue:
         task_function: TaskFunction,
         config: DictConfig,
         n_jobs: int | None,
+        *,
+        maximize: bool = True,
     ) -> None:
+        self._maximize = maximize
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
@@ -203,7 +210,7 @@ class GpuQueue:
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         discard_early()
-        self._points = points
+        self._points, self._reports = points, Reports(self._folder)
         self._jobs = {number: LaunchedJob(number, listed[number]) for number in listed}
         own = [self._record(job, NOT_STARTED) for job in self._jobs.values()]
         shown_overrides = differing_overrides(own)
@@ -263,13 +270,15 @@ class GpuQueue:
             return
         if plan(job.config, CurrentJob(job.folder)) is JobStart.REUSE:
             row = replace(read_row(job.folder), job=job.number)
-            job.status = COMPLETED
-            job.result = self._return(job, row.result)
+            job.status = row.status
+            is_whole = row.status == COMPLETED
+            job.result = self._return(job, row.result if is_whole else math.nan)
             self._points.ended(row)
             return
         work, output = partial(self._work, job.config), job.folder / LOG_FILE
         job.process = start_job(work, output, self._detach)
         job.pid, job.status = job.process.pid, "running"
+        self._reports.forget(job.number)
         self._running.append(job)
         log.info("job %d starts: %s", job.number, job.shown)
 
@@ -312,13 +321,36 @@ class GpuQueue:
             self._stopping = "request"  # which the jobs see as well
             log.info("robust-train stop: no more jobs start, running ones are stopped")
         for job in list(self._running):
-            if job.process is None or job.process.exitcode is None:
+            code = None if job.process is None else job.process.exitcode
+            self._take_reports(job)
+            if job.process is None or code is None:
                 continue
-            code = job.process.exitcode
             job.process.close()  # or a long sweep runs out of descriptors
             job.process = None
             self._running.remove(job)
             self._take_result(job, code)
+
+    def _take_reports(self, job: LaunchedJob) -> None:
+        """Stop a job that does worse than others at the same step."""
+        if job.state is None:
+            job.look()  # until it has begun, an earlier job's journal may be there
+        if job.state is None or job.folder is None or job.is_pruned:
+            return
+        values = self._reports.new(job.number, job.folder)
+        if not values or self._is_stopping:
+            return
+        reason = self._points.reported(job.number, values)
+        patience = self._settings.sweep_patience
+        if reason is None and patience is not None and self._is_behind(job, patience):
+            reason = f"worse than another job at {patience} reports in a row"
+        if reason is not None:
+            with contextlib.suppress(OSError):
+                request_pruning(job.folder, reason)
+                job.is_pruned = True
+
+    def _is_behind(self, job: LaunchedJob, patience: int) -> bool:
+        known, maximize = self._reports.values, self._maximize
+        return is_out_of_patience(job.number, known, patience, maximize=maximize)
 
     def _take_result(self, job: LaunchedJob, returncode: int) -> None:
         assert job.folder is not None
@@ -328,7 +360,8 @@ class GpuQueue:
         job.result = self._return(job, row.result if completed else math.nan)
         self._points.ended(row)
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
-        if self._settings.sweep_fail_fast and not completed and self._stopping is None:
+        has_failed = not completed and row.status != PRUNED
+        if self._settings.sweep_fail_fast and has_failed and self._stopping is None:
             # without the file it counts as a launch of theirs
             with contextlib.suppress(OSError, Refused):
                 request_sweep_stop(self._folder)

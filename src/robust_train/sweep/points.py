@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from robust_train.host.linux import is_locked, lock, unlock
+from robust_train.model.events import ValueReported
 from robust_train.sweep.record import SweepRow
 
 CLAIMS_FILE = "claims"
@@ -30,6 +31,9 @@ class Points(Protocol):
 
     def next(self) -> Job | None:
         """Return a job to start now; None: there is none at this moment."""
+
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+        """Take what a job has reported; return why it is stopped early, None if it is not."""
 
     def ended(self, row: SweepRow) -> None:
         """Take how a job that :meth:`next` has returned has ended."""
@@ -105,6 +109,9 @@ class Listed:
                 del self._waiting[number]
                 return number, overrides
         return None
+
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+        """Return None: a list learns nothing."""
 
     def ended(self, row: SweepRow) -> None:
         """Leave the job to others; one that completed they find completed."""

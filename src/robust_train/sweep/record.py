@@ -38,6 +38,7 @@ COMPLETED = "completed"
 FAILED = "failed"
 REFUSED = "refused"
 INTERRUPTED = "interrupted"
+PRUNED = "pruned"
 NOT_STARTED = "not_started"
 DIED = "died"
 RUNNING, ENDED = "running", "ended"
@@ -54,7 +55,7 @@ COLUMNS = (
 )
 _LONGEST_RESULT = 40
 OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
-_EXIT_CODES = {COMPLETED: 0, "no_device": EXIT_TRY_LATER, INTERRUPTED: 143}
+_EXIT_CODES = {COMPLETED: 0, PRUNED: 0, "no_device": EXIT_TRY_LATER, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,8 +67,9 @@ class SweepJob:
         job: its number; None if unknown.
         overrides: its own overrides.
         sweep: the launch of the sweep that wrote this; empty if unknown.
-        status: ``started`` until its end is known, then ``completed``, ``failed``, ``no_device``,
-            ``interrupted``, ``refused``, ``not_started``, or ``died`` without a summary.
+        status: ``started`` until its end is known, then ``completed``, ``failed``, ``pruned``,
+            ``no_device``, ``interrupted``, ``refused``, ``not_started``, or ``died`` without a
+            summary.
         exit_code: that of the job if it had run alone; None before its end.
         result: the objective.
         reason: one sentence for any end but ``completed``.
@@ -94,7 +96,7 @@ class JobStart(enum.Enum):
 
     RUN = "run"  # from the checkpoint that the run folder holds, if any
     AFRESH = "afresh"  # the run folder holds another job's files, or resume is off
-    REUSE = "reuse"  # completed earlier
+    REUSE = "reuse"  # completed or pruned earlier
 
 
 def decide(
@@ -336,6 +338,8 @@ def ending_line(row: SweepRow, log_path: Path) -> str:
         return f"job {row.job} completed{seconds}"
     if row.status == INTERRUPTED:
         return f"job {row.job} interrupted"
+    if row.status == PRUNED:
+        return f"job {row.job} pruned: {row.reason}"
     reason = " ".join(str(row.reason).split())
     return f"job {row.job} {row.status}: {reason}; {log_path}"
 

@@ -32,14 +32,16 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.pruners import NopPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from robust_train.compat import running_trial
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
+from robust_train.model.events import ValueReported
 from robust_train.sweep.points import Claims, Job
-from robust_train.sweep.record import COMPLETED, FAILED, REFUSED, SweepRow
+from robust_train.sweep.record import COMPLETED, FAILED, PRUNED, REFUSED, SweepRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,8 +73,10 @@ class Search:
         self.most = settings.n_trials * len(seeds)
         self._jobs = deque[Job]()
         self._running: dict[int, dict[int, SweepRow | None]] = {}  # jobs of each trial
+        self._trial: dict[int, Trial] = {}  # those that run here
         self._had = set[int]()  # trials that this launcher has run
         self._is_over, self._next_try = False, 0.0
+        self._pruner = instantiate(settings.pruner, _convert_="all") or NopPruner()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             backend = JournalFileBackend(
@@ -82,6 +86,7 @@ class Search:
                 study_name=_STUDY,
                 storage=JournalStorage(backend),
                 direction=settings.direction,
+                pruner=self._pruner,
                 load_if_exists=True,
             )
             about = {"repeat": settings.repeat, "direction": settings.direction}
@@ -149,7 +154,24 @@ class Search:
                 raise ConfigError(
                     f"{name}: {error}; choose another hydra.sweep.dir"
                 ) from error
+        self._trial[trial.number] = trial
         return self._trials()[trial.number]
+
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+        """Report a job's values to its trial; return why the pruner stops it, if it does."""
+        number = job // len(self._seeds)
+        if len(self._seeds) > 1:
+            return None  # one repetition says too little of the point
+        trial = self._trial[number]
+        with self._alone():
+            for event in values:
+                if event.step in self._trials()[number].intermediate_values:
+                    continue  # reported before it was resumed
+                trial.report(event.value, event.step)
+                if trial.should_prune():
+                    name = type(self._pruner).__name__
+                    return f"{event.value:.6g} at step {event.step} ({name})"
+        return None
 
     def ended(self, row: SweepRow) -> None:
         """Tell the study how a trial went once all its jobs have ended."""
@@ -167,6 +189,9 @@ class Search:
         self._claims.release(number)
 
     def _tell(self, number: int, rows: Sequence[SweepRow]) -> None:
+        if any(row.status == PRUNED for row in rows):
+            self._study.tell(number, state=TrialState.PRUNED)
+            return
         values = [_as_number(row.result) for row in rows if row.status == COMPLETED]
         numbers = [value for value in values if value is not None]
         if numbers and len(numbers) == len(values):
@@ -228,7 +253,7 @@ class Search:
 def _is_final(row: SweepRow) -> bool:
     """Return whether another launch would end alike."""
     has_failed = row.status in (FAILED, REFUSED) and row.exit_code != EXIT_TRY_LATER
-    return row.status == COMPLETED or has_failed
+    return row.status in (COMPLETED, PRUNED) or has_failed
 
 
 class _Ours(JournalFileOpenLock):

@@ -61,6 +61,7 @@ from robust_train.sweep.record import (
     INTERRUPTED,
     NOT_STARTED,
     OF_THE_SWEEP,
+    PRUNED,
     RUNNING,
     STARTED,
     SWEEP_FILE,
@@ -387,25 +388,34 @@ def plan(config: DictConfig, job: CurrentJob) -> JobStart:
         read_record(job.folder),
         read_summary(job.folder),
     )
-    status = None if summary is None else summary.status
+    known = () if earlier is None else (earlier.status, summary and summary.status)
+    status = next((one for one in (PRUNED, COMPLETED) if one in known), None)
     entry = decide(
         earlier,
-        completed=earlier is not None and COMPLETED in (earlier.status, status),
+        completed=status is not None,
         overrides=own.overrides,
         sweep=own.sweep,
         resume=unchecked(config).sweep_resume,
     )
     job.record = own
-    if entry is JobStart.REUSE and earlier is not None:
+    if entry is JobStart.REUSE and earlier is not None and status is not None:
         result = earlier.result if summary is None else summary.objective
         job.runs = False
         job.write(
-            replace(own, status=COMPLETED, exit_code=0, result=result, reused=True)
+            replace(
+                own,
+                status=status,
+                exit_code=0,
+                result=result,
+                reason=earlier.reason if summary is None else summary.reason,
+                reused=True,
+            )
         )
         log.info(
-            "job %s completed in an earlier launch of this sweep and is not run again "
+            "job %s %s in an earlier launch of this sweep and is not run again "
             "(sweep_resume=true)",
             own.job,
+            status,
         )
     return entry
 

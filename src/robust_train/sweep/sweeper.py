@@ -31,6 +31,7 @@ class SweeperSettings:
     """``hydra.sweeper`` of our sweepers."""
 
     sampler: Mapping[str, Any] | None = None  # None: every combination once
+    pruner: Mapping[str, Any] | None = None
     direction: str = "maximize"
     n_trials: int = 20
     n_jobs: int | None = None
@@ -87,7 +88,8 @@ def sweep(
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "multirun.yaml")
     n_jobs = settings.n_jobs or config.hydra.launcher.get("n_jobs")
-    queue = GpuQueue(context, task_function, config, n_jobs)
+    maximize = settings.direction == "maximize"
+    queue = GpuQueue(context, task_function, config, n_jobs, maximize=maximize)
     with contextlib.closing(Claims(folder)) as claims:
         if settings.sampler is None:
             jobs = dict(enumerate(_combinations(swept, fixed, seeds)))

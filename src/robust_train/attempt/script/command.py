@@ -101,7 +101,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # from here on a signal is for the script, and interrupts nothing here
     if run.stop_requested:
         raise Interrupted("asked to stop before the script was started")
-    run.report(ScriptStarted(argv, str(cwd)))
+    run.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
     program = Program(argv, _environment(values, attempt.events), cwd, stop_signal)
     try:
@@ -110,7 +110,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         attempt.finish()
     failure = attempt.failure
     kind, message = (failure.kind, failure.message) if failure else (None, None)
-    run.report(ScriptEnded(returncode, program.pid, kind, message))
+    run.send(ScriptEnded(returncode, program.pid, kind, message))
     if run.stop_requested:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
@@ -205,11 +205,11 @@ class _Attempt:
                 self.result = value
             case SpeedMeasured() as event:
                 self._run.speed.stop()
-                self._run.report(event)
+                self._run.send(event)
             case OwnFailure() as failure:
                 self.failure = failure
             case event:
-                self._run.report(event)
+                self._run.send(event)
 
 
 def _values(config: RobustConfig, run: Run) -> ScriptValues:

@@ -102,6 +102,11 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
         if not (isinstance(path, str) and path):
             raise NotUnderstood("checkpoint needs path, a string")
         return events.CheckpointSaved(path, step if type(step) is int else None)
+    if name == "report":
+        value = fields.get("value")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise NotUnderstood("report needs value, a number")
+        return events.ValueReported(float(value), _count(fields, "step", name))
     if name == "result":
         if "value" not in fields:
             raise NotUnderstood("result needs value")
