@@ -18,6 +18,7 @@ from scipy.io import savemat
 
 from robust_train.attempt.run import Run
 from robust_train.config.checks import unchecked
+from robust_train.folder.checkpoints import Position
 from robust_train.vision import trainer
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
@@ -68,8 +69,10 @@ class WatchedRun(Run):
             self.request_stop()
         return was_told
 
-    def checkpoint_saved(self, path: Path, step: int) -> None:
-        super().checkpoint_saved(path, step)
+    def checkpoint_saved(
+        self, path: Path, step: int | None, position: Position | None = None
+    ) -> None:
+        super().checkpoint_saved(path, step, position)
         if step == self.stop_at_checkpoint:
             self.request_stop()
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from robust_train.config.placeholders import SavePlan
 from robust_train.folder.checkpoints import (
+    START,
     Manifest,
+    Position,
     damage_in,
     mark,
     newest_checkpoint,
@@ -26,6 +28,8 @@ from robust_train.folder.identity import read_identity, wait_until_readable
 log = logging.getLogger("robust_train")
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
+FIRST_SECONDS = 1.0
+"""Until the first checkpoint of a job whose cost is not known: it measures it."""
 SHORTEST_AFTER_FAILURE_SECONDS = 1.0
 OWED_SECONDS = 60.0
 """Until a checkpoint that could not be written is tried again."""
@@ -37,7 +41,8 @@ _STEPS_TO_PROVE = 100
 def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> float:
     """Return the time between two checkpoints.
 
-    Saving takes at most 1 % of the time, with 10 seconds to 5 minutes between two. A job that fails
+    The first comes after a second. From then on saving takes at most 1 % of the time, with 10
+    seconds to 5 minutes between two. A job that fails
     loses half the interval on average: shorter after failures, where less is lost at
     √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115).
 
@@ -47,7 +52,7 @@ def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> 
         seconds: since when, the time in which it did.
     """
     if cost is None:
-        return SHORTEST_SECONDS
+        return FIRST_SECONDS
     interval = min(max(cost / _LARGEST_SHARE, SHORTEST_SECONDS), LONGEST_SECONDS)
     if failures <= 0:
         return interval
@@ -149,8 +154,8 @@ class Saving:
         self.good_step = 0  # the last one whose loss was finite
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
-        # checkpoints whose manifests could not be written, with step, cost and loss
-        self._unlisted: list[tuple[Path, int | None, float | None, str]] = []
+        # checkpoints whose manifests could not be written
+        self._unlisted: list[tuple[Path, int | None, float | None, str, Position]] = []
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
@@ -168,25 +173,25 @@ class Saving:
             job_started=self._job_started,
         )
 
-    def saved(self, path: Path, step: int | None, loss: str = "unknown") -> str | None:
-        """Write the manifest of the complete checkpoint at ``path``, unless it is damaged: then
-        return how. It is read back where that costs little."""
+    def saved(
+        self,
+        path: Path,
+        step: int | None,
+        loss: str = "unknown",
+        position: Position = START,
+        *,
+        is_good: bool = True,
+    ) -> None:
+        """Write the manifest of the complete checkpoint at ``path``, if it is good."""
         seconds, self.owed = self.clock.saved(step), None
-        if self.job is None:
-            return None
-        # what cannot be read back just now may be whole
-        with contextlib.suppress(OSError):
-            damage = self._read_back(path)
-            if damage is not None:
-                return damage
-        self._unlisted.append((path, step, seconds, loss))
-        self._list(self.job)
-        return None
+        if self.job is not None and is_good:
+            self._unlisted.append((path, step, seconds, loss, position))
+            self._list(self.job)
 
     def _list(self, job: str) -> None:
         """Write the manifests that are owed, the newest first."""
         for owed in reversed(self._unlisted):
-            path, step, seconds, loss = owed
+            path, step, seconds, loss, position = owed
             try:
                 record_checkpoint(
                     self.folder,
@@ -196,6 +201,7 @@ class Saving:
                     step=step,
                     seconds=seconds,
                     loss=loss,
+                    position=position,
                 )
             except OSError as error:
                 why = error.strerror or error
@@ -204,8 +210,15 @@ class Saving:
                     return
             self._unlisted.remove(owed)
 
+    def damage_in(self, path: Path) -> str | None:
+        """Return what is wrong with a checkpoint, None if nothing is known to be; it is read back
+        within 1 % of the time."""
+        # what cannot be read back just now may be whole
+        with contextlib.suppress(OSError):
+            return None if self.job is None else self._read_back(path)
+        return None
+
     def _read_back(self, path: Path) -> str | None:
-        """Return what is wrong with a checkpoint; read all of it within 1 % of the time."""
         *_, size = size_of(path)
         reads = size / self._bytes_per_second <= _LARGEST_SHARE * self.clock.interval
         started = time.monotonic()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from errno import EINVAL, ENOENT, ESTALE
 from functools import partial
@@ -21,14 +21,16 @@ from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import (
     SUFFIX,
+    CheckpointError,
     Content,
+    Position,
     read_manifests,
     size_of,
     write_atomically,
 )
 from robust_train.folder.identity import wait_until_readable
 from robust_train.host.memory import read_host_memory
-from robust_train.model.errors import RankFailure
+from robust_train.model.errors import RankFailure, UserError
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 
@@ -42,6 +44,8 @@ Share = Callable[[str, Tensor], Tensor]
 # in a folder of shards: all else, and where which shard is
 VALUES = "values.pt"
 INDEX = "index.pt"
+
+STEP = "step"  # of a checkpoint of `run.save`
 
 
 class CheckpointFolder:
@@ -63,25 +67,28 @@ class CheckpointFolder:
         self._keep = keep
         self._write_folder = write_folder
         self._copies = copies
-        self._writing: tuple[int, Future[Path]] | None = None
+        self._writing: tuple[int, Position, Future[Path]] | None = None
+        self._buffers: dict[str, Tensor] = {}  # of the last copy, used again
 
     def save(self, content: Content, step: int) -> Path:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
-        return self._report(self._write(content, step), step)
+        at = self._run.position
+        return self._report(self._write(content, step), step, at)
 
     def save_from_copy(self, content: Content, step: int) -> None:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
         # other ranks may write without: all write
-        copy = _host_copy(content, self._copies)
+        copy = _host_copy(content, self._copies, self._buffers)
         if copy is None:
             self.save(content, step)
             return
         thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing = step, thread.submit(self._write, copy, step)
+        at = self._run.position
+        self._writing = step, at, thread.submit(self._write, copy, step)
         # it ends with the write, and no process ends before it
         thread.shutdown(wait=False)
         self._run.saving.clock.copied()
@@ -89,9 +96,12 @@ class CheckpointFolder:
     def report_written(self, *, wait: bool = False) -> None:
         """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
         CheckpointError if it could not be; the earlier ones are untouched."""
-        if self._writing is not None and (wait or self._writing[1].done()):
-            (step, writing), self._writing = self._writing, None
-            self._report(writing.result(), step)
+        if self._writing is not None and (wait or self._writing[-1].done()):
+            (step, at, writing), self._writing = self._writing, None
+            kept = self._copies * sum(each.nbytes for each in self._buffers.values())
+            if kept > LARGEST_COPY * read_host_memory().available:
+                self._buffers.clear()
+            self._report(writing.result(), step, at)
 
     def remove_leftovers(self) -> None:
         """Remove what attempts have left that were killed while they wrote."""
@@ -108,35 +118,93 @@ class CheckpointFolder:
     def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
-            return self._write_folder(content, path)
-        return write_atomically(content, path.with_suffix(".pt"))
+            path = self._write_folder(content, path)
+        else:
+            path = write_atomically(content, path.with_suffix(".pt"))
+        if self._run.is_main and (damage := self._run.saving.damage_in(path)):
+            raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
+        return path
 
-    def _report(self, path: Path, step: int) -> Path:
+    def _report(self, path: Path, step: int, at: Position) -> Path:
         if self._run.is_main:
-            self._run.checkpoint_saved(path, step)
+            self._run.checkpoint_saved(path, step, at)
             self._run.saving.rotate("step-*", self._keep)
         return path
 
 
-def _host_copy(content: Content, copies: int) -> Content | None:
-    """Return a copy with all tensors in host memory; None if ``copies`` like it would take more
-    than a quarter of what is available."""
-    tensors = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
-    shares: list[Any] = [
-        tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        for tensor in tensors
-    ]
-    needed = copies * sum(share.nbytes for share in shares)
+def _host_copy(
+    content: Content, copies: int, buffers: dict[str, Tensor]
+) -> Content | None:
+    """Return a copy with all tensors in host memory, in ``buffers`` where they fit; None if
+    ``copies`` like it would take more than a quarter of what is available."""
+    tensors: dict[str, Tensor] = {}
+    named_map(lambda name, tensor: tensors.setdefault(name, tensor.detach()), content)
+    for name in buffers.keys() - tensors.keys():
+        del buffers[name]
+    new = {
+        name: one for name, one in tensors.items() if not _fits(one, buffers.get(name))
+    }
+    needed = copies * sum(
+        (one.to_local() if hasattr(one, "to_local") else one).nbytes
+        for one in new.values()
+    )
     if needed > LARGEST_COPY * read_host_memory().available:
         return None
     try:
-        return named_map(
-            lambda _, tensor: tensor.detach().to("cpu", copy=True), content
-        )
+        for name, one in new.items():
+            if not hasattr(one, "to_local"):
+                # pinned: the GPU then writes at full speed, and all tensors in one go
+                buffers[name] = torch.empty_like(
+                    one, device="cpu", pin_memory=one.is_cuda
+                )
+        copied = {
+            name: buffers[name].copy_(one, non_blocking=one.is_cuda)
+            if name in buffers
+            else one.to("cpu", copy=True)
+            for name, one in tensors.items()
+        }
+        for device in {one.device for one in tensors.values() if one.is_cuda}:
+            torch.cuda.synchronize(device)
     except Exception as error:
+        buffers.clear()
         if classify_failure(error).kind.is_memory:
             return None
         raise
+    return named_map(lambda name, _: copied[name], content)
+
+
+def _fits(tensor: Tensor, buffer: Tensor | None) -> bool:
+    return (
+        buffer is not None
+        and buffer.shape == tensor.shape
+        and buffer.dtype == tensor.dtype
+    )
+
+
+def contents_of(state: Mapping[str, Any], step: int) -> Content:
+    """Return what to save of ``state``: of what has a state dict, that. Raises UserError: a part is
+    sharded over the ranks."""
+    content = {
+        name: part.state_dict() if hasattr(part, "state_dict") else part
+        for name, part in state.items()
+    }
+    for leaf in tree_leaves(content):
+        if hasattr(leaf, "to_local"):
+            raise UserError(
+                "run.save: holds sharded tensors; save them with torch.distributed.checkpoint, "
+                "then call run.checkpoint_saved"
+            )
+    return {**content, STEP: step}
+
+
+def restore(state: MutableMapping[str, Any], content: Content) -> int:
+    """Put what :func:`contents_of` returned into ``state``; return its step."""
+    for name, part in list(state.items()):
+        if hasattr(part, "load_state_dict"):
+            part.load_state_dict(content[name])
+        else:
+            state[name] = content[name]
+    return int(content[STEP])
 
 
 def is_of_disk(error: BaseException) -> bool:

@@ -48,10 +48,11 @@ class Losses:
         spread = statistics.median(abs(one - middle) for one in self.recent)
         return loss - middle > plan.spike_sigma * _SIGMA * spread
 
-    @property
-    def of_checkpoint(self) -> str:
-        """What is known of a checkpoint that is saved now, as a manifest has it."""
-        if self.not_finite:
+    def of_checkpoint(self, step: int | None) -> str:
+        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        good = self.good_step
+        is_before = step is not None and good is not None and step <= good
+        if self.not_finite and not is_before:
             return "diverged"
         return "unknown" if self.good_step is None else "finite"
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.losses import Losses
+from robust_train.attempt.position import Batches
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
+from robust_train.folder.checkpoints import (
+    START,
+    CheckpointError,
+    Position,
+    read_manifests,
+)
 from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
 from robust_train.memory.stats import describe_memory
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import Unpack
 
+    from robust_train.attempt.checkpoints import CheckpointFolder
     from robust_train.attempt.memory_upkeep import AttemptMemory
     from robust_train.config.schema import DivergenceConfig, RobustConfig
     from robust_train.model.spec import AttemptSpec
@@ -165,6 +173,10 @@ class Run:
         self._reports_loss = self._gets_losses = False
         self._skipped = self._skips_from = 0  # updates in a row, from this step on
         self._good_since = time.time()  # about when the last good loss was reported
+        self._folder: CheckpointFolder | None = None  # of `save`
+        self._keeps = 2
+        self._batches = Batches()
+        self._has_resumed = False
         self._unsent: Progress | None = None
         self._next_progress = 0.0
 
@@ -277,6 +289,7 @@ class Run:
         if self.memory_keeper is not None:
             self.memory_keeper.step_done(step)
         self.at_boundary("progress")
+        self.finish_saving(wait=False)
         if (loss := scalars.get("loss")) is not None and not self._gets_losses:
             self._see_loss(step, loss)
         total = None if total_steps is None else int(total_steps)
@@ -365,6 +378,7 @@ class Run:
         """Split batches, save and log as an attempt's config has it."""
         self.micro_batch_plan = MicroBatchPlan.of(config)
         self.saving.plan = SavePlan.of(config)
+        self._keeps = config.training.keep_checkpoints
         self.logs_memory = config.memory.log_frequency > 0
         self._objective = config.objective
         acts = config.divergence.action != "ignore"
@@ -532,12 +546,32 @@ class Run:
         return batcher
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield from ``loader``, and measure how long training waits for it::
+        """Yield from ``loader``, the data to train on, and measure how long training waits for it::
 
         for batch in run.batches(loader): ...
 
+        Checkpoints keep the position: the first pass of an attempt goes on after the last batch, by
+        the loader's own ``load_state_dict``, else by passing over those before it. Their order has
+        to be the same again, as by a generator that is seeded with the epoch.
         """
-        return self.speed.waits(loader)
+        return self.speed.waits(self._pass_over(loader))
+
+    def _pass_over(self, loader: Iterable[T]) -> Iterator[T]:
+        # with the first batch: by now the trainer has reported where it begins
+        if self.resume_checkpoint is not None and not self._has_resumed:
+            self._batches.resume(*self._resumed_position(self.resume_checkpoint))
+        self._has_resumed = True
+        yield from self._batches.over(loader)
+
+    def _resumed_position(self, path: Path) -> tuple[Position, int]:
+        """Return where a checkpoint is in the data, and how many batches to pass over from there:
+        those with which training diverged."""
+        known = (
+            one for one in read_manifests(path.parent) if one.path == path.absolute()
+        )
+        at = next((one.position for one in known), START)
+        more, done = self.skips_to - self.steps_before, self.steps_before
+        return at, round(more * at.batches / done) if done and more > 0 else 0
 
     @property
     def splits_batches(self) -> bool:
@@ -558,12 +592,78 @@ class Run:
             event = replace(event, last_micro_batch=self.last_micro_batch)
         self.send(event)
 
-    def checkpoint_saved(self, path: Path, step: int | None) -> None:
-        """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
+    def save(self, state: Mapping[str, Any], step: int) -> None:
+        """Save a checkpoint while training goes on::
+
+            state = {"model": model, "optimizer": optimizer, "best": 0.0}
+            for step in range(run.load(state) + 1, 1001):
+                ...
+                run.progress(step, total_steps=1000)
+                if run.checkpoint_due:
+                    run.save(state, step)
+
+        Of what has a ``state_dict()``, that is saved. It is copied to the host's memory now and
+        written meanwhile, whole or not at all; at once where there is no room for a copy. The
+        newest ``training.keep_checkpoints`` stay. A disk that takes none costs a warning. Of
+        several ranks the first one saves; sharded tensors are refused.
+        """
+        from robust_train.attempt.checkpoints import CheckpointFolder, contents_of
+
+        if not self.is_main:
+            return
+        content = contents_of(state, int(step))
+        self.saving.clock.begin(int(step))
+        self.speed.pause()
+        if self._folder is None:
+            self._folder = CheckpointFolder(self, keep=self._keeps)
+        folder = self._folder
+        self._try_to_write(lambda: folder.save_from_copy(content, int(step)))
+
+    def load(self, state: MutableMapping[str, Any]) -> int:
+        """Restore what :meth:`save` has saved into ``state``, and report that training begins.
+
+        Of what has a ``load_state_dict()``, that is called; other values are replaced. Returns the
+        optimizer steps that are done, 0 for a fresh start.
+        """
+        from robust_train.attempt.checkpoints import STEP, read_newest, restore
+
+        step, path = 0, self.resume_checkpoint
+        found = None if path is None else read_newest(path, {*state, STEP})
+        self.resume_checkpoint = None
+        if found is not None:
+            self.resume_checkpoint, content = found
+            step = restore(state, content)
+        self.started(step)
+        return step
+
+    def finish_saving(self, *, wait: bool = True) -> None:
+        """Report the checkpoint that is written in the background; ``wait`` until it is."""
+        if (folder := self._folder) is not None:
+            self._try_to_write(lambda: folder.report_written(wait=wait))
+
+    def _try_to_write(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except CheckpointError as error:
+            log.warning("%s; training goes on, earlier checkpoints are kept", error)
+            self.checkpoint_failed(str(error))
+
+    @property
+    def position(self) -> Position:
+        """Where :meth:`batches` is in the data."""
+        return self._batches.position
+
+    def checkpoint_saved(
+        self, path: Path, step: int | None, position: Position | None = None
+    ) -> None:
+        """Report a complete checkpoint at ``path``: a later attempt resumes from it. ``position``
+        is where it is in the data, of one that was checked and written a while ago."""
         step = None if step is None else int(step)
-        loss, spent = self.losses.of_checkpoint, 0.0
+        loss, spent = self.losses.of_checkpoint(step), 0.0
         if self.is_main:
-            damage = self.saving.saved(Path(path), step, loss)
+            at = self.position if position is None else position
+            damage = self.saving.damage_in(Path(path)) if position is None else None
+            self.saving.saved(Path(path), step, loss, at, is_good=damage is None)
             if damage is not None:
                 log.warning("checkpoint %s: %s; it is not used", path, damage)
                 self.checkpoint_failed(damage)

@@ -104,7 +104,10 @@ def run_attempt(
     with stopping(stop_trainer(run)):
         try:
             with AttemptRequests(run, run.run_dir, tick):
-                result = call_trainer(load(), request.cfg, request.config, run)
+                try:
+                    result = call_trainer(load(), request.cfg, request.config, run)
+                finally:
+                    run.finish_saving()
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
                 _refuse_to_lose_steps(run)
             result = figures_of(result, request.config.objective)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robust_train.files import replacing, sync, write_json
-from robust_train.model.json import from_json
+from robust_train.model.json import Json, from_json
 
 log = logging.getLogger("robust_train")
 
@@ -42,6 +42,19 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 State = Literal["whole", "changed", "torn", "gone"]
 """State of a checkpoint; ``changed`` since its manifest, and its form does not show what it is."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where ``run.batches`` was in the data."""
+
+    batches: int = 0  # given since the job began, 0 if it is not used
+    in_pass: int = 0  # of these, in the present pass over the loader
+    loader: Json = None  # the state dict of a loader that has one
+
+
+START = Position()
+"""Before all data."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Manifest:
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
     # came out later; `unknown`
     loss: str = "unknown"
+    position: Position = START
 
     @property
     def order(self) -> tuple[int, int, float]:
@@ -78,6 +92,7 @@ def record_checkpoint(
     step: int | None,
     seconds: float | None,
     loss: str = "unknown",
+    position: Position = START,
 ) -> None:
     """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
     ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
@@ -88,7 +103,8 @@ def record_checkpoint(
     latest = max((one.time for one in of_job(folder, job)), default=0.0)
     now = round(max(time.time(), latest + 1e-6), 6)
     size = size_of(path)
-    manifest = Manifest(job, attempt, step, now, path, *size, seconds, loss)
+    about = seconds, loss, position
+    manifest = Manifest(job, attempt, step, now, path, *size, *about)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
     sync(folder.parent)

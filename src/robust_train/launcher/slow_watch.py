@@ -1,7 +1,7 @@
 """Whether an attempt is slow while it trains, and why, as far as that is measured.
 
 The rule is pure: :func:`hindrances`. A cause that costs more than a fifth of the time for ten
-minutes is told once, until it is over.
+minutes is named once, until it is over.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Training:
         # of a sharded model every rank has to run a part in each step, without weight if need be
         reads = [own or [[0]] for own in steps] if self.is_sharded else steps
         chunks = list(itertools.chain.from_iterable(reads))
-        batches = run.batches(
+        batches = run.speed.waits(
             self.loading.batches(self.train_set, chunks, position.epoch)
         )
         for micro_batches in steps:

@@ -1,0 +1,161 @@
+"""``run.save``, ``run.load`` and ``run.batches``: an own loop goes on with the very next batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from robust_train.attempt.run import Run
+from robust_train.config.schema import DivergenceConfig
+from robust_train.folder.checkpoints import read_manifests
+from robust_train.model.errors import UserError
+
+JOB = """
+import os, sys, torch
+from robust_train import launch
+
+def train(cfg, run):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "seen": []}
+    data = [(torch.full((2, 4), float(n)), torch.ones(2, 1)) for n in range(10)]
+    step = run.load(state)
+    while step < 25:
+        for batch in run.batches(data):
+            loss_of = lambda part: torch.nn.functional.mse_loss(model(part[0]), part[1])
+            run.backward(loss_of, batch, model)
+            run.step(state["optimizer"])
+            step += 1
+            state["seen"].append(int(batch[0][0, 0]))
+            run.progress(step, total_steps=25)
+            if step % 4 == 0:
+                run.save(state, step)
+            if step in (7, 18) and step // 7 == run.attempt and cfg.kill:
+                run.finish_saving()
+                os.kill(os.getpid(), 9)
+            if step == 25:
+                break
+    return {"seen": state["seen"], "weight": model.weight.tolist()}
+
+if __name__ == "__main__":
+    done = launch(train, {"device": "cpu", "kill": sys.argv[1] == "kill"}, run_dir=sys.argv[1])
+"""
+
+
+def trained(folder: Path, how: str) -> Any:
+    (folder / "job.py").write_text(JOB)
+    command = [sys.executable, "job.py", how]
+    ended = subprocess.run(
+        command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads((folder / how / "summary.json").read_text())
+
+
+def test_a_loop_that_was_killed_twice_sees_each_batch_once_and_ends_with_the_same_weights(tmp_path):
+    killed, undisturbed = trained(tmp_path, "kill"), trained(tmp_path, "none")
+    assert [one["start_step"] for one in killed["attempts"]] == [0, 4, 16]
+    assert killed["result"] == undisturbed["result"]
+    assert killed["result"]["seen"] == [n % 10 for n in range(25)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(run_dir=tmp_path)
+
+
+class Loader:
+    """Counts by itself, as torchdata's ``StatefulDataLoader`` does."""
+
+    def __init__(self, extra: Any = None) -> None:
+        self.at, self.extra = 0, extra
+
+    def __iter__(self):
+        while self.at < 6:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("loader", [Loader, lambda: Loader(torch.ones(1)), lambda: range(1, 7)])
+def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(tmp_path, run, loader):
+    for batch in run.batches(loader()):
+        run.progress(batch)
+        if batch == 4:
+            run.save({"some": 1}, batch)
+            run.finish_saving()
+            break
+    later = Run(run_dir=tmp_path, attempt=2)
+    later.resume_checkpoint = tmp_path / "checkpoints/step-00000004.pt"
+    state = {"some": 0}
+    assert (later.load(state), state) == (4, {"some": 1})
+    assert list(later.batches(loader())) == [5, 6]
+    assert list(later.batches(loader())) == [1, 2, 3, 4, 5, 6]
+
+
+def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
+    for batch in run.batches(range(10)):
+        run.progress(batch + 1)
+        if batch == 3:
+            run.save({}, 4)
+    run.finish_saving()
+    later = Run(run_dir=tmp_path, attempt=2)
+    later.resume_checkpoint, later.skips_to = tmp_path / "checkpoints/step-00000004.pt", 6
+    later.load({})
+    assert list(later.batches(range(10))) == [6, 7, 8, 9]
+
+
+def test_what_is_saved_is_a_copy_and_the_copies_memory_is_used_again(run):
+    weight = torch.zeros(1000)
+    for step in (1, 2):
+        run.save({"weight": weight}, step)
+        weight += 1
+    run.finish_saving()
+    newest = max(read_manifests(run.checkpoint_dir), key=lambda one: one.step or 0)
+    assert torch.load(newest.path)["weight"].unique().tolist() == [1.0]
+    assert run._folder is not None
+    assert len(run._folder._buffers) == 1
+
+
+def test_a_checkpoint_written_while_training_diverges_is_marked(run):
+    run.divergence = DivergenceConfig(patience=9)
+    for step, loss in ((1, 0.5), (2, 0.4), (3, float("nan"))):
+        run.progress(step, loss=loss)
+        run.save({}, step)
+    run.finish_saving()
+    losses = {one.step: one.loss for one in read_manifests(run.checkpoint_dir)}
+    assert losses == {1: "finite", 2: "finite", 3: "diverged"}, (
+        "the oldest may be the last good one"
+    )
+
+
+def test_a_disk_that_takes_no_checkpoint_costs_a_warning(run, caplog):
+    run.checkpoint_dir.parent.mkdir(exist_ok=True)
+    run.checkpoint_dir.write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        run.save({}, 1)
+        run.finish_saving()
+    assert "training goes on, earlier checkpoints are kept" in caplog.text
+    assert run.saving.owed is not None
+
+
+def test_sharded_tensors_are_refused(run):
+    class Sharded(torch.Tensor):
+        def to_local(self):
+            return self
+
+    with pytest.raises(UserError, match=r"run\.save: holds sharded tensors"):
+        run.save({"model": torch.ones(2).as_subclass(Sharded)}, 1)
