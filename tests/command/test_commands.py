@@ -185,6 +185,7 @@ KEYS = {
     "checkpoint": WITHOUT_A_RUN,
     "halve-batch": WITHOUT_A_RUN,
     "stop": WITHOUT_A_RUN,
+    "sweep best RUN": {"error"},  # not a sweep folder
     "ps": {"runs"},
     "ps --goodput": {"jobs", "goodput"},
     "queue": {"directory", "jobs", "excluded"},

@@ -196,3 +196,13 @@ def reports_its_rate(cfg, run):
             raise Interrupted
         time.sleep(0.05)
     return value
+
+
+def saves_and_fails_at_2(cfg, run):
+    if cfg.training.seed == 2:
+        raise ValueError("two is not for me")
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / "last"
+    path.touch()
+    run.checkpoint_saved(path, 1)
+    return float(cfg.training.lr) + cfg.training.seed - 1

@@ -7,6 +7,7 @@ import json
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import warm
 from sweep_world import SweepWorld
 from world import Ended, wait_until
 
@@ -125,6 +126,23 @@ def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(swe
     assert sorted(sweeps.ran) == ["7", "7", "8", "8"]
     assert [trial.value for trial in _study(sweeps)] == [11.25, 11.25]
     assert sweeps.column("job") == [0, 1, 2, 3]
+    assert "11.25 ± 1.06  2 of 2" in ended.stdout
+
+
+def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps: SweepWorld):
+    arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "training.seed=1"]
+    ended = sweeps.sweep("saves_and_fails_at_2", "training.lr=1,3,2", *arguments, n_jobs=None)
+    assert ended.returncode == 1, ended.output
+    trials = [line.split() for line in ended.stdout.splitlines() if " of 3" in line]
+    assert [line[0] for line in trials] == ["1", "2", "0"]
+    shown = " ".join(trials[0][1:])
+    assert shown == "4 ± 1.41 2 of 3 training.lr=3 without training.seed=2"
+    best = warm.robust_train("sweep", "best", str(sweeps.folder), environ=sweeps.world.environ)
+    assert "training.lr=3 training.seed=3" in best.stdout
+    saved = warm.robust_train(
+        "sweep", "best", "--checkpoint", str(sweeps.folder), environ=sweeps.world.environ
+    )
+    assert saved.stdout.strip() == str(sweeps.folder / "5" / "checkpoints" / "last"), saved.stderr
 
 
 @pytest.mark.parametrize(

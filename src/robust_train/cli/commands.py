@@ -240,6 +240,18 @@ _WATCHING = (
 
 _MACHINE = (
     Command(
+        "sweep best",
+        "print the overrides of a sweep's best job",
+        "runs:best",
+        (
+            option("path", metavar="FOLDER", help="a sweep folder"),
+            flag("--checkpoint", help="print the path of its checkpoint instead"),
+            _JSON,
+        ),
+        about="Print the overrides of the best job of a sweep so far, as words for a shell; of "
+        "repeated ones the best of those with the best mean.",
+    ),
+    Command(
         "queue",
         "show which jobs run and wait here, and why",
         "machine:queue",

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from robust_train.cli.command import Answer, CommandFailed, Table
@@ -27,12 +29,18 @@ from robust_train.folder.state import read_summary
 from robust_train.host import screen
 from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
-from robust_train.model.errors import EXIT_FAILED
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, duration, mib, percent, shortened
 from robust_train.report.facts import GOODPUT
 from robust_train.report.story import goodput_in, share_of
-from robust_train.sweep.record import SWEEP_FILE, read_table, short_result
+from robust_train.sweep.record import (
+    SWEEP_FILE,
+    best_first,
+    read_rows,
+    read_table,
+    short_result,
+)
 
 _COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 USUALLY = 20
@@ -409,3 +417,32 @@ def _read(run_dir: Path, number: int, position: int) -> bytes:
             return file.read(CHUNK_BYTES)
     except OSError:
         return b""
+
+
+def best(arguments: Namespace) -> Answer:
+    """Return the best job of a sweep: its overrides, or where its checkpoint is."""
+    folder = Path(arguments.path).resolve()
+    table = read_table(folder)
+    if table is None:
+        raise CommandFailed(f"{folder}: not a sweep folder", EXIT_BAD_CONFIG)
+    if not table.jobs:  # it runs
+        table = replace(table, jobs=tuple(read_rows(folder, table.sweep)))
+    point = next((one for one in best_first(table) if one.values), None)
+    if point is None:
+        raise CommandFailed(f"{folder}: no job has completed with a number")
+    row = point.best(table.sign)
+    summary = None if row.folder is None else read_summary(Path(row.folder))
+    checkpoint = None if summary is None else summary.checkpoint
+    data: dict[str, Json] = {
+        "job": row.job,
+        "result": row.result,
+        "values": point.values,
+        "overrides": row.overrides,
+        "folder": row.folder,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+    }
+    if not arguments.checkpoint or arguments.json:
+        return Answer(data, [shlex.join(row.overrides)])
+    if checkpoint is None:
+        raise CommandFailed(f"{row.folder}: job {row.job} has reported no checkpoint")
+    return Answer(data, [str(checkpoint)])

@@ -11,6 +11,7 @@ import csv
 import enum
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
@@ -293,9 +295,15 @@ class SweepTable:
     jobs: tuple[SweepRow, ...] = ()
     schema: int = SCHEMA
     resume_command: str | None = None  # a shell command, for any working directory
-    overrides: tuple[
-        str, ...
-    ] = ()  # of the command: a launcher with the same may join in
+    # of the command: a launcher with the same may join in
+    overrides: tuple[str, ...] = ()
+    direction: str = "maximize"  # or `minimize`: what of the results is best
+    repeat: int = 1  # jobs of each point, which differ in their seeds
+
+    @property
+    def sign(self) -> int:
+        """1 if the largest result is the best, -1 if the smallest is."""
+        return -1 if self.direction == "minimize" else 1
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
@@ -309,6 +317,89 @@ def read_table(folder: Path) -> SweepTable | None:
         return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     except MalformedEvent:
         return None
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a sweep has tried: one job, or with ``repeat`` several that differ in their seeds."""
+
+    number: int
+    rows: tuple[SweepRow, ...]
+
+    @property
+    def values(self) -> list[float]:
+        """The results of its jobs that completed, if they are numbers."""
+        results = [row.result for row in self.rows if row.status == COMPLETED]
+        return [one for one in map(as_number, results) if one is not None]
+
+    @property
+    def shared(self) -> list[str]:
+        """The overrides that all its jobs have."""
+        first, *others = self.rows
+        return [
+            override
+            for override in first.overrides
+            if all(override in other.overrides for other in others)
+        ]
+
+    def best(self, sign: int) -> SweepRow:
+        """Return the best of its jobs, one of which has a value."""
+
+        def rank(row: SweepRow) -> float:
+            value = as_number(row.result) if row.status == COMPLETED else None
+            return -math.inf if value is None else sign * value
+
+        return max(self.rows, key=rank)
+
+
+def best_first(table: SweepTable) -> list[Point]:
+    """Return what a sweep has tried, the best first, what has no value last."""
+    points: dict[int, list[SweepRow]] = {}
+    for row in table.jobs:
+        if row.job is not None:
+            points.setdefault(row.job // table.repeat, []).append(row)
+
+    def rank(point: Point) -> tuple[bool, float]:
+        values = point.values
+        return not values, -table.sign * fmean(values) if values else 0.0
+
+    return sorted((Point(n, tuple(rows)) for n, rows in points.items()), key=rank)
+
+
+def as_number(result: Any) -> float | None:
+    """Return a result as the number that a search takes it for; None if it is none."""
+    try:
+        value = float(result)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(value) else value
+
+
+def point_table(points: Sequence[Point]) -> str:
+    """Return what each point has reached over its seeds; failed ones are named."""
+    columns: tuple[object, ...] = ("trial", "mean ± std", "seeds", "overrides", "")
+    lines = [columns]
+    common = set.intersection(*(set(point.shared) for point in points))
+    if len(points) == 1:
+        common.clear()
+    for point in points:
+        values = point.values
+        spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
+        failed = [
+            " ".join(o for o in row.overrides if o not in point.shared)
+            for row in point.rows
+            if row.status not in (COMPLETED, PRUNED)
+        ]
+        lines.append(
+            (
+                point.number,
+                f"{fmean(values):.6g}{spread}" if values else "-",
+                f"{len(values)} of {len(point.rows)}",
+                " ".join(public_command([o for o in point.shared if o not in common])),
+                f"without {', '.join(failed)}" if failed else "",
+            )
+        )
+    return "\n".join(aligned(lines))
 
 
 def screen_table(rows: Sequence[SweepRow]) -> str:

@@ -7,7 +7,6 @@ shares it with another, reads there which trials there are.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import warnings
@@ -41,7 +40,14 @@ from robust_train.compat import running_trial
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.sweep.points import Claims, Job
-from robust_train.sweep.record import COMPLETED, FAILED, PRUNED, REFUSED, SweepRow
+from robust_train.sweep.record import (
+    COMPLETED,
+    FAILED,
+    PRUNED,
+    REFUSED,
+    SweepRow,
+    as_number,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,7 +198,7 @@ class Search:
         if any(row.status == PRUNED for row in rows):
             self._study.tell(number, state=TrialState.PRUNED)
             return
-        values = [_as_number(row.result) for row in rows if row.status == COMPLETED]
+        values = [as_number(row.result) for row in rows if row.status == COMPLETED]
         numbers = [value for value in values if value is not None]
         if numbers and len(numbers) == len(values):
             self._study.tell(number, fmean(numbers))
@@ -313,11 +319,3 @@ def _suggest(trial: Trial, name: str, space: BaseDistribution) -> None:
             )
         case CategoricalDistribution():
             trial.suggest_categorical(name, space.choices)
-
-
-def _as_number(result: Any) -> float | None:
-    try:
-        value = float(result)
-    except (TypeError, ValueError):
-        return None
-    return None if math.isnan(value) else value

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,9 +70,11 @@ from robust_train.sweep.record import (
     SweepRow,
     SweepTable,
     as_csv,
+    best_first,
     decide,
     exit_code_of,
     has_failed,
+    point_table,
     read_record,
     read_rows,
     read_table,
@@ -137,6 +139,7 @@ class Sweep:
     notifier: Notifier
     resume_command: str | None
     overrides: tuple[str, ...]
+    sweeper: Mapping[str, Any]  # settings of ours; empty for another one
     # jobs that our launcher knows of, by number
     planned: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -157,6 +160,8 @@ class Sweep:
             self.launcher,
             resume_command=self.resume_command,
             overrides=self.overrides,
+            direction=self.sweeper.get("direction", "maximize"),
+            repeat=self.sweeper.get("repeat", 1),
         )
 
     def rows(self) -> list[SweepRow]:
@@ -231,7 +236,16 @@ class HydraSession:
         id_, lock = _lock_or_join(folder, overrides if _can_share(config) else None)
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         resume_command = sweep_resume_command(folder, str(config.hydra.runtime.cwd))
-        sweep = Sweep(id_, folder, launcher, lock, notifier, resume_command, overrides)
+        sweep = Sweep(
+            id_,
+            folder,
+            launcher,
+            lock,
+            notifier,
+            resume_command,
+            overrides,
+            config.hydra.sweeper if _is_ours(config) else {},
+        )
         if lock is not None and (folder / CODE).exists():
             log.info("jobs that start from here on run today's code")
             shutil.rmtree(folder / CODE, ignore_errors=True)
@@ -288,7 +302,12 @@ class HydraSession:
             _notify(sweep, rows, code, ended)
         # not through logging: after an interruption that may still write into a job's log file
         with contextlib.suppress(OSError, ValueError):
-            print(f"sweep:\n{screen_table(rows)}\n{ended}\nsweep folder: {folder}")
+            points = best_first(table)
+            shown = [row for point in points for row in point.rows]
+            text = screen_table([*shown, *(row for row in rows if row.job is None)])
+            if table.repeat > 1:
+                text = f"{text}\n{point_table(points)}"
+            print(f"sweep:\n{text}\n{ended}\nsweep folder: {folder}")
             if code:
                 how = f"robust-train resume {folder}"
                 if sweep.resume_command is None:
@@ -302,10 +321,13 @@ session = HydraSession()
 
 def _can_share(config: DictConfig) -> bool:
     """Return whether a second launcher of the sweep gives its jobs the same numbers."""
-    sweeper = str(config.hydra.sweeper.get("_target_"))
-    is_basic = sweeper.endswith(".BasicSweeper")
+    is_basic = str(config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
     launcher = config.hydra.runtime.choices.get("hydra/launcher")
-    return sweeper.endswith(".RobustSweeper") or (is_basic and launcher == "gpu_queue")
+    return _is_ours(config) or (is_basic and launcher == "gpu_queue")
+
+
+def _is_ours(config: DictConfig) -> bool:
+    return str(config.hydra.sweeper.get("_target_")).endswith(".RobustSweeper")
 
 
 def _lock_or_join(
