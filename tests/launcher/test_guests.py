@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from guest_trainers import undisturbed
@@ -27,6 +28,14 @@ from world import World, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "guest_trainers.py"
 ROOT = Path(__file__).parents[2]
+SMALL = (
+    "min_batch_size=1",
+    "training.num_workers=0",
+    "training.seed=3",
+    "training.checkpoint_every_steps=2",
+    "auto_device=false",
+    "device=cpu",
+)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -96,14 +105,18 @@ class Agents:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Micro-batch and accumulation of each attempt."""
-        lines = map(json.loads, (self.run_dir / "journal.jsonl").read_text().splitlines())
-        names = "batch_size", "gradient_accumulation_steps"
-        started = (e["spec"] for e in lines if e["event"] == "attempt_started")
-        return [tuple(spec[name] for name in names) for spec in started]
+        return sizes_in(self.run_dir)
 
     def has_the_weights_of_an_undisturbed_run(self) -> bool:
         return self.summary["result"] == pytest.approx(undisturbed(), abs=1e-12)
+
+
+def sizes_in(run_dir: Path) -> list[tuple[int, int]]:
+    """Return micro-batch and accumulation of each attempt."""
+    lines = map(json.loads, (run_dir / "journal.jsonl").read_text().splitlines())
+    names = "batch_size", "gradient_accumulation_steps"
+    started = (e["spec"] for e in lines if e["event"] == "attempt_started")
+    return [tuple(spec[name] for name in names) for spec in started]
 
 
 def free_port() -> int:
@@ -181,6 +194,36 @@ def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_o
     assert {one["event"]["step"] for one in left} == {5}
     assert "goes on after a stop of all ranks" in agents.end(agents.tasks())
     assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["lightning", "transformers", "accelerate"])
+def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents: Agents, framework: str):
+    pytest.importorskip(framework)
+    world = agents.world
+    folder = world.folder / "two"
+    words = (f"trainer._target_=conformance_trainers.{framework}", *SMALL)
+
+    def weights(name: str) -> list[float]:
+        return torch.tensor(json.loads((world.folder / name).read_text())).flatten().tolist()
+
+    world.environ |= {"READY_FILE": str(world.folder / "ready")}
+    world.environ |= {"WEIGHTS_FILE": str(world.folder / "of one")}
+    one = world.run(*words, "training.batch_size=8")
+    assert one.returncode == 0, one.output
+    world.environ |= {"WEIGHTS_FILE": str(world.folder / "of two"), "MEETS": "out of memory"}
+    ranks = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    batch = ("training.batch_size=4", "training.effective_batch_size=8")
+    two = subprocess.run(
+        [*ranks, ROOT / "train_robust.py", *words, *batch, f"hydra.run.dir={folder}"],
+        env=world.environ,
+        capture_output=True,
+        text=True,
+        cwd=world.folder,
+    )
+    assert two.returncode == 0, two.stdout + two.stderr
+    assert sizes_in(folder) == [(4, 1), (2, 2)]
+    assert weights("of two") == pytest.approx(weights("of one"), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -66,8 +66,9 @@ def _of_job(run: KnownRun) -> str:
         return _of_sweep(sweep)
     if run.state is None or run.state.resume_command is None:
         raise CommandFailed(
-            f"{run.id} has no command to repeat: it was a call of launch(), or the command held a "
-            f"secret, which is not kept; repeat it yourself with the run folder {run.run_dir}"
+            f"{run.id} has no command to repeat: it was a call of launch(), its ranks were started "
+            "by torchrun or the like, or the command held a secret, which is not kept; repeat it "
+            f"yourself with the run folder {run.run_dir}"
         )
     return run.state.resume_command
 

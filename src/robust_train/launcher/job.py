@@ -229,7 +229,7 @@ class Job:
             self.name,
             self.signals,
             sweep_folder=sweep_folder(),
-            can_resume=config.resume,
+            can_resume=config.resume and engine is None,
             show=self.live.show,
             notifier=Notifier(notifications(config.notify, environ), self.run_dir),
         )
@@ -612,6 +612,8 @@ class Job:
         """Return what resumes the job; empty if nothing does, or its sweep does."""
         if not self.config.resume or sweep_folder() is not None:
             return ""
+        if self._engine is not None:
+            return "start all ranks again, with the same run folder"
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"

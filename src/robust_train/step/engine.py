@@ -95,9 +95,9 @@ class Recorder:
         )
         requested = failure.evidence.requested_bytes
         log.warning(
-            "step %d: out of memory (%s)%s: micro-batch %d → %s, %s",
+            "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
             step,
-            failure.kind.value,
+            "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
             "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
             before,
             after,
