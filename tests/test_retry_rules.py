@@ -64,7 +64,7 @@ def reason_with(output: str, *messages: str) -> str:
 def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(search, "_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(search, "LIMIT_SECONDS", 0.5)
     for _ in range(2):
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
         assert reason.endswith("retry.rules[1]: stop")
@@ -75,7 +75,7 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
 def test_a_search_whose_process_fails_is_passed_over_in_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(search, "_SEARCH", "raise SystemExit(3)")
+    monkeypatch.setattr(search, "SEARCH", "raise SystemExit(3)")
     reason_with("out of nowhere", "nowhere")
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "retry.rules: message nowhere is skipped: its process ended with 3"

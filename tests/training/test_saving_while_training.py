@@ -118,7 +118,7 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
     assert list(later.batches(range(10))) == [6, 7, 8, 9]
 
 
-def test_what_is_saved_is_a_copy_and_the_copies_memory_is_used_again(run):
+def test_what_is_saved_is_a_copy(run):
     weight = torch.zeros(1000)
     for step in (1, 2):
         run.save({"weight": weight}, step)
@@ -126,8 +126,6 @@ def test_what_is_saved_is_a_copy_and_the_copies_memory_is_used_again(run):
     run.finish_saving()
     newest = max(read_manifests(run.checkpoint_dir), key=lambda one: one.step or 0)
     assert torch.load(newest.path)["weight"].unique().tolist() == [1.0]
-    assert run._folder is not None
-    assert len(run._folder._buffers) == 1
 
 
 def test_a_checkpoint_written_while_training_diverges_is_marked(run):

@@ -10,8 +10,8 @@ import sys
 
 log = logging.getLogger("robust_train")
 
-_LIMIT_SECONDS = 5.0
-_SEARCH = (
+LIMIT_SECONDS = 5.0
+SEARCH = (
     "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
 )
 
@@ -19,17 +19,17 @@ _SEARCH = (
 @functools.lru_cache(maxsize=64)
 def is_found(pattern: str, text: str) -> bool:
     """Return whether the pattern is in the text; False after a warning if that takes too long."""
-    command = (sys.executable, "-I", "-S", "-c", _SEARCH)
+    command = (sys.executable, "-I", "-S", "-c", SEARCH)
     given = json.dumps([pattern, text]).encode()
     try:
         found = subprocess.run(
-            command, input=given, capture_output=True, timeout=_LIMIT_SECONDS
+            command, input=given, capture_output=True, timeout=LIMIT_SECONDS
         )
         if found.returncode == 0:
             return found.stdout.strip() == b"True"
         why = f"its process ended with {found.returncode}"
     except subprocess.TimeoutExpired:
-        why = f"it takes more than {_LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
+        why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
     except OSError as error:
         why = str(error)
     log.warning("retry.rules: message %s is skipped: %s", pattern, why)

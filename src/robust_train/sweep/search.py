@@ -91,7 +91,7 @@ class Search:
             self._study = optuna.create_study(
                 study_name=_STUDY,
                 storage=JournalStorage(backend),
-                direction=settings.direction,
+                direction=optuna.study.StudyDirection[settings.direction.upper()],
                 pruner=self._pruner,
                 load_if_exists=True,
             )
