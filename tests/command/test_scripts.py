@@ -86,6 +86,56 @@ def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
     assert ended.stdout.count(warning) == 1
 
 
+ADDS_UP_MEANS = """
+import sys
+if sys.argv[1] == "--help":
+    from transformers import Trainer
+if int(sys.argv[1]) > 8:
+    raise MemoryError
+"""
+
+
+@pytest.mark.parametrize("settled", ["", "trainer.model_accepts_loss_kwargs = False"])
+def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(
+    scripts: CommandWorld, settled: str
+):
+    (scripts.folder / "run_glue.py").write_text(f"{ADDS_UP_MEANS}# {settled}\n")
+    words = ("run_glue.py", "{batch_size}", "{gradient_accumulation_steps}")
+    ended = scripts.run("--batch-size", "32", "--", sys.executable, *words)
+    assert ended.returncode == 0, ended.output
+    first, _, rest = ended.stdout.partition("attempt 2 on the CPU")
+    said = "gradients may be 2 times as large with accumulation 2 instead of 1"
+    assert (said in first) == (settled == "")
+    assert "gradients may be" not in rest
+
+
+WRITTEN_OVER = """
+import io, json, os, time, zipfile
+whole = io.BytesIO()
+with zipfile.ZipFile(whole, "w") as archive:
+    archive.writestr("weights", bytes(1000))
+whole = whole.getvalue()
+for number in (1, 2):
+    with open("last.pt", "wb") as file:
+        for at in range(0, len(whole), 100):
+            file.write(whole[at : at + 100])
+            file.flush()
+            time.sleep(0.1 * (number - 1))
+    if number == 1:
+        with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
+            print(json.dumps({"event": "checkpoint", "path": "last.pt", "step": 1}), file=events)
+time.sleep(1.2)
+"""
+
+
+def test_a_checkpoint_that_is_being_written_over_is_not_called_damaged(scripts: CommandWorld):
+    (scripts.folder / "train.py").write_text(WRITTEN_OVER)
+    ended = scripts.run("--checkpoint", "*.pt", "--", sys.executable, "train.py")
+    assert ended.returncode == 0, ended.output
+    assert "it is not used" not in ended.stdout
+    assert "checkpoint_saved" in [event["event"] for event in scripts.world.journal]
+
+
 def test_a_learning_rate_follows_the_batch_only_where_that_was_asked_for():
     rates = {}
     for how in ("null", "linear", "sqrt"):
@@ -156,7 +206,7 @@ def test_what_a_script_leaves_behind_says_so(scripts: CommandWorld):
     assert ended.summary["reason"] == reason
     assert "attempt 1 failed: exit code 1" in ended.stdout
     assert "no new file matches the pattern for checkpoints ckpt/*.pt" in ended.stdout
-    assert "--resume-argv has no {checkpoint}" in ended.stdout
+    assert "[INFO] - --resume-argv has no {checkpoint}: the script finds" in ended.stdout
     assert "Loss: 2.18" in ended.stdout.splitlines()
 
     scripts.run_dir = scripts.folder / "other"

@@ -179,8 +179,13 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
             group_reads=config.group_reads_runs,
         )
         _log_into(folder)
-        for warning in _warnings(arguments, values_used(cfg, config)):
+        used = values_used(cfg, config)
+        for warning in _warnings(arguments, used):
             log.warning("%s", warning)
+        if arguments.resume_argv and "checkpoint" not in used:
+            log.info(
+                "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
+            )
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
         return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
@@ -226,11 +231,6 @@ def _warnings(arguments: Namespace, used: Collection[str]) -> Iterator[str]:
             f"{option} does not reach the script, so its batch is its own and is not halved: write "
             "{batch_size} in its command; one that reads a variable is run as "
             "env BATCH_SIZE={batch_size} python train.py"
-        )
-    words = [*arguments.program, arguments.resume_argv or ""]
-    if arguments.resume_argv and not any("{checkpoint}" in word for word in words):
-        yield (
-            "--resume-argv has no {checkpoint}: the script has to find its newest checkpoint itself"
         )
 
 

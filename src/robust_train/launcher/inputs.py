@@ -77,6 +77,21 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> frozenset[str]:
     return frozenset(used)
 
 
+def adds_up_means(config: RobustConfig) -> bool:
+    """Return whether a file that the script's command names trains with transformers' ``Trainer``
+    as it is, which adds up the means of micro-batches for models that ignore their number."""
+    trainer = config.trainer
+    texts = (
+        _program_text(Path(trainer.cwd or ".", word)) for word in trainer.argv or ()
+    )
+    return any(
+        "transformers" in text
+        and re.search(r"\b(?:Seq2Seq)?Trainer\b", text)
+        and not re.search(r"model_accepts_loss_kwargs|robust_train\.integrations", text)
+        for text in texts
+    )
+
+
 def _program_text(path: Path) -> str:
     """Return a program's source; empty where the path leads to none."""
     try:
@@ -108,6 +123,7 @@ def policy_settings(
         found_sizes=found_sizes or {},
         requested_size=requested_size or 0,
         used=used,
+        adds_up_means=config.is_script and adds_up_means(config),
     )
 
 

@@ -266,6 +266,11 @@ class FailureContext:
         )
 
     def warning_about(self, spec: AttemptSpec) -> str:
+        """Return what may make the result another one than was asked for, each once."""
+        found = self._about_effective_batch(spec), self._about_gradients(spec)
+        return "; ".join(filter(None, found))
+
+    def _about_effective_batch(self, spec: AttemptSpec) -> str:
         """Return a sentence if the effective batch is no longer the requested one, once."""
         wanted = self.settings.asked.effective_batch_size
         now = spec.effective_batch_size
@@ -287,6 +292,19 @@ class FailureContext:
             f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
             f"effective batch size {wanted}; it is now {now}"
         )
+
+    def _about_gradients(self, spec: AttemptSpec) -> str:
+        """Return a sentence before the first attempt whose accumulation may change gradients."""
+        asked, now = (
+            self.settings.asked.gradient_accumulation_steps,
+            spec.gradient_accumulation_steps,
+        )
+        is_known = any(
+            one.spec.gradient_accumulation_steps != asked for one in self.history
+        )
+        if not self.settings.adds_up_means or is_known or now == asked:
+            return ""
+        return _ADDS_UP_MEANS.format(asked=asked, now=now, factor=f"{now / asked:g}")
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
@@ -317,6 +335,13 @@ _HAS_NO_KEY = (
     "robust.preserve_effective_batch_size=true"
 )
 
+_ADDS_UP_MEANS = (
+    "gradients may be {factor} times as large with accumulation {now} instead of {asked}: "
+    "transformers' Trainer adds up the means of micro-batches where a model takes "
+    "num_items_in_batch and ignores it, as BERT for sequence classification does. Write "
+    "trainer.model_accepts_loss_kwargs = False before trainer.train() for such a model, or True "
+    "if its loss is right"
+)
 _CANNOT_ACCUMULATE = (
     "the script is not given {gradient_accumulation_steps}. Pass that on if it can accumulate; "
     "else scale the learning rate (--learning-rate, --scale-learning-rate and {learning_rate}), "

@@ -155,15 +155,19 @@ class _Attempt:
         self._lines = LineReader(self.events)
         # the newest may be one that it was not to go on from
         self._known = _newest(checkpoint, newest)
+        # one that looked damaged at the last look, and its step: it may be being written over
+        self._doubted: tuple[Path, Stamped | None, int | None] | None = None
         self._complained = False
         if checkpoint is not None and checkpoint[0] != run.resume_checkpoint:
             run.checkpoint_saved(checkpoint[0], run.last_step)
 
     def poll(self, *, at_rest: bool = False) -> None:
         """Pass on what the script has reported and saved."""
+        if self._doubted is not None:
+            self._saved(self._doubted[0], self._doubted[2], at_rest=at_rest)
         for line in self._lines.read(to_the_end=at_rest):
             try:
-                self._take(line)
+                self._take(line, at_rest)
             except Diverged:
                 raise
             # as of a path that is none: no other line ends the script
@@ -171,7 +175,7 @@ class _Attempt:
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
-        self._found(self._watch.newest(at_rest=at_rest))
+        self._found(self._watch.newest(at_rest=at_rest), at_rest)
 
     def finish(self) -> None:
         """Pass on the rest after the script has ended; remove an empty file of messages."""
@@ -180,27 +184,34 @@ class _Attempt:
             if self.events.stat().st_size == 0:
                 self.events.unlink()
 
-    def _found(self, newest: Stamped | None) -> None:
+    def _found(self, newest: Stamped | None, at_rest: bool) -> None:
         known = self._known
         if newest is None or newest == known:
             return
         # while the newest is written over, the newest at rest is an older one
         if known is None or newest[1][0] >= known[1][0]:
-            self._known = newest
-            self._run.checkpoint_saved(newest[0], self._run.last_step)
+            self._saved(newest[0], self._run.last_step, at_rest=at_rest)
 
-    def _take(self, line: str) -> None:
+    def _saved(self, path: Path, step: int | None, *, at_rest: bool) -> None:
+        """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
+        script may be writing the next one over it."""
+        self._known = _stamped(path)
+        damage = self._run.saving.damage_in(path)
+        seen, before = (path, self._known, step), self._doubted
+        self._doubted = None if damage is None or at_rest or seen == before else seen
+        if self._doubted is None:
+            checked = self._run.position if damage is None else None
+            self._run.checkpoint_saved(path, step, checked)
+
+    def _take(self, line: str, at_rest: bool) -> None:
         match parse(line):
             case Progress(step=step, total_steps=total, metrics=metrics):
                 self._run.progress(step, total_steps=total, **metrics)
             case TrainingStarted(step=step):
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
-                saved = self._cwd / os.path.expanduser(path)
-                self._known = _stamped(saved)
-                self._run.checkpoint_saved(
-                    saved, self._run.last_step if step is None else step
-                )
+                step = self._run.last_step if step is None else step
+                self._saved(self._cwd / os.path.expanduser(path), step, at_rest=at_rest)
             case Result(value=value):
                 self.result = value
             case SpeedMeasured() as event:
