@@ -40,6 +40,7 @@ SMALLEST = {
     "requests_overhead.py --steps 5": rf"step of a run that takes them: {X} µs",
     "sampler.py --rounds 2 --block-seconds 0.05": rf"network: … {X} % … Python alone: … {X} %",
     "scheduler.py --jobs 40 --gpus 8 --days 1": rf"memory in use: {X}% … of 4 GPUs \| fifo \| {X}",
+    "search.py --job-seconds 0.2 --trials 4": rf"robust_optuna: 4 trials, {PACKING}",
     "selection_latency.py --rounds 2": rf"ratio: {X}",
     "sharded_saves.py --megabytes 16 --saves 1": rf"time × {X}, memory × {X}",
     "startup.py --runs 1 --job-seconds 0": rf"difference: [+-]{X} s",

@@ -253,6 +253,19 @@ def test_a_user_who_holds_fewer_gpus_goes_before_the_rest_of_a_sweep() -> None:
     assert who_goes_first(order[0], order) is None
 
 
+def test_an_urgent_job_goes_before_the_others_of_its_user_and_before_no_one_elses() -> None:
+    sweep = [job(n, urgency=0) for n in (1, 2, 4)]
+    assert tickets([*sweep, job(6)]) == [6, 1, 2, 4]
+    assert tickets([*sweep, job(6), job(7, urgency=2)]) == [7, 6, 1, 2, 4]
+    # its place is that of its user's first job: neither nearer nor farther for anyone else
+    others = [job(3, user=BOB), job(5, user=BOB)]
+    places = [BOB if n in (3, 5) else ADA for n in tickets([*sweep, *others])]
+    urgent = [BOB if n in (3, 5) else ADA for n in tickets([*sweep, job(6, urgency=2), *others])]
+    assert urgent[: len(places)] == places
+    order = queue_order([*sweep, job(6)])
+    assert who_goes_first(order[1], order) == "job job6 goes first: its queue_priority is higher"
+
+
 def test_no_user_gets_more_gpus_than_the_limit_and_who_waits_for_that_is_in_no_ones_way() -> None:
     jobs = [held(A), job(1), job(2, count=2), job(3, user=BOB)]
     gpus = [gpu(uuid) for uuid in (A, B, C, D)]

@@ -312,6 +312,7 @@ def _job_as_json(
         "claim_bytes": job.reserved_bytes,
         "num_gpus": job.count,
         "jobs_per_device": job.jobs_per_device,
+        "priority": ("low", "normal", "high")[min(job.urgency, 2)],
         "gpus": [
             {
                 "uuid": uuid,

@@ -357,6 +357,12 @@ class RobustConfig(PlainConfig):
         "maximum number of jobs per GPU that this job accepts, including itself",
         range=FROM_1,
     )
+    queue_priority: str = key(
+        "auto",
+        "`low`, `normal` or `high` among your own jobs; `auto`: `low` in a sweep, else `normal`",
+        more="([queue](queue.md#who-goes-first))",
+        choices=("auto", "low", "normal", "high"),
+    )
     gpu_queue_dir: str | None = key(
         None,
         "the host's queue directory; `null`: `/run/lock/robust-train`",
@@ -482,6 +488,11 @@ class RobustConfig(PlainConfig):
     # the trainer is not a script, and learns the batch and the accumulation of an attempt
     has_batch: bool = True
     can_accumulate: bool = True
+
+    def urgency(self, *, in_sweep: bool) -> int:
+        """Return how urgent the job is among its user's: 0 low, 1 normal, 2 high."""
+        named = {"low": 0, "normal": 1, "high": 2}
+        return named.get(self.queue_priority, 0 if in_sweep else 1)
 
     @property
     def retries(self) -> int:

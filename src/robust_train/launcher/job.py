@@ -350,6 +350,7 @@ class Job:
             self.sleep,
             self._on_wait,
             self.folder.token,
+            in_sweep=sweep_folder() is not None,
         )
 
     def _acquire_device(self) -> Group:

@@ -57,6 +57,8 @@ class Devices:
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
         token: str = "",  # the last part of the job's id in the host's queue; empty: any
+        *,
+        in_sweep: bool = False,
     ) -> None:
         self._config = config
         self._environ = environ
@@ -70,6 +72,7 @@ class Devices:
             name=job_name,
             run_dir=str(run_dir),
             jobs_per_device=config.gpu_jobs_per_device,
+            urgency=config.urgency(in_sweep=in_sweep),
             read=self._read,
             token=token,
         )

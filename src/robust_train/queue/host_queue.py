@@ -48,6 +48,7 @@ class HostQueue:
         jobs_per_device: int,  # maximum number of jobs per GPU that it accepts, including itself
         # reads the GPUs; its argument asks for their processes too
         read: Callable[[bool], Visible],
+        urgency: int = 1,  # among the jobs of its user: 0 low, 1 normal, 2 high
         token: str = "",  # the last part of the job's id, six hexadecimal digits; empty: any
     ) -> None:
         self.job_id: str | None = None
@@ -55,7 +56,10 @@ class HostQueue:
         self.read_machine = read
         self._directory = directory
         self._job = QueuedJob(
-            name=name, run_dir=run_dir, jobs_per_device=jobs_per_device
+            name=name,
+            run_dir=run_dir,
+            jobs_per_device=jobs_per_device,
+            urgency=urgency,
         )
         self._token = token
         self._registry: Registry | None = None

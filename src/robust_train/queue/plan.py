@@ -180,16 +180,22 @@ def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     """Return the waiting jobs in the order in which they are served.
 
     The user who holds fewer GPUs goes first, jobs that are already in the order included; then who
-    came first. Within one user it is first come, first served.
+    came first. Within one user urgent jobs go first, then those that came first: they change
+    places among themselves, and no one else's.
     """
     jobs = list(jobs)
     held = {user: len(gpus) for user, gpus in _held(jobs).items()}
     queues: dict[int, deque[QueuedJob]] = {}
-    for job in sorted((job for job in jobs if not job.gpus), key=lambda job: job.order):
+    waiting = [job for job in jobs if not job.gpus]
+    for job in sorted(waiting, key=lambda job: (-job.urgency, job.order)):
         queues.setdefault(job.owner, deque()).append(job)
+    places = {
+        user: deque(sorted(job.order for job in own)) for user, own in queues.items()
+    }
     ordered = []
     while queues:
-        user = min(queues, key=lambda user: (held.get(user, 0), queues[user][0].order))
+        user = min(queues, key=lambda user: (held.get(user, 0), places[user][0]))
+        places[user].popleft()
         job = queues[user].popleft()
         if not queues[user]:
             del queues[user]
@@ -322,8 +328,10 @@ def gpu_states(
 
 
 def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str | None:
-    """Return why a later job of another user goes before this one; None if none does."""
+    """Return why a later job goes before this one; None if none does."""
     for other in order[: order.index(job)]:
+        if other.owner == job.owner and other.urgency > job.urgency:
+            return f"job {other.id} goes first: its queue_priority is higher"
         if other.owner != job.owner and other.order > job.order:
             user = user_name(other.owner)
             return f"job {other.id} of {user} goes first: {user} holds fewer GPUs"

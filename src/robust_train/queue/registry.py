@@ -83,6 +83,7 @@ class QueuedJob:
     polled_at: float = 0.0  # when it last tried to get GPUs
     # for how many seconds each of its GPUs has been idle, as last seen; none if never
     idle_seconds: tuple[int, ...] = ()
+    urgency: int = 1  # among the jobs of its user: 0 low, 1 normal, 2 high
     pid_namespace: str = ""  # in which its launcher has that number; empty: version 0.2
 
     @property
