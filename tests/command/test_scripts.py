@@ -109,6 +109,28 @@ def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_s
     assert "gradients may be" not in rest
 
 
+REFUSED = """
+import pickle, sys
+if len(sys.argv) == 1:
+    open("1.pt", "wb").write(b"PK" + bytes(100))
+    sys.exit(137)
+raise pickle.UnpicklingError(
+    "Weights only load failed. WeightsUnpickler error: Unsupported global: GLOBAL Namespace "
+    "was not an allowed global by default.\\n\\nCheck the documentation of torch.load"
+)
+"""
+
+
+def test_a_checkpoint_that_torch_refuses_is_named_with_what_helps(scripts: CommandWorld):
+    (scripts.folder / "train.py").write_text(REFUSED)
+    own = ("--checkpoint", "*.pt", "--resume-argv", "{checkpoint}")
+    ended = scripts.run(*own, "--", sys.executable, "train.py")
+    assert ended.returncode == 1, ended.output
+    file = scripts.folder / "1.pt"
+    assert f"ended with exit code 1: torch.load takes weights only, and {file}" in ended.stdout
+    assert "weights_only=False" in ended.summary["reason"]
+
+
 WRITTEN_OVER = """
 import io, json, os, time, zipfile
 whole = io.BytesIO()

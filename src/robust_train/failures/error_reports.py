@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 # KeyError('CUDA out of memory') is a missing key. AssertionError and ImportError are not here:
 # torch without CUDA and a missing driver come as those.
 _PROGRAMMING = (
-    "ArithmeticError AttributeError EOFError FileExistsError FileNotFoundError "
+    "ArithmeticError AttributeError FileExistsError FileNotFoundError "
     "IsADirectoryError LookupError IndexError KeyError KeyErrorMessage NameError "
     "UnboundLocalError NotADirectoryError NotImplementedError PermissionError PicklingError "
     "RecursionError StopIteration SyntaxError IndentationError TypeError ValueError "

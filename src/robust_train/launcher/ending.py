@@ -78,7 +78,7 @@ def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
     if failure is None or failure.kind not in _OF_THE_HOST:
         return failure
     is_workers = failure.kind is FailureKind.WORKER_DEATH
-    is_of_all = failure.evidence.library in ("kernel", "kubernetes", "os", "ray")
+    is_of_all = failure.evidence.library in ("kernel", "os", "ray")
     evidence = replace(
         failure.evidence,
         # one that died early was there between two looks
@@ -100,7 +100,7 @@ def _failure(
     if isinstance(ending, Failed):
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
-            return failure_of_script(attempt.script, end)
+            return _with_file(failure_of_script(attempt.script, end), attempt)
         return by_oom_killer(ending.failure) if end.oom_killed else ending.failure
     if end.was_stopped:
         return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
@@ -141,6 +141,19 @@ def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
         )
     output = without_escapes(end.output)
     return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
+
+
+def _with_file(failure: Failure, attempt: Attempt) -> Failure:
+    """Return the failure with the checkpoint that its script could not load, and what helps."""
+    if failure.evidence.clue != Clue.REFUSED:
+        return failure
+    file = attempt.checkpoint or attempt.resumed_from or "the file"
+    how = (
+        f"torch.load takes weights only, and {file} holds more: write torch.load(…, "
+        "weights_only=False) for a file of your own, or name the classes in it by "
+        "torch.serialization.add_safe_globals([…])"
+    )
+    return replace(failure, message=f"{failure.message.partition(': ')[0]}: {how}")
 
 
 def doubt_of(attempt: Attempt) -> str | None:

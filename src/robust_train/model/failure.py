@@ -93,6 +93,8 @@ class Clue:
     CRASHED = "crashed"  # A segmentation fault of the trainer's own
     DOWNLOAD = "download"  # Data or weights could not be fetched
     KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
+    REFUSED = "refused"  # torch.load takes weights only, and the file holds more
+    DAMAGED = "damaged"  # A checkpoint, or another file, that cannot be read to its end
     STALLED = "stalled"  # No sign of life, or no progress, for too long
     # A mistake of the user's that the trainer names in a line
     USER_ERROR = "user_error"
