@@ -101,8 +101,9 @@ def hydras_own(python: str, folder: Path, unit: float, trials: int) -> None:
         f"hydra.sweeper.n_trials={trials}",
         f"seconds=interval({unit},{4 * unit})",
     ]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     started = time.perf_counter()
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    subprocess.run(command, env=env, cwd=folder, check=True, capture_output=True)
     seconds = time.perf_counter() - started
     lengths = (folder / "lengths").read_text().split()
     report("hydra-optuna-sweeper", seconds, [float(length) for length in lengths])
@@ -128,6 +129,7 @@ def killed(folder: Path, kills: int, trials: int) -> None:
             here,
             "trainer._target_=sweep_trainer.sleeps",
             "device=cpu",
+            "max_launches=0",  # a kill before the first checkpoint is no fault of the trial
             f"hydra.sweeper.n_trials={trials}",
             "hydra.sweeper.n_jobs=1",
             "hydra.sweeper.sampler.n_startup_trials=3",

@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 
 @dataclass
@@ -73,7 +73,8 @@ class RobustSweeper(Sweeper):
         """Take what Hydra gives once, and check the settings."""
         from robust_train.sweep.sweeper import SweeperSettings
 
-        checked = SweeperSettings(**self._settings)
+        settings: Any = OmegaConf.to_container(OmegaConf.create(self._settings))
+        checked = SweeperSettings(**settings)
         self._arguments = (hydra_context, task_function, config, checked)
 
     def sweep(self, arguments: list[str]) -> None:

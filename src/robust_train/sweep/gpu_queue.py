@@ -286,7 +286,7 @@ class GpuQueue:
         loader, overrides = self._context.config_loader, list(job.overrides)
         config = loader.load_sweep_config(self._config, overrides)
         with open_dict(config):
-            config.hydra.job.id = job.number
+            config.hydra.job.id = str(job.number)
             config.hydra.job.num = job.number
         return config
 

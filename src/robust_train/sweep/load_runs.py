@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from robust_train.folder.run_list import read_run
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
-from robust_train.sweep.record import job_folders
+from robust_train.sweep.record import job_folders, read_record
 
 _OF_THE_SUMMARY = (
     "status",
@@ -40,7 +40,8 @@ def load_runs(folder: str | Path) -> Runs:
 
     Each has ``run_dir``, ``name``, ``status``, ``reason``, ``result``, ``wall_seconds``,
     ``wait_seconds``, ``config`` (as Hydra saved it; empty without Hydra), ``attempts`` (as
-    ``summary.json`` has them), and ``samples_per_second`` over the whole of all attempts, None if
+    ``summary.json`` has them), ``job`` and ``overrides`` of a sweep's job (its number and what it
+    varies), and ``samples_per_second`` over the whole of all attempts, None if
     unknown.
 
     Raises:
@@ -68,6 +69,7 @@ def _row(folder: Path) -> dict[str, Json] | None:
         return None
     if run is not None and run.alive:
         summary = None  # that of the launch before
+    record = read_record(folder)
     known = summary or Summary("unknown" if run is None else run.status)
     content = known.as_json()
     return {
@@ -75,6 +77,8 @@ def _row(folder: Path) -> dict[str, Json] | None:
         "name": folder.name if run is None or run.state is None else run.state.name,
         **{name: content[name] for name in _OF_THE_SUMMARY},
         "samples_per_second": _speed(known),
+        "job": None if record is None else record.job,
+        "overrides": [] if record is None else list(record.overrides),
         "config": _config(folder),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from robust_train.sweep.record import (
     SWEEP_FILE,
     SweepRow,
     SweepTable,
+    best_first,
     differing_overrides,
     job_folders,
     read_record,
@@ -63,7 +64,7 @@ class SweepStory:
     is_over: bool  # its end is recorded
     sentence: str  # what happened
     seconds: Mapping[str, float]  # of each use of time, added up over the jobs
-    jobs: tuple[JobStory, ...]  # by number
+    jobs: tuple[JobStory, ...]  # the best first
 
     def as_json(self) -> Any:
         """Return the story in JSON's types, schema first."""
@@ -91,6 +92,10 @@ def sweep_story_of(folder: Path) -> SweepStory:
     table = read_table(folder)
     is_over = table is not None and table.status == ENDED
     jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
+    if table is not None:
+        shown = replace(table, jobs=tuple(job.row for job in jobs))
+        best = [row for point in best_first(shown) for row in point.rows]
+        jobs.sort(key=lambda job: best.index(job.row) if job.row in best else len(best))
     stories = [job.story for job in jobs if job.story is not None]
     uses = (*(use.value for use in Use), "wall")
     wall = None if table is None else table.wall_seconds

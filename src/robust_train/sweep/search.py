@@ -6,6 +6,7 @@ shares it with another, reads there which trials there are.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -24,7 +25,6 @@ from hydra.core.override_parser.types import (
     RangeSweep,
     Transformer,
 )
-from hydra.utils import instantiate
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -82,7 +82,7 @@ class Search:
         self._trial: dict[int, Trial] = {}  # those that run here
         self._had = set[int]()  # trials that this launcher has run
         self._is_over, self._next_try = False, 0.0
-        self._pruner = instantiate(settings.pruner, _convert_="all") or NopPruner()
+        self._pruner = _made(settings.pruner) or NopPruner()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             backend = JournalFileBackend(
@@ -231,17 +231,14 @@ class Search:
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
-    def _sampler(self, trial: int) -> optuna.samplers.BaseSampler:
+    def _sampler(self, trial: int) -> Any:
         """Return a sampler of the trial's own: what it draws depends on no other launcher."""
-        wanted = self._settings.sampler
-        assert wanted is not None
-        seed = wanted.get("seed")
-        own = {} if seed is None else {"seed": int(seed) * _SEEDS_APART + trial}
+        wanted = dict(self._settings.sampler or {})
+        if wanted.get("seed") is not None:
+            wanted["seed"] = int(wanted["seed"]) * _SEEDS_APART + trial
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = instantiate(wanted, **own, _convert_="all")
-        assert isinstance(sampler, optuna.samplers.BaseSampler)
-        return sampler
+            return _made(wanted)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -254,6 +251,22 @@ class Search:
                 if content:
                     os.ftruncate(file.fileno(), content.rfind(b"\n") + 1)
             yield
+
+
+def _made(wanted: Any) -> Any:
+    """Return what the ``_target_`` of a sampler or pruner makes; its arguments may have one too."""
+    if isinstance(wanted, list):
+        return [_made(each) for each in wanted]
+    if not isinstance(wanted, dict):
+        return wanted
+    arguments = {key: _made(value) for key, value in wanted.items()}
+    if (target := arguments.pop("_target_", None)) is None:
+        return arguments
+    module, _, name = str(target).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)(**arguments)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"hydra.sweeper: {target}: {error}") from error
 
 
 def _is_final(row: SweepRow) -> bool:
