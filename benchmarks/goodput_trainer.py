@@ -34,24 +34,15 @@ def weights(megabytes: int) -> dict[str, Any]:
 
 
 def train(cfg: Any, run: Any) -> None:
-    """The trainer under our launcher: default settings, one line in the loop."""
-    import torch
-
-    from robust_train.folder.checkpoints import write_atomically
-
-    folder, content = run.run_dir.parent, weights(cfg.megabytes)
-    first = torch.load(run.resume_checkpoint)["step"] if run.resume_checkpoint else 0
-    run.started(first)
+    """The trainer under our launcher: default settings."""
+    folder, state = run.run_dir.parent, weights(cfg.megabytes)
 
     def save(step: int) -> None:
         run.progress(step)
-        if not run.checkpoint_due:
-            return
-        path = run.checkpoint_dir / f"last-{step % 2}.pt"
-        write_atomically({**content, "step": step}, path)
-        run.checkpoint_saved(path, step)
+        if run.checkpoint_due:
+            run.save(state, step)
 
-    steps(folder, first, save)
+    steps(folder, run.load(state), save)
 
 
 def alone(folder: Path, every_seconds: float, megabytes: int) -> None:

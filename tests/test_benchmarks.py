@@ -39,6 +39,7 @@ SMALLEST = {
     "ranks_overhead.py --sharded --steps 1": rf"with run.backward: {X} ms … alone: {X} µs",
     "requests_overhead.py --steps 5": rf"step of a run that takes them: {X} µs",
     "sampler.py --rounds 2 --block-seconds 0.05": rf"network: … {X} % … Python alone: … {X} %",
+    "save_stall.py --gigabytes 0.01 --saves 1": rf"run.save +-?{X} s lost a save = +-?{X} copies",
     "scheduler.py --jobs 40 --gpus 8 --days 1": rf"memory in use: {X}% … of 4 GPUs \| fifo \| {X}",
     "search.py --job-seconds 0.2 --trials 4": rf"robust_optuna: 4 trials, {PACKING}",
     "selection_latency.py --rounds 2": rf"ratio: {X}",

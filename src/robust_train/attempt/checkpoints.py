@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
+import threading
 import zipfile
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from errno import EINVAL, ENOENT, ESTALE
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +38,10 @@ from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
 
+T = TypeVar("T")
+
 LARGEST_COPY = 0.25
+_NICE = 10
 
 Share = Callable[[str, Tensor], Tensor]
 """What a rank keeps of a tensor in a checkpoint, by name."""
@@ -68,6 +73,7 @@ class CheckpointFolder:
         self._write_folder = write_folder
         self._copies = copies
         self._writing: tuple[int, Position, Future[Path]] | None = None
+        self._rotating: Future[None] | None = None
         self._buffers: dict[str, Tensor] = {}  # of the last copy, used again
 
     def save(self, content: Content, step: int) -> Path:
@@ -86,11 +92,8 @@ class CheckpointFolder:
         if copy is None:
             self.save(content, step)
             return
-        thread = ThreadPoolExecutor(1, "checkpoint")
         at = self._run.position
-        self._writing = step, at, thread.submit(self._write, copy, step)
-        # it ends with the write, and no process ends before it
-        thread.shutdown(wait=False)
+        self._writing = step, at, _in_background(lambda: self._write(copy, step))
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -99,9 +102,11 @@ class CheckpointFolder:
         if self._writing is not None and (wait or self._writing[-1].done()):
             (step, at, writing), self._writing = self._writing, None
             kept = self._copies * sum(each.nbytes for each in self._buffers.values())
-            if kept > LARGEST_COPY * read_host_memory().available:
+            if kept > LARGEST_COPY * (read_host_memory().available + kept):
                 self._buffers.clear()
-            self._report(writing.result(), step, at)
+            self._report(writing.result(), step, at, in_background=not wait)
+        if wait and self._rotating is not None:
+            self._rotating.result()
 
     def remove_leftovers(self) -> None:
         """Remove what attempts have left that were killed while they wrote."""
@@ -125,11 +130,31 @@ class CheckpointFolder:
             raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
         return path
 
-    def _report(self, path: Path, step: int, at: Position) -> Path:
+    def _report(
+        self, path: Path, step: int, at: Position, *, in_background: bool = False
+    ) -> Path:
         if self._run.is_main:
             self._run.checkpoint_saved(path, step, at)
-            self._run.saving.rotate("step-*", self._keep)
+            rotate = partial(self._run.saving.rotate, "step-*", self._keep)
+            # to remove a large file takes its time, too
+            self._rotating = _in_background(rotate) if in_background else None
+            if not in_background:
+                rotate()
         return path
+
+
+def _in_background(act: Callable[[], T]) -> Future[T]:
+    """Run something in a thread that ends with it; no process ends before."""
+    thread = ThreadPoolExecutor(1, "checkpoint", _let_training_go_first)
+    future = thread.submit(act)
+    thread.shutdown(wait=False)
+    return future
+
+
+def _let_training_go_first() -> None:
+    """Lower the priority of this thread, which Linux has for each."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _host_copy(

@@ -343,6 +343,7 @@ class Run:
 
     def _diverged(self, why: str, good_step: int | None, bad_step: int) -> Diverged:
         """Have no attempt resume from what was saved since; return the error."""
+        self.finish_saving()
         # none was good in this attempt: so may be what it resumed from
         good = self.steps_before - 1 if good_step is None else good_step
         before = self.saving.diverged(good, self._good_since) if self.is_main else None
