@@ -206,3 +206,22 @@ def saves_and_fails_at_2(cfg, run):
     path.touch()
     run.checkpoint_saved(path, 1)
     return float(cfg.training.lr) + cfg.training.seed - 1
+
+
+def works_until_told_at_1(cfg, run):
+    """Jobs 0 and 1 work until they may go on or are told to stop; one that resumes completes."""
+    number = int(run.run_dir.name)
+    if run.resume_checkpoint is not None:
+        return 100.0 + number
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / "when-told"
+    path.touch()
+    run.checkpoint_saved(path, 1)
+    (_place(cfg) / f"working-{number}").touch()
+    while number < 2 and not (_place(cfg) / "go-on").exists():
+        if run.stop_requested:
+            from robust_train.model.errors import Interrupted
+
+            raise Interrupted
+        time.sleep(0.01)
+    return float(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -251,7 +252,28 @@ def test_patience_prunes_jobs_that_stay_behind_the_best_of_a_grid(sweeps: SweepW
 def test_who_is_out_of_patience(own: list[float], others: list[list[float]], behind: bool):
     from robust_train.sweep.pruning import is_out_of_patience
 
-    values = dict(enumerate([own, *others]))
+    values = {job: dict(enumerate(each)) for job, each in enumerate([own, *others])}
     assert is_out_of_patience(0, values, 3, maximize=True) is behind
-    reverse = {job: [-value for value in each] for job, each in values.items()}
+    reverse = {j: {at: -value for at, value in each.items()} for j, each in values.items()}
     assert is_out_of_patience(0, reverse, 3, maximize=False) is behind
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_stopped_leaves_what_the_other_one_runs(sweeps: SweepWorld):
+    """The other one takes the table over, and goes on with what was left."""
+    arguments = _search(sweeps, "works_until_told_at_1", 3, n_jobs=1)
+    first = sweeps.world.start(*arguments)
+    wait_until(lambda: (sweeps.place / "working-0").exists(), "the first trial is at work")
+    second = sweeps.world.start(*arguments)
+    wait_until(lambda: (sweeps.place / "working-1").exists(), "the second launcher has a trial")
+    first.send_signal(signal.SIGINT)
+    stopped = sweeps.end(first)
+    assert stopped.returncode == 130, stopped.output
+    assert " running " in stopped.stdout
+    wait_until(lambda: sweeps.table["status"] == "running", "the other has the table")
+    (sweeps.place / "go-on").touch()
+    ended = sweeps.end(second)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.table["status"] == "ended"
+    assert sweeps.column("status") == ["completed"] * 3
+    assert sweeps.column("result") == [100.0, 1.0, 2.0]

@@ -163,7 +163,7 @@ def conclude(summary: Summary, how_to_go_on: str = "") -> None:
         ending += f"; result: {shortened(text, 100)}"
     elif summary.status == "completed" and last is not None and last.script is None:
         ending += "; result: none"  # a forgotten return would cost a sweep
-    if last is not None and summary.status == "failed":
+    if last is not None and summary.status in ("failed", "pruned"):
         ending += f"; {shortened(str(summary.reason), 160)}"
     log.info("%s", ending)
     if last is not None and last.speed:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from robust_train.files import parse_json
 from robust_train.model.events import MalformedEvent, ValueReported, parse
 from robust_train.sweep.record import job_folders, read_record
 
-Values = Mapping[int, Sequence[float]]
-"""What each job has reported, in order, by its number."""
+Values = Mapping[int, Mapping[int, float]]
+"""What each job has reported at each step, in order, by its number."""
 
 
 class Reports:
     """What the jobs of the sweep in ``folder`` have reported, as their journals have it."""
 
     def __init__(self, folder: Path) -> None:
-        self.values: dict[int, list[float]] = {}
+        self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
         for each in job_folders(folder):
             record = read_record(each)
@@ -46,7 +46,8 @@ class Reports:
                     if isinstance(event, ValueReported):
                         found.append(event)
         self._read[job] = start
-        self.values.setdefault(job, []).extend(event.value for event in found)
+        # a step that is done again after a resume is the same report
+        self.values.setdefault(job, {}).update((one.step, one.value) for one in found)
         return found
 
     def forget(self, job: int) -> None:
@@ -61,17 +62,17 @@ def is_out_of_patience(
     """Return whether a job's best value was worse than that of another job, after as many reports,
     at each of its last ``patience`` reports. The best job never is."""
     sign = 1 if maximize else -1
-    own = _best_so_far(values[job], sign)
+    own = _best_so_far(values[job].values(), sign)
     if len(own) < patience:
         return False
-    others = [_best_so_far(v, sign) for j, v in values.items() if j != job]
+    others = [_best_so_far(v.values(), sign) for j, v in values.items() if j != job]
     return all(
         any(len(other) > at and other[at] > own[at] for other in others)
         for at in range(len(own) - patience, len(own))
     )
 
 
-def _best_so_far(values: Sequence[float], sign: int) -> list[float]:
+def _best_so_far(values: Iterable[float], sign: int) -> list[float]:
     best: list[float] = []
     for value in values:
         best.append(max(sign * value, best[-1]) if best else sign * value)

@@ -255,8 +255,8 @@ def adopt(sweep_folder: Path, sweep: str, jobs: Container[int | None]) -> None:
 
 def has_failed(sweep_folder: Path, sweep: str) -> bool:
     """Return whether a job of this launch has ended otherwise than completed."""
-    records = (read_record(folder) for folder in job_folders(sweep_folder))
-    return any(r is not None and r.sweep == sweep and r.exit_code for r in records)
+    records = filter(None, map(read_record, job_folders(sweep_folder)))
+    return any(r.sweep == sweep and r.exit_code and not r.reused for r in records)
 
 
 def exit_code_of(rows: Sequence[SweepRow]) -> int:

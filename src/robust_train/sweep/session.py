@@ -57,6 +57,7 @@ from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.points import others_work
 from robust_train.sweep.record import (
     COMPLETED,
+    DIED,
     ENDED,
     INTERRUPTED,
     NOT_STARTED,
@@ -166,7 +167,7 @@ class Sweep:
 
     def rows(self) -> list[SweepRow]:
         """Return the jobs so far, by number, with known ones that have not started."""
-        rows = read_rows(self.folder, self.id)
+        rows = [_alive(row) for row in read_rows(self.folder, self.id)]
         seen = {row.job for row in rows}
         for number, record in self.planned.items():
             if number not in seen:
@@ -317,6 +318,13 @@ class HydraSession:
 
 
 session = HydraSession()
+
+
+def _alive(row: SweepRow) -> SweepRow:
+    """Return the row of a job that another launcher runs as such: it has no end so far."""
+    if row.status != DIED or row.folder is None or not is_held(Path(row.folder)):
+        return row
+    return replace(row, status=RUNNING, exit_code=None, reason=None)
 
 
 def _can_share(config: DictConfig) -> bool:
