@@ -131,6 +131,40 @@ def test_a_checkpoint_that_torch_refuses_is_named_with_what_helps(scripts: Comma
     assert "weights_only=False" in ended.summary["reason"]
 
 
+DAMAGED = """
+import json, os, pickle, signal, sys
+if len(sys.argv) > 1:
+    with open(sys.argv[1], "rb") as file:
+        print("resumed at", pickle.load(file)["step"])
+    sys.exit()
+for step in (1, 2):
+    whole = pickle.dumps({"weights": bytes(1000), "step": step})
+    with open(f"{step}.pkl", "wb") as file:
+        file.write(whole if step == 1 else whole[:500])
+    with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
+        print(json.dumps({"event": "checkpoint", "path": f"{step}.pkl"}), file=events)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("first_is_whole", [True, False])
+def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
+    scripts: CommandWorld, first_is_whole: bool
+):
+    damaged = DAMAGED if first_is_whole else DAMAGED.replace("(1, 2)", "(2,)")
+    (scripts.folder / "train.py").write_text(damaged)
+    own = ("--checkpoint", "*.pkl", "--resume-argv", "{checkpoint}")
+    ended = scripts.run(*own, "--", sys.executable, "train.py")
+    assert ended.returncode == (not first_is_whole), ended.output
+    actions = [one["action"] for one in ended.attempts]
+    if first_is_whole:
+        assert actions == ["retry", "earlier_checkpoint", "none"]
+        assert "2.pkl cannot be read: again from the checkpoint before it" in ended.stdout
+        assert "resumed at 1" in ended.stdout
+    else:
+        assert actions == ["retry", "give_up"]
+
+
 WRITTEN_OVER = """
 import io, json, os, time, zipfile
 whole = io.BytesIO()

@@ -23,6 +23,7 @@ from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import (
     SUFFIX,
+    USELESS,
     CheckpointError,
     Content,
     Position,
@@ -295,7 +296,7 @@ def read_newest(
         one
         for one in known
         if one.path.parent == path.parent.absolute()
-        and one.loss != "diverged"
+        and one.loss not in USELESS
         and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
     ]
     older.sort(key=lambda one: one.order, reverse=True)

@@ -57,6 +57,10 @@ START = Position()
 """Before all data."""
 
 
+USELESS = frozenset({"diverged", "damaged"})
+"""Values of :attr:`Manifest.loss` of a checkpoint that no attempt resumes from."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """One checkpoint."""
@@ -72,7 +76,7 @@ class Manifest:
     # for how long saving held training up, None if it was not measured
     seconds: float | None = None
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
-    # came out later; `unknown`
+    # came out later; `unknown`. `damaged`: its script could not read it
     loss: str = "unknown"
     position: Position = START
 
@@ -154,12 +158,26 @@ def _bad_part(file: Path) -> str | None:
     return None
 
 
+def pass_over_damaged(folder: Path, job: str, path: Path) -> bool:
+    """Have no attempt resume from a checkpoint that its script could not read, if there is one
+    before it; return whether there is. One that can be read here is not damaged."""
+    with contextlib.suppress(OSError):
+        if whole_by_form(path) and damage_in(path, reads=True) is None:
+            return False
+        own = of_job(folder, job)
+        before = (one for one in own if one.path != path and one.loss not in USELESS)
+        if any(state_of(one) == "whole" for one in before):
+            mark(folder, job, lambda one: "damaged" if one.path == path else one.loss)
+            return True
+    return False
+
+
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     """Return the newest whole checkpoint of ``job``, None if it has none; OSError if the folder, a
     manifest or a checkpoint cannot be read just now."""
     changed: Manifest | None = None
     for manifest in reversed(of_job(folder, job)):
-        if manifest.loss == "diverged":
+        if manifest.loss in USELESS:
             continue
         state = state_of(manifest)
         if state == "whole":
@@ -242,14 +260,14 @@ def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
             and fnmatch.fnmatch(manifest.path.name, pattern)
         ]
         whole = [
-            one for one in own if one.loss != "diverged" and state_of(one) == "whole"
+            one for one in own if one.loss not in USELESS and state_of(one) == "whole"
         ]
         proven = [one for one in whole if one.loss == "proven"][-1:]
         good = proven or [one for one in whole if one.loss == "finite"][:1]
         kept = [*good, *whole[-keep:], *sorted(own, key=lambda one: one.time)[-1:]]
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
-            is_of_no_use = is_older or manifest.loss == "diverged"
+            is_of_no_use = is_older or manifest.loss in USELESS
             if is_of_no_use and manifest not in kept:
                 if manifest.path.is_dir():
                     shutil.rmtree(manifest.path)

@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from robust_train.files import read_object, set_aside, sync, write_json
-from robust_train.folder.checkpoints import Manifest, newest_checkpoint, read_manifests
+from robust_train.folder.checkpoints import (
+    USELESS,
+    Manifest,
+    newest_checkpoint,
+    read_manifests,
+)
 from robust_train.folder.journal import read_earlier
 from robust_train.folder.state import read_summary
 from robust_train.model.errors import ConfigError, NoProgress, unusable_folder
@@ -126,7 +131,7 @@ def _check_progress(
     run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
 ) -> None:
     """Begin to count launches again after a new checkpoint, or where they may be any number."""
-    own = [one for one in known if one.job == job.id and one.loss != "diverged"]
+    own = [one for one in known if one.job == job.id and one.loss not in USELESS]
     newest = max(own, key=lambda one: one.order, default=None)
     reached = None
     if newest is not None:

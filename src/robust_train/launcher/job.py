@@ -31,7 +31,7 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
-from robust_train.folder.checkpoints import why_full
+from robust_train.folder.checkpoints import pass_over_damaged, why_full
 from robust_train.folder.identity import (
     Beginning,
     begin_job,
@@ -81,7 +81,7 @@ from robust_train.model.events import (
     Slow,
     TrainerSupports,
 )
-from robust_train.model.failure import FailureKind
+from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -433,7 +433,7 @@ class Job:
         if not self.config.runs_inline:  # in this process its memory does not come back
             self.devices.begin(spec.gpus)
         attempt = self._with_evidence(self._run_attempt(spec))
-        if attempt.kind is FailureKind.DIVERGED:
+        if attempt.kind is FailureKind.DIVERGED or attempt.evidence.has_checkpoint:
             self.checkpoint = resume_from(self.run_dir, self.beginning.job)
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)
@@ -502,7 +502,7 @@ class Job:
 
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
-        attempt = with_shortage(attempt, self.attempts)
+        attempt = self._past_damaged(with_shortage(attempt, self.attempts))
         if self._has_remedies and self.signals.received is None:
             attempt = with_rule(self.policy, tuple(self.attempts), attempt)
         attempt = with_advice(
@@ -513,6 +513,20 @@ class Job:
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
+
+    def _past_damaged(self, attempt: Attempt) -> Attempt:
+        """Return the attempt with whether another checkpoint comes before the one that its script
+        could not read; nothing resumes from that one any more."""
+        failure, path = attempt.failure, attempt.checkpoint or attempt.resumed_from
+        if failure is None or failure.evidence.clue != Clue.DAMAGED or path is None:
+            return attempt
+        has_begun = attempt.end_step is not None or attempt.saves > 1
+        if has_begun or attempt.script is None:
+            return attempt
+        folder, job = self.run_dir / "checkpoints", self.beginning.job
+        found = pass_over_damaged(folder, job, Path(path))
+        evidence = replace(failure.evidence, has_checkpoint=found)
+        return replace(attempt, failure=replace(failure, evidence=evidence))
 
     def _cuda_versions(self) -> str:
         # a script's torch may be another one

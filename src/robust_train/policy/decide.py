@@ -74,7 +74,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.lower_learning_rate,
     ),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
-    FailureKind.BUG: (remedies.crashed_once_more,),
+    FailureKind.BUG: (remedies.crashed_once_more, remedies.earlier_checkpoint),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 

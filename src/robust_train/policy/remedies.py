@@ -351,6 +351,17 @@ def crashed_once_more(context: FailureContext) -> Retry | None:
     return context.retry("retry", ": once more, from the last checkpoint")
 
 
+def earlier_checkpoint(context: FailureContext) -> Retry | None:
+    """Retry once from the checkpoint before the one that the script could not read."""
+    if context.evidence.clue != Clue.DAMAGED or not context.evidence.has_checkpoint:
+        return None
+    if context.failures_without_progress > 1:
+        return None
+    file = context.attempt.checkpoint or context.attempt.resumed_from
+    how = f": {file} cannot be read: again from the checkpoint before it"
+    return context.retry("earlier_checkpoint", how)
+
+
 def before_it_diverged(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:

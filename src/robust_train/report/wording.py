@@ -59,6 +59,7 @@ ACTIONS = {
     "retry": "the same again",
     "wait": "wait for room",
     "before_it_diverged": "back to the checkpoint before it",
+    "earlier_checkpoint": "the checkpoint before",
     "lower_learning_rate": "a lower learning rate",
     "none": "",
 }

@@ -38,6 +38,7 @@ from robust_train.files import write_json
 from robust_train.folder.checkpoints import (
     SUFFIX,
     UNFINISHED,
+    USELESS,
     files_in,
     is_whole,
     read_manifests,
@@ -282,7 +283,7 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     reported = run.resume_checkpoint
     folder = run.checkpoint_dir
     manifests = wait_until_readable(lambda: read_manifests(folder))
-    bad = {str(one.path) for one in manifests if one.loss == "diverged"}
+    bad = {str(one.path) for one in manifests if one.loss in USELESS}
     candidates = [watch.newest(at_rest=True, but=bad)]
     if reported is not None and is_whole(reported):
         candidates.append(_stamped(reported))
