@@ -31,6 +31,7 @@ def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(
     assert "from step 0" in (scripts.run_dir / "attempt-1.log").read_text()
     assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()
     assert ended.summary["checkpoint"] == str(scripts.folder / "ckpt" / "step-10.pt")
+    assert "was written with micro-batch 64 and goes on with 32: a script that" in ended.stdout
 
 
 def test_what_lay_there_before_the_job_is_not_the_jobs(scripts: CommandWorld, ckpt: list[str]):

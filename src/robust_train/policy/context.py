@@ -267,7 +267,11 @@ class FailureContext:
 
     def warning_about(self, spec: AttemptSpec) -> str:
         """Return what may make the result another one than was asked for, each once."""
-        found = self._about_effective_batch(spec), self._about_gradients(spec)
+        found = (
+            self._about_effective_batch(spec),
+            self._about_gradients(spec),
+            self._about_position(spec),
+        )
         return "; ".join(filter(None, found))
 
     def _about_effective_batch(self, spec: AttemptSpec) -> str:
@@ -291,6 +295,17 @@ class FailureContext:
         return (
             f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
             f"effective batch size {wanted}; it is now {now}"
+        )
+
+    def _about_position(self, spec: AttemptSpec) -> str:
+        """Return a sentence if a script may go on at another sample."""
+        was, now = self.last.batch_size, spec.batch_size
+        is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
+        if not self.config.is_script or was == now or not is_saved:
+            return ""
+        return (
+            f"the checkpoint was written with micro-batch {was} and goes on with {now}: a script "
+            "that counts batches, and not samples or steps, goes on at another sample"
         )
 
     def _about_gradients(self, spec: AttemptSpec) -> str:
