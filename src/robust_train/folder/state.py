@@ -66,7 +66,8 @@ class RunState:
     requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    # of `robust-train resume`; None: no command of ours started the job, or it holds a secret
+    # of `robust-train resume`; None: no command of ours started the job, an engine such as torchrun
+    # started its ranks, or it holds a secret
     resume_command: str | None = None
     was_asked_to_end: bool = False  # by a person, as far as is known
 
