@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import warm
 from command_world import CommandWorld, script
 from world import Ended
 
@@ -32,6 +34,39 @@ def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(
     assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()
     assert ended.summary["checkpoint"] == str(scripts.folder / "ckpt" / "step-10.pt")
     assert "was written with micro-batch 64 and goes on with 32: a script that" in ended.stdout
+
+
+GAN = """
+import pathlib, sys
+print("sees", *sys.argv[1:])
+if "--netD" in sys.argv:
+    sys.exit()
+for name in ("netG_1.pth", "netD_1.pth"):
+    pathlib.Path(name).write_text("weights")
+raise MemoryError
+"""
+
+
+def test_files_that_belong_together_are_handed_over_together_and_the_report_knows_the_name(
+    scripts: CommandWorld,
+):
+    (scripts.folder / "main.py").write_text(GAN)
+    both = '${1:+--netD "$1" --netG "$(echo "$1" | sed s/netD/netG/)"}'
+    shell = f"exec {sys.executable} main.py {{batch_size}} {{effective_batch_size}} {both}"
+    ended = scripts.run(
+        *("--name", "gan", "--batch-size", "8", "--gradient-accumulation", "4"),
+        *("--checkpoint", "netD_*.pth", "--resume-argv", "{checkpoint}"),
+        *("--", "sh", "-c", f"{shell} # {{gradient_accumulation_steps}}", "sh"),
+    )
+    assert ended.returncode == 0, ended.output
+    d, g = (scripts.folder / f"net{one}_1.pth" for one in "DG")
+    assert "sees 8 32\n" in ended.stdout
+    assert f"sees 4 32 --netD {d} --netG {g}\n" in ended.stdout
+
+    words = ["-m", "robust_train.cli.main", "report", "gan"]
+    report = scripts.world.end(warm.start(words, scripts.folder, scripts.world.environ))
+    assert report.returncode == 0, report.output
+    assert report.stdout.strip() == str(scripts.run_dir / "report.html")
 
 
 def test_what_lay_there_before_the_job_is_not_the_jobs(scripts: CommandWorld, ckpt: list[str]):

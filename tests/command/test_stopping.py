@@ -12,10 +12,16 @@ from command_world import CommandWorld, all_gone, argv, script
 from world import parent_of, wait_until
 
 
-def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(scripts: CommandWorld):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(
+    scripts: CommandWorld, is_stopped: bool
+):
+    """One that stands still by SIGSTOP is continued to hear it."""
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = scripts.start("--checkpoint", "save?", "--", *script("polite.py", ready, saved))
     pid = scripts.started_script(ready)
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     ended = scripts.world.end(process)
     assert ended.returncode == 130, ended.output
