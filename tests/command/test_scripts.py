@@ -18,7 +18,7 @@ from command_world import SCRIPTS, CommandWorld, argv, script
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
-from robust_train.launcher.inputs import values_used
+from robust_train.launcher.inputs import adds_up_means, values_used
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Progress, TrainingStarted
 from robust_train.model.spec import AttemptSpec
@@ -95,17 +95,34 @@ if int(sys.argv[1]) > 8:
 """
 
 
-@pytest.mark.parametrize("settled", ["", "trainer.model_accepts_loss_kwargs = False"])
+@pytest.mark.parametrize(
+    ("source", "adds_up"),
+    [
+        ("from transformers import AutoModel, Trainer", True),
+        ("from transformers import (\n    AutoModel,\n    Seq2SeqTrainer,\n)", True),
+        ("import transformers\ntransformers.Trainer(model)", True),
+        ("from transformers import AutoModel\nimport lightning as L\nL.Trainer()", False),
+        ("from transformers import AutoModel\nfrom trl import SFTTrainer", False),
+        ("from transformers import TrainerCallback", False),
+        ("from transformers import Trainer\nt.model_accepts_loss_kwargs = False", False),
+    ],
+)
+def test_only_transformers_own_trainer_may_add_up_means(tmp_path: Path, source: str, adds_up: bool):
+    (tmp_path / "train.py").write_text(source)
+    cwd = f"trainer.cwd={tmp_path}"
+    config = checked(composed(["trainer=command", argv("python", "train.py"), cwd]))
+    assert adds_up_means(config) == adds_up
+
+
 def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(
-    scripts: CommandWorld, settled: str
+    scripts: CommandWorld,
 ):
-    (scripts.folder / "run_glue.py").write_text(f"{ADDS_UP_MEANS}# {settled}\n")
+    (scripts.folder / "run_glue.py").write_text(ADDS_UP_MEANS)
     words = ("run_glue.py", "{batch_size}", "{gradient_accumulation_steps}")
     ended = scripts.run("--batch-size", "32", "--", sys.executable, *words)
     assert ended.returncode == 0, ended.output
     first, _, rest = ended.stdout.partition("attempt 2 on the CPU")
-    said = "gradients may be 2 times as large with accumulation 2 instead of 1"
-    assert (said in first) == (settled == "")
+    assert "gradients may be 2 times as large with accumulation 2 instead of 1" in first
     assert "gradients may be" not in rest
 
 

@@ -41,6 +41,10 @@ from robust_train.model.spec import AttemptSpec
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import name_for_trainer
 
+_TRANSFORMERS_TRAINER = re.compile(
+    r"from transformers[\w.]* import (?:\([^)]*|[^(\n]*)\b(?:Seq2Seq)?Trainer\b"
+    r"|\btransformers\.(?:Seq2Seq)?Trainer\b"
+)
 _BEYOND_ANY = 999_999_937
 _LARGEST_PROGRAM_BYTES = 1 << 20
 
@@ -85,8 +89,7 @@ def adds_up_means(config: RobustConfig) -> bool:
         _program_text(Path(trainer.cwd or ".", word)) for word in trainer.argv or ()
     )
     return any(
-        "transformers" in text
-        and re.search(r"\b(?:Seq2Seq)?Trainer\b", text)
+        _TRANSFORMERS_TRAINER.search(text)
         and not re.search(r"model_accepts_loss_kwargs|robust_train\.integrations", text)
         for text in texts
     )
