@@ -112,6 +112,9 @@ def sentence_of(
         )
     if status == "completed" and len(attempts) > 1 and wall > 0:
         parts.append(f"{percent(seconds['useful'] / wall)} of the time was useful.")
+    has_saved = any(attempt.checkpoints for attempt in attempts)
+    if status == "completed" and has_saved and not attempts[-1].is_guarded:
+        parts.append("Its checkpoints were not guarded.")
     return " ".join(parts)
 
 
