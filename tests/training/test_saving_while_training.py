@@ -50,8 +50,8 @@ if __name__ == "__main__":
 """
 
 
-def trained(folder: Path, how: str) -> Any:
-    (folder / "job.py").write_text(JOB)
+def trained(folder: Path, how: str, job: str = JOB) -> Any:
+    (folder / "job.py").write_text(job)
     command = [sys.executable, "job.py", how]
     ended = subprocess.run(
         command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=100
@@ -60,11 +60,43 @@ def trained(folder: Path, how: str) -> Any:
     return json.loads((folder / how / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_killed_twice_sees_each_batch_once_and_ends_with_the_same_weights(tmp_path):
     killed, undisturbed = trained(tmp_path, "kill"), trained(tmp_path, "none")
     assert [one["start_step"] for one in killed["attempts"]] == [0, 4, 16]
     assert killed["result"] == undisturbed["result"]
     assert killed["result"]["seen"] == [n % 10 for n in range(25)]
+
+
+BAD_DATA = """
+import torch
+from robust_train import launch
+
+def train(cfg, run):
+    model = torch.nn.Linear(4, 1)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    data = [torch.full((2, 4), float("nan") if n == 26 else n / 40) for n in range(40)]
+    for step, batch in enumerate(run.batches(data), run.load(state) + 1):
+        loss = run.backward(lambda x: ((model(x) - 1) ** 2).mean(), batch, model)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        run.progress(step, total_steps=40, loss=loss)
+        if step % 4 == 0:
+            run.save(state, step)
+    return bool(model.weight.isnan().any())
+
+if __name__ == "__main__":
+    launch(train, {"device": "cpu"}, run_dir="nan")
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_goes_on_past_the_batch_that_spoilt_its_weights(tmp_path):
+    summary = trained(tmp_path, "nan", BAD_DATA)
+    assert [one["outcome"] for one in summary["attempts"]] == ["diverged", "completed"]
+    assert summary["attempts"][1]["start_step"] == 24
+    assert summary["attempts"][1]["skips_to"] > 26
+    assert summary["result"] is False
 
 
 @pytest.fixture

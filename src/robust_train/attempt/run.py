@@ -100,6 +100,7 @@ class Run:
             steps of this attempt, None if it never did.
         skips_to: the data up to this optimizer step are to be passed over: training has diverged
             there.
+        passes_over: whether the trainer heeds that.
         reads_lr: whether the trainer takes ``training.lr`` of each attempt; None: if it reads it.
         divergence: what counts as diverged, None if nothing does.
         losses: what the reported losses show.
@@ -146,6 +147,7 @@ class Run:
         self.asked: AttemptSpec | None = None
         self.keeps_batch = ""
         self.skips_to = 0
+        self.passes_over = False
         self.reads_lr: bool | None = None
         self.divergence: DivergenceConfig | None = None
         self.losses = Losses()
@@ -356,6 +358,7 @@ class Run:
             good_step=good,
             bad_step=bad_step,
             has_checkpoint=before is not None,
+            passes_over=self.passes_over,
             reads_lr=reads_lr,
         )
         message = f"diverged: {why}; {last}"
@@ -558,6 +561,7 @@ class Run:
         return self.speed.waits(self._pass_over(loader))
 
     def _pass_over(self, loader: Iterable[T]) -> Iterator[T]:
+        self.passes_over = True
         # with the first batch: by now the trainer has reported where it begins
         if self.resume_checkpoint is not None and not self._has_resumed:
             self._batches.resume(*self._resumed_position(self.resume_checkpoint))

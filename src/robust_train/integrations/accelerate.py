@@ -80,7 +80,7 @@ class RobustLoop:
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
-        run.saving.rotates = True
+        run.saving.rotates = run.passes_over = True
         self._total: int | None = None
         self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)
@@ -98,6 +98,9 @@ class RobustLoop:
                     "process; go on with num_gpus=2 or more"
                 )
             self.accelerator.load_state(str(path))
+            # data of this epoch with which training diverged is passed over
+            passes_over = max(self.run.skips_to - self.step, 0) * self._effective
+            self.samples = min(self.samples + passes_over, self._order.samples)
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
         self.run.record_memory("training begins")

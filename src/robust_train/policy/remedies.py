@@ -390,7 +390,7 @@ def _back(
 ) -> Retry:
     bad = context.evidence.bad_step or 0
     skips, data = 0, ""
-    if context.config.is_built_in and bad:
+    if context.evidence.passes_over and bad:
         skips, data = bad, f"; the data up to step {bad} is skipped"
     where = "from it" if context.evidence.has_checkpoint else "from the beginning"
     how = f": again {where}{with_less}{data}"

@@ -154,6 +154,7 @@ class Training:
         run.record_memory("optimizer created")
         self.position = Position()
         self.epoch_loss = LossAverage()
+        run.passes_over = True
         self.folder = CheckpointFolder(
             run,
             keep=training.keep_checkpoints,
