@@ -17,8 +17,9 @@ from typing import NoReturn
 import robust_train
 from robust_train.cli.command import Answer, Command, CommandFailed, load
 from robust_train.cli.commands import COMMANDS, GONE, GROUPS, NOW, members_of
+from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, limit_reached
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
+    if (lack := why_unusable()) is not None:
+        print(f"robust-train: {lack}", file=sys.stderr)
+        return lack.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
         # names and paths may hold what the locale has no character for
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -43,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except OSError as error:
+        if (limit := limit_reached(error)) is not None:
+            print(f"robust-train: {limit}", file=sys.stderr)
+            return limit.exit_code
         if error.filename is not None or error.errno not in (errno.EPIPE, *_FULL):
             raise
         # what is not written yet has nowhere to go

@@ -135,9 +135,13 @@ def _see_modules_here() -> None:
 def _prepare_process() -> None:
     """Open closed standard streams, which Hydra writes to, and end without a traceback at a signal
     before or after the job."""
+    from robust_train.host.needs import why_unusable
     from robust_train.host.screen import open_closed_streams
 
     open_closed_streams()
+    if (lack := why_unusable()) is not None:
+        print(lack, file=sys.stderr)
+        sys.exit(lack.exit_code)
 
     def end(signum: int, frame: object) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -16,7 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import unknown_to_hydra
 from robust_train.config.checks import gone
-from robust_train.model.errors import EXIT_BAD_CONFIG, ConfigError, unusable_folder
+from robust_train.model.errors import (
+    EXIT_BAD_CONFIG,
+    ConfigError,
+    limit_reached,
+    unusable_folder,
+)
 
 OURS = "pkg://robust_train.configs"
 # Composes the command's config with overrides
@@ -66,11 +71,13 @@ _ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or fals
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code for one of :data:`REFUSALS`."""
-    return getattr(_of_a_disk(error), "exit_code", EXIT_BAD_CONFIG)
+    return getattr(_of_the_system(error), "exit_code", EXIT_BAD_CONFIG)
 
 
-def _of_a_disk(error: BaseException) -> BaseException:
-    """Return what a run folder that Hydra cannot write amounts to."""
+def _of_the_system(error: BaseException) -> BaseException:
+    """Return what an error of the system amounts to, as of a run folder that Hydra cannot write."""
+    if (limit := limit_reached(error)) is not None:
+        return limit
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         place = error.filename or "the run folder"
         problem = (
@@ -88,7 +95,7 @@ def explain(
 ) -> str:
     """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
     primary config; ``arguments`` is its command line."""
-    if isinstance(error := _of_a_disk(error), ConfigError):
+    if isinstance(error := _of_the_system(error), ConfigError):
         return str(error)
     if isinstance(error, OverrideParseException):
         return (

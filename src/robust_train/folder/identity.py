@@ -26,7 +26,12 @@ from robust_train.folder.checkpoints import (
 )
 from robust_train.folder.journal import read_earlier
 from robust_train.folder.state import read_summary
-from robust_train.model.errors import ConfigError, NoProgress, unusable_folder
+from robust_train.model.errors import (
+    ConfigError,
+    NoProgress,
+    limit_reached,
+    unusable_folder,
+)
 from robust_train.model.events import SCHEMA, from_json
 from robust_train.readable import shortened
 
@@ -75,6 +80,8 @@ def wait_until_readable(
         try:
             return read()
         except OSError as error:
+            if (limit := limit_reached(error)) is not None:
+                raise limit from error
             what, why = error.filename or "the run folder", error.strerror or error
             problem, pause = f"{what}: cannot be read now ({why})", next(pauses, None)
             if pause is None:

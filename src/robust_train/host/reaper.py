@@ -117,7 +117,7 @@ class Reaper:
             self._started.add(pid)
             self._send({"started": pid})
         except OSError as error:
-            self._send({"started": None, "error": str(error)})
+            self._send({"started": None, "errno": error.errno, "error": str(error)})
         for descriptor in (*streams, channel):
             os.close(descriptor)
 

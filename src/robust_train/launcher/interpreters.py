@@ -230,7 +230,7 @@ class Interpreters:
             reply = self._reply("started")
         os.close(nothing)
         if reply["started"] is None:
-            raise OSError(reply["error"])
+            raise OSError(reply["errno"], reply["error"])
         one = Interpreter(reply["started"], ours, environ)
         self.running[one.pid] = one
         return one
@@ -368,10 +368,11 @@ _at_hand: list[Interpreters] = []
 
 def start_early(modules: Sequence[str] = ()) -> None:
     """Start an interpreter for this process's next job, before it is known what it will run."""
-    interpreters = Interpreters()
-    one = interpreters.start(os.environ)
-    one.prepare(preparation(modules))
-    _at_hand.append(interpreters)
+    with contextlib.suppress(OSError, ReaperDied):  # the job reports it
+        interpreters = Interpreters()
+        one = interpreters.start(os.environ)
+        one.prepare(preparation(modules))
+        _at_hand.append(interpreters)
 
 
 def take_early() -> Interpreters:

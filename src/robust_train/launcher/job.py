@@ -66,7 +66,13 @@ from robust_train.launcher.run_folder import RunFolder
 from robust_train.launcher.slow_watch import SlowWatch
 from robust_train.memory.samples import attempt_stability
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, JobInterrupted, NoDevice, NoProgress
+from robust_train.model.errors import (
+    ConfigError,
+    JobInterrupted,
+    NoDevice,
+    NoProgress,
+    limit_reached,
+)
 from robust_train.model.events import (
     SCHEMA,
     BatchTaken,
@@ -269,6 +275,9 @@ class Job:
                     self._end("failed", str(error), exit_code=error.exit_code)
                 raise
             except Exception as error:
+                if (limit := limit_reached(error)) is not None:
+                    self._end("failed", str(limit), exit_code=limit.exit_code)
+                    raise limit from error
                 what = f"{type(error).__name__}: {error}"
                 self._end("failed", f"error in the launcher: {what}")
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import signal
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,34 @@ class RunFolderUnavailable(ConfigError):
     """The run folder cannot be used now: another host holds it, or its disk is full or away."""
 
     exit_code = EXIT_TRY_LATER
+
+
+class LimitReached(ConfigError):
+    """The system gives this process no other file, process or thread."""
+
+    exit_code = EXIT_TRY_LATER
+
+
+def limit_reached(error: BaseException) -> LimitReached | None:
+    """Return what to raise where files or processes have run out; None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.ENFILE:
+        return LimitReached("too many files are open on this machine; try later")
+    if number == errno.EMFILE:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return LimitReached(
+            f"too many open files: a process may have {most} here; allow it more: ulimit -n 1024"
+        )
+    if number == errno.EAGAIN:
+        most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = (
+            "its limit" if most == resource.RLIM_INFINITY else f"ulimit -u is {most}"
+        )
+        return LimitReached(
+            f"no other process or thread can be started: this user or container has as many as it "
+            f"may have ({limit}); end some, or raise the limit"
+        )
+    return None
 
 
 _PASSING = (
