@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # before torch is imported: threads of several test processes would wait for each other's cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,10 @@ from world import World
 
 # launches in the test's process
 interpreters.subprocess = warm.Reapers()
+
+# how long an example takes depends on what else this machine does
+settings.register_profile("any_load", deadline=None)
+settings.load_profile("any_load")
 
 pytest_plugins = ["simulated_nvml.fixtures"]
 

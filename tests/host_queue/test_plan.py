@@ -483,7 +483,7 @@ class Host:
             self.running.pop(self.random.randrange(len(self.running)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_no_job_waits_for_ever_as_long_as_running_jobs_end(seed: int) -> None:
     """Small later jobs of the same user keep coming, for as long as an old one waits."""
@@ -505,7 +505,7 @@ def test_no_job_waits_for_ever_as_long_as_running_jobs_end(seed: int) -> None:
     assert not old
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 4))
 def test_the_first_waits_only_for_jobs_that_ran_already_on_one_gpu(seed: int, per: int) -> None:
     """There is always a GPU where no job that overtook the first is in its way."""

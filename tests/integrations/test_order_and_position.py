@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
@@ -19,7 +19,6 @@ def _progress() -> dict:
     return {"total": dict(COUNTERS), "current": dict(COUNTERS)}
 
 
-@settings(deadline=None)
 @given(
     length=st.integers(1, 60),
     epoch=st.integers(0, 5),

@@ -47,7 +47,7 @@ def attempt(
     return samples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example(0, 100, 5.409498088190067, False)  # a rate whose two roundings once differed
 # in one of seventy attempts of a hundred samples, chance hides the floor of the sawtooth
 @given(st.integers(0, 10**6), st.integers(150, 3000), st.floats(0.2, 20), st.booleans())
@@ -67,14 +67,14 @@ def test_a_leak_is_found_beneath_the_sawtooth_with_its_rate(seed, steps, mib_per
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(50, 3000), st.floats(0.02, 2), st.booleans())
 def test_warm_up_sawtooth_and_spikes_are_no_leak(seed, steps, per_step, on_gpu):
     samples = attempt(steps, lambda step: 2 * GIB, seed=seed, per_step=per_step, on_gpu=on_gpu)
     assert stability(samples).kind in ("stable", "unknown")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10**6),
     st.lists(st.tuples(st.floats(0, 1), st.floats(-1, 3)), min_size=1, max_size=2),
@@ -151,7 +151,7 @@ samples_ = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(samples_, max_size=60))
 def test_nothing_that_can_be_in_a_file_upsets_it(samples):
     found = stability(samples)
