@@ -279,7 +279,7 @@ def test_what_a_script_leaves_behind_says_so(scripts: CommandWorld):
     assert ended.summary["reason"] == reason
     assert "attempt 1 failed: exit code 1" in ended.stdout
     assert "no new file matches the pattern for checkpoints ckpt/*.pt" in ended.stdout
-    assert "[INFO] - --resume-argv has no {checkpoint}: the script finds" in ended.stdout
+    assert " --resume-argv has no {checkpoint}: the script finds" in ended.stdout
     assert "Loss: 2.18" in ended.stdout.splitlines()
 
     scripts.run_dir = scripts.folder / "other"

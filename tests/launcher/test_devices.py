@@ -195,7 +195,7 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(
     arguments = ["min_gpu_memory_mb=22000", *arguments]
     ended = world.train("what_it_was_given", *arguments)
     assert ended.summary["result"]["visible"] == ""
-    assert "[WARNING] - no GPU" in ended.output
+    assert " warning: no GPU" in ended.output
     ended = world.train("what_it_was_given", "allow_cpu_fallback=false", *arguments)
     assert ended.returncode == 75, ended.output
     assert ended.summary["status"] == "no_device"

@@ -14,7 +14,6 @@ from live_folder import another_launcher, change_json, open_folder
 
 from robust_train.cli import runs
 from robust_train.cli.main import main
-from robust_train.cli.runs import as_shown
 from robust_train.folder.run_list import state_directory
 from robust_train.folder.state import Summary
 from robust_train.launcher.run_folder import RunFolder
@@ -95,21 +94,6 @@ def test_of_many_runs_the_newest_are_shown(
     assert "older runs: 1; --all shows them" in out
     assert main(["ps", "--all"]) == 0
     assert "one" in capsys.readouterr().out
-
-
-def test_on_a_terminal_log_lines_begin_with_the_time_of_day(monkeypatch: pytest.MonkeyPatch):
-    log = (
-        b"[2026-11-22 13:59:17,339][robust_train][INFO] - epoch 1\n"
-        b"[2026-11-22 13:59:18,001][my.trainer][WARNING] - slow\n"
-        b"a line of its own [2026-11-22 13:59:17,339]\n"
-    )
-    assert as_shown(log) == log, "in a pipe it is as it is in the file"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert as_shown(log).splitlines() == [
-        b"13:59:17 epoch 1",
-        b"13:59:18 warning: slow",
-        b"a line of its own [2026-11-22 13:59:17,339]",
-    ]
 
 
 def test_logs_shows_the_last_attempt_or_the_one_that_is_named(

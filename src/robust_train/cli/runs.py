@@ -50,10 +50,6 @@ CHUNK_BYTES = 1 << 20
 _ATTACH_BYTES = 4096
 _LOG = "attempt-{}.log"
 _NAME = re.compile(r"attempt-(\d+)\.log")
-_LOG_LINE = re.compile(
-    rb"^\[[\d-]{10} ([\d:]{8}),\d{3}\]\[[^]\n]+\]\[(?:INFO|DEBUG|([A-Z]+))\] - ",
-    re.MULTILINE,
-)
 
 _SENTENCES = {
     "checkpoint": "{run.id}: checkpoint of step {step}: {path}",
@@ -270,7 +266,7 @@ def logs(arguments: Namespace) -> int:
         reason = (run.state and run.state.reason) or run.run_dir
         raise CommandFailed(f"{run.id} ({run.status}) has started no attempt: {reason}")
     for data in output_of(run.run_dir, attempt, follow=follows):
-        sys.stdout.buffer.write(as_shown(data))
+        sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     return 0
 
@@ -286,7 +282,7 @@ def attach(arguments: Namespace) -> int:
     try:
         with screen.never_blocking_output(), live:
             for data in output_of(run.run_dir, follow=True, last_bytes=_ATTACH_BYTES):
-                screen.show(sys.stdout.fileno(), as_shown(data))
+                screen.show(sys.stdout.fileno(), data)
                 now = read_run(run.run_dir)
                 if now is not None and now.alive and now.state is not None:
                     live.show(now.state)
@@ -321,18 +317,6 @@ def _wait_for(folder: Path) -> int:
     print(f"{run.id} {run.status}{reason and f': {reason}'}; {folder}")
     code = state.exit_code if state is not None and state.is_final else None
     return EXIT_FAILED if code is None else code
-
-
-def as_shown(data: bytes) -> bytes:
-    """Return a part of a log: unchanged in a pipe, with short log lines on a terminal."""
-    if not sys.stdout.isatty():
-        return data
-
-    def short(line: re.Match[bytes]) -> bytes:
-        level = line[2].lower() + b": " if line[2] else b""
-        return b"%s %s" % (line[1], level)
-
-    return _LOG_LINE.sub(short, data)
 
 
 def _any_run(which: str | None) -> KnownRun:

@@ -1,4 +1,4 @@
-"""The log lines of a job: as Hydra sets them up, short on terminals, none lost to a full disk."""
+"""The log lines of a job: one short format everywhere, and none is lost to a full disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.compat import format_of
 from robust_train.host.screen import log_handlers, never_blocking_output
 
-HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+_HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 _OF_SWEEPS = "[%(asctime)s][HYDRA] %(message)s"
 
 
@@ -30,9 +30,8 @@ def logged_to_screen() -> Iterator[None]:
             yield
             return
         level, handler = logger.level, logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter(HYDRAS_FORMAT))
+        handler.setFormatter(ShortLines())
         logger.addHandler(handler)
-        shorten_lines_on_terminals()
         logger.setLevel(level or logging.INFO)
         try:
             yield
@@ -45,10 +44,8 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
         if not logging.getLogger().handlers:
-            logging.basicConfig(
-                level=logging.INFO, stream=sys.stdout, format=HYDRAS_FORMAT
-            )
-        shorten_lines_on_terminals()
+            logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+            logging.getLogger().handlers[0].setFormatter(ShortLines())
         return
     setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
     instance = HydraConfig.instance()
@@ -59,7 +56,7 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         assert isinstance(settings, dict)
         logging.config.dictConfig({str(key): value for key, value in settings.items()})
     lose_lines_quietly()
-    shorten_lines_on_terminals()
+    shorten_lines()
 
 
 def lose_lines_quietly() -> None:
@@ -75,7 +72,9 @@ def lose_lines_quietly() -> None:
             setattr(handler, "handleError", partial(drop, handler))  # noqa: B010
 
 
-class _ShortLines(logging.Formatter):
+class ShortLines(logging.Formatter):
+    """Formats a line as the time of day, the level where it is not INFO, and the message."""
+
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(level)s%(message)s", "%H:%M:%S")
 
@@ -85,14 +84,8 @@ class _ShortLines(logging.Formatter):
         return super().format(record)
 
 
-def shorten_lines_on_terminals() -> None:
-    """Have log lines in Hydra's own format begin with the time of day only, where people read.
-
-    These are terminals and the cells of a notebook.
-    """
+def shorten_lines() -> None:
+    """Give log lines our format where they have Hydra's own; a project's format stays."""
     for handler in log_handlers():
-        stream = handler.stream
-        is_cell = type(stream).__module__.startswith("ipykernel.")
-        is_read = is_cell or getattr(stream, "isatty", lambda: False)()
-        if is_read and format_of(handler) in (HYDRAS_FORMAT, _OF_SWEEPS):
-            handler.setFormatter(_ShortLines())
+        if format_of(handler) in (_HYDRAS_FORMAT, _OF_SWEEPS):
+            handler.setFormatter(ShortLines())

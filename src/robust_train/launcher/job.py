@@ -43,7 +43,7 @@ from robust_train.folder.provenance import resumed_by_hand
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.host.engine import guest_rank
-from robust_train.host.job_logging import logged_to_screen
+from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch, end_without_traceback_if_uncaught
 from robust_train.launcher import detach
@@ -175,6 +175,7 @@ def run_job(
     explain: Callable[[Summary], object] = lambda summary: None,
 ) -> Summary:
     """Run a job, as a launcher or as one rank of an engine's job; for the arguments see `Job`."""
+    shorten_lines()
     guest = guest_rank(os.environ) if remedies else None
     if guest is None:
         return Job(trainer, cfg, run_dir, remedies=remedies, explain=explain).run()

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from robust_train.folder.state import RunState
-from robust_train.host.job_logging import shorten_lines_on_terminals
 from robust_train.host.screen import LiveArea, live_area
 from robust_train.model.attempt import Attempt
 from robust_train.queue.waiting import WaitStatus
@@ -154,7 +153,6 @@ class LiveLines(contextlib.ExitStack):
         self._area: LiveArea | None = None
 
     def __enter__(self) -> Self:
-        shorten_lines_on_terminals()
         if self._is_wanted:
             self._area = self.enter_context(live_area())
             self.callback(setattr, self, "_area", None)

@@ -47,6 +47,7 @@ from robust_train.folder.requests import (
 )
 from robust_train.folder.state import RunState, read_state, read_summary
 from robust_train.gpu.bounded import NoAnswer, run_command
+from robust_train.host.job_logging import shorten_lines
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.launcher.interpreters import discard_early
 from robust_train.model.errors import EXIT_BAD_CONFIG
@@ -209,6 +210,7 @@ class GpuQueue:
         known before. Raises JobInterrupted as :meth:`launch` does."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        shorten_lines()
         discard_early()
         self._points, self._reports = points, Reports(self._folder)
         self._jobs = {number: LaunchedJob(number, listed[number]) for number in listed}
