@@ -309,8 +309,8 @@ def test_every_attempt_is_listed_when_none_fits():
         adaptive_batch_training(lambda batch_size: out_of_memory(), 16, min_batch_size=8)
     lines = str(ended.value).splitlines()
     assert "tried (16, 8)" in lines[0]
-    assert lines[1].startswith("  attempt 1: batch size 16 × accumulation 1: ")
-    assert lines[2].startswith("  attempt 2: batch size 8 × accumulation 2: ")
+    assert lines[1].startswith("  attempt 1: micro-batch 16 × accumulation 1: ")
+    assert lines[2].startswith("  attempt 2: micro-batch 8 × accumulation 2: ")
     assert "Tried to allocate 20.00 MiB" in lines[2]
 
 

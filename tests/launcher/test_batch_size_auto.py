@@ -40,7 +40,7 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
     assert (attempt["outcome"], attempt["batch_size"]) == ("completed", size)
     assert attempt["gradient_accumulation_steps"] * size == attempt["effective_batch_size"] == 32
     assert attempt["batch_size_found"]["measured_bytes"] == found["search"]["measured_bytes"]
-    assert "batch size auto, effective 32" in first.output
+    assert "micro-batch auto, effective batch 32" in first.output
     assert f"→ {size}, measured" in first.output
     assert not [e for e in first.journal if e["event"] == "micro_batch_changed"], "it really fits"
     # what a resumed run goes by

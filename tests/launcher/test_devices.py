@@ -119,7 +119,7 @@ def test_gpus_hidden_on_purpose_mean_the_cpu(world: World):
     world.environ["CUDA_VISIBLE_DEVICES"] = ""
     ended = world.train("what_it_was_given")
     assert ended.summary["result"]["device"] == "cpu"
-    assert "WARNING" not in ended.output
+    assert " warning: " not in ended.output
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -127,7 +127,7 @@ def test_gpus_hidden_by_mistake_mean_a_warning_that_names_the_variable(world: Wo
     world.environ["CUDA_VISIBLE_DEVICES"] = "GPU-cccc"
     ended = world.train("what_it_was_given")
     assert ended.summary["result"]["device"] == "cpu"
-    warning = next(line for line in ended.stdout.splitlines() if "WARNING" in line)
+    warning = next(line for line in ended.stdout.splitlines() if " warning: " in line)
     assert "CUDA_VISIBLE_DEVICES" in warning
     assert "GPU-cccc" in warning
 

@@ -47,7 +47,7 @@ def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(
     )
     lines = lines_of(caplog, summary)
     first, second = (line.split() for line in lines[2:4])
-    assert first == ["1", "cpu", "32", "64", "0-6", "-", "unfinished"]
+    assert first == ["1", "cpu", "32", "64", "0-6", "-", "no", "recorded", "end"]
     assert second == ["2", "cpu", "32", "64", "4-9", "24.0", "s", "completed"]
     assert lines[4].startswith("completed after 30 s (this launch: 24 s) on cpu")
 

@@ -28,7 +28,7 @@ def test_the_page_has_what_happened_and_what_was_tight(run: Path, capsys):
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     page = (run / "report.html").read_text()
-    assert "Completed in 35 s at the 2nd attempt, on cuda:0 with batch size 32" in page
+    assert "Completed in 35 s at the 2nd attempt, on cuda:0 with micro-batch 32" in page
     assert "2.0 GiB requested, 1.0 GiB of 16.0 GiB free" in page
 
 

@@ -37,7 +37,7 @@ def test_it_names_the_micro_batch_in_the_end_and_the_ranks():
 def test_a_script_that_is_told_no_batch_and_reports_no_steps_has_neither():
     told_nothing = record(has_batch=False)
     cells = [cell.strip() for cell in row_of(told_nothing)]
-    assert cells == ["3", "cpu", "-", "-", "-", "1.0 s", "completed"]
+    assert cells == ["3", "cpu", "-", "1.0 s", "completed"]
     assert told_nothing.as_json()["batch_size"] is None
 
 
@@ -53,7 +53,7 @@ def test_a_process_that_ended_without_a_report_is_not_called_a_bug():
 
     assert ending("ended with exit code 3: no such file") == "exit code 3"
     assert ending("ended by SIGSEGV: forward() in net.py:7") == "SIGSEGV"
-    assert ending("KeyError: 'lr'") == "bug"
+    assert ending("KeyError: 'lr'") == "trainer failed"
 
 
 def test_it_fits_80_columns():
@@ -62,5 +62,5 @@ def test_it_fits_80_columns():
     table = attempts_table([one, one]).splitlines()
     assert max(map(len, table)) <= 80
     below = table[0].index("outcome")
-    ending = "killed by SIGKILL (sender unknown) → retry"
+    ending = "killed by SIGKILL (sender unknown) → the same again"
     assert " ".join(line[below:] for line in table[1:]) == f"{ending} {ending}"

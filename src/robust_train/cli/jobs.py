@@ -146,9 +146,10 @@ def exit_code_of(summary: Summary) -> int:
 
 
 def print_failure(summary: Summary) -> None:
-    """Print why a job failed.
+    """Print to stderr why a job failed, unless that is shown already.
 
     The trainer's traceback where it explains more than a sentence; else, or also, the reason.
+    Where stderr is what stdout is, the log has the reason, and a script has shown its own end.
     """
     is_refusal = summary.status == "failed" and not summary.attempts
     if is_refusal or summary.status not in ("failed", "no_device"):
@@ -156,7 +157,17 @@ def print_failure(summary: Summary) -> None:
     last = summary.attempts[-1] if summary.attempts else None
     kind = None if last is None else last.kind
     traceback = None if last is None or kind in MEMORY_FAILURES else last.traceback
-    if traceback is not None:
+    is_shown = _is_one_stream()
+    if traceback is not None and not (is_shown and last is not None and last.script):
         print(traceback, file=sys.stderr, end="")
-    if traceback is None or kind is not FailureKind.BUG:
+    if not is_shown and (traceback is None or kind is not FailureKind.BUG):
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)
+
+
+def _is_one_stream() -> bool:
+    """Return whether stdout and stderr lead to one terminal or file."""
+    try:
+        out, err = os.fstat(1), os.fstat(2)
+    except OSError:
+        return False
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)

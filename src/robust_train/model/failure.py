@@ -32,10 +32,30 @@ class FailureKind(str, Enum):
         return self in MEMORY_FAILURES
 
     @property
+    def in_words(self) -> str:
+        """The kind as people read it, e.g. ``out of GPU memory``."""
+        return _IN_WORDS[self]
+
+    @property
     def follows_from_others(self) -> bool:
         """Whether a rank reports it where another rank has failed, so that it is not the cause."""
         return self in (FailureKind.COMM, FailureKind.INTERRUPTED)
 
+
+_IN_WORDS = {
+    FailureKind.DEVICE_OOM: "out of GPU memory",
+    FailureKind.HOST_OOM: "out of host memory",
+    FailureKind.WORKER_DEATH: "data-loader worker died",
+    FailureKind.DEVICE_FAULT: "device fault",
+    FailureKind.DEVICE_UNAVAILABLE: "device unavailable",
+    FailureKind.SETUP: "CUDA cannot work here",
+    FailureKind.DISK_FULL: "disk full or failing",
+    FailureKind.COMM: "peer or network failed",
+    FailureKind.DIVERGED: "training diverged",
+    FailureKind.INTERRUPTED: "interrupted",
+    FailureKind.BUG: "trainer failed",
+    FailureKind.UNKNOWN: "failed for a reason that this version does not know",
+}
 
 MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 

@@ -234,7 +234,7 @@ def _why_give_up(context: FailureContext) -> str:
         for device, sizes in tried.items()
     )
     if not kind.is_memory:
-        return f"{kind.value} again after every remedy ({listed}): {message}"
+        return f"{kind.in_words} again after every remedy ({listed}): {message}"
     hint = ""
     if not context.config.allow_cpu_fallback:
         hint = " (allow_cpu_fallback is false)"

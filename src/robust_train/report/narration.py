@@ -22,10 +22,11 @@ from robust_train.readable import (
 )
 from robust_train.readable import number as number_text
 from robust_train.report.sources import Entry, Sources, attempts_of
-from robust_train.report.wording import speed_text
+from robust_train.report.wording import ACTIONS, OUTCOMES, speed_text
 
 log = logging.getLogger("robust_train")
 
+_LONGEST_REASON = 600
 _MOST_EARLIER = 20  # attempts of earlier launches
 _CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
@@ -43,12 +44,12 @@ def announce(number: int, spec: AttemptSpec) -> None:
     if not spec.has_batch:
         log.info("attempt %d on %s", number, where)
         return
-    size = f"batch size {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
-    chosen = "batch size auto" if spec.searches else size + by_processes(spec.ranks)
+    size = f"micro-batch {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
+    chosen = "micro-batch auto" if spec.searches else size + by_processes(spec.ranks)
     if spec.gradient_checkpointing:
         chosen += ", gradient checkpointing"
     effective = spec.effective_batch_size
-    log.info("attempt %d on %s: %s, effective %d", number, where, chosen, effective)
+    log.info("attempt %d on %s: %s, effective batch %d", number, where, chosen, effective)
 
 
 def show_end(
@@ -84,20 +85,26 @@ def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Return the attempts, by their numbers, as plain columns of 80 characters for any output."""
-    rows: list[list[object]] = [
-        ["#", "device", "batch", "effective", "steps", "time", "outcome"]
-    ]
+    sizes = ["micro-batch", "effective"]
+    if not any(attempt.spec.has_batch for attempt in attempts):
+        sizes = []
+    rows: list[list[object]] = [["#", "device", *sizes, "steps", "time", "outcome"]]
     for attempt in attempts:
         spec, ending = attempt.spec, ending_of(attempt)
+        ending = OUTCOMES.get(ending, ending)
         if attempt.is_retried:
-            ending += f" → {attempt.action}"
-        batch = " → ".join(map(str, attempt.sizes))
+            ending += f" → {ACTIONS.get(attempt.action, attempt.action)}"
+        of_batch: list[object] = [None for _ in sizes]
+        if spec.has_batch:
+            of_batch = [
+                " → ".join(map(str, attempt.sizes)),
+                spec.effective_batch_size,
+            ]
         rows.append(
             [
                 attempt.number,
                 spec.device + by_processes(spec.ranks),
-                batch if spec.has_batch else None,
-                spec.effective_batch_size if spec.has_batch else None,
+                *of_batch,
                 _steps(attempt),
                 None if attempt.seconds is None else f"{attempt.seconds:.1f} s",
                 ending,
@@ -163,8 +170,10 @@ def conclude(summary: Summary, how_to_go_on: str = "") -> None:
         ending += f"; result: {shortened(text, 100)}"
     elif summary.status == "completed" and last is not None and last.script is None:
         ending += "; result: none"  # a forgotten return would cost a sweep
-    if last is not None and summary.status in ("failed", "pruned"):
-        ending += f"; {shortened(str(summary.reason), 160)}"
+    if summary.status == "no_device" or (
+        last is not None and summary.status in ("failed", "pruned")
+    ):
+        ending += f"; {shortened(str(summary.reason), _LONGEST_REASON)}"
     log.info("%s", ending)
     if last is not None and last.speed:
         log.info("speed: %s", speed_text(last.speed, last.spec.ranks))
@@ -199,7 +208,7 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         return
     # the reason follows at the job's end, whole
     is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions
-    what = attempt.outcome
+    what = failure.kind.in_words
     if is_bug and attempt.script is not None:
         what = ending_of(attempt)
     elif is_bug and names:

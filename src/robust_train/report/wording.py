@@ -34,25 +34,14 @@ _LEAST_SECONDS = 10.0
 
 OUTCOMES = {
     "completed": "completed",
-    "device_oom": "GPU memory ran out",
-    "host_oom": "host memory ran out",
-    "worker_death": "data-loader worker died",
-    "device_fault": "device fault",
-    "device_unavailable": "device unavailable",
-    "setup": "CUDA cannot work here",
-    "disk_full": "disk full or failing",
-    "comm": "peer or network failed",
-    "diverged": "training diverged",
-    "interrupted": "interrupted",
-    "bug": "trainer failed",
-    "unknown": "failed for a reason that this version does not know",
     UNFINISHED: "no recorded end",
+    **{kind.value: kind.in_words for kind in FailureKind},
 }
 """An attempt's outcome for people."""
 
 ACTIONS = {
-    "halve_batch": "half the batch",
-    "halve_batch_on_request": "half the batch, as requested",
+    "halve_batch": "half the micro-batch",
+    "halve_batch_on_request": "half the micro-batch, as requested",
     "switch_gpu": "another GPU",
     "fewer_gpus": "fewer GPUs",
     "cpu_fallback": "the CPU",
@@ -152,12 +141,12 @@ def _ending(
 
 
 def _setting(attempt: TimedAttempt) -> str:
-    """Return ``batch size 16 × accumulation 4 × 2 processes``."""
+    """Return ``micro-batch 16 × accumulation 4 × 2 processes``."""
     if attempt.batch_size is None:
-        return "an unknown batch size"
+        return "an unknown micro-batch"
     accumulation = attempt.spec.gradient_accumulation_steps
     steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
-    return f"batch size {attempt.batch_size}{steps}{by_processes(attempt.spec.ranks)}"
+    return f"micro-batch {attempt.batch_size}{steps}{by_processes(attempt.spec.ranks)}"
 
 
 def _at(last: TimedAttempt | None) -> str:
@@ -194,7 +183,7 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
         what = OUTCOMES.get(outcome, outcome.replace("_", " "))
         yield _TROUBLES.get(outcome, what + "{times} on {where}").format(
             where=where,
-            sizes=f" at batch size {sizes}" if sizes else "",
+            sizes=f" at micro-batch {sizes}" if sizes else "",
             times="" if len(own) == 1 else f" {len(own)} times",
         )
 
@@ -251,7 +240,7 @@ def _what_worked(
         effective = {a.spec.effective_batch_size for a in attempts}
         same = ": the effective batch is the same" if len(effective) == 1 else ""
         yield Advice(
-            f"On {last.spec.where} batch size {last.batch_size} fitted and {sizes} did not. "
+            f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
             f"Finding this out cost {duration(lost)}.",
             ("begin the next run with the size that fitted" + same,),
             f"training.batch_size={last.batch_size} "
@@ -280,7 +269,7 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
     known = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
-    size = "" if attempt.batch_size is None else f" at batch size {attempt.batch_size}"
+    size = "" if attempt.batch_size is None else f" at micro-batch {attempt.batch_size}"
     return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
 
 

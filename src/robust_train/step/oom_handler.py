@@ -216,7 +216,7 @@ class OOMHandler:
             failure, spec = attempt.failure, attempt.spec
             assert failure is not None
             lines.append(
-                f"  attempt {number}: batch size {spec.batch_size} × accumulation "
+                f"  attempt {number}: micro-batch {spec.batch_size} × accumulation "
                 f"{spec.gradient_accumulation_steps}: {failure.message}"
             )
         return "\n".join(lines)

@@ -80,7 +80,7 @@ LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
 _KILLED_SECONDS = 10.0
 _REFRESH_SECONDS = 0.5
-_COLUMNS = ("job", "overrides", "status", "attempt", "device", "batch", "step")
+_COLUMNS = ("job", "overrides", "status", "attempt", "device", "micro-batch", "step")
 _PENDING = "pending"
 # what is kept in a table too small for all; failures come second
 _RANKS = {"running": 0, _PENDING: 2, COMPLETED: 3}

@@ -51,7 +51,7 @@ COLUMNS = (
     "status",
     "attempts",
     "devices",
-    "batch",
+    "micro-batch",
     "result",
     "wall",
 )
