@@ -49,7 +49,9 @@ def announce(number: int, spec: AttemptSpec) -> None:
     if spec.gradient_checkpointing:
         chosen += ", gradient checkpointing"
     effective = spec.effective_batch_size
-    log.info("attempt %d on %s: %s, effective batch %d", number, where, chosen, effective)
+    log.info(
+        "attempt %d on %s: %s, effective batch %d", number, where, chosen, effective
+    )
 
 
 def show_end(
