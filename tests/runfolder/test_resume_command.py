@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import warm
 from robust_train.cli.main import main
 from robust_train.folder.run_list import find_runs
+from robust_train.launcher.detach import OUTPUT_FILE
 from sweep_world import SweepWorld
 from world import ROOT, World, wait_until
 
@@ -75,13 +77,19 @@ def test_all_are_those_that_no_one_has_ended(
 ):
     for name, signum in (
         ("stopped by its user", signal.SIGINT),
+        ("killed, its output in the way", signal.SIGKILL),
         ("killed", signal.SIGKILL),
     ):
         end(start(here, name), signum)
+    (blocked,) = (run for run in find_runs() if run.state and "way" in run.state.name)
+    (blocked.run_dir / OUTPUT_FILE).mkdir()
     (here / "go").touch()
     assert main(["resume", "--all"]) == 0
-    (line, _) = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    (line, _) = shown.out.splitlines()
     assert "in the background" in line
+    assert f"{blocked.id} is not resumed" in shown.err
+    shutil.rmtree(blocked.run_dir)
 
     def status() -> dict[str, str]:
         return {run.state.name: run.status for run in find_runs() if run.state}

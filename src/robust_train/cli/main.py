@@ -143,8 +143,14 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what was wrong."""
+        """Raise what was wrong, with the option that an unknown one is probably meant to be."""
         name = self.prog.partition(" ")[2]
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0].partition("=")[0]
+            options = list(self._option_string_actions)
+            if near := difflib.get_close_matches(word, options, n=1):
+                message += f"; did you mean {near[0]}?"
         raise CommandFailed(f"{name}: {message}", EXIT_BAD_CONFIG)
 
 

@@ -109,7 +109,11 @@ def _resume_all() -> Answer:
             continue
         if command not in started:  # a sweep has many jobs
             started.add(command)
-            _start(command, run.run_dir / OUTPUT_FILE)
+            try:
+                _start(command, run.run_dir / OUTPUT_FILE)
+            except OSError as error:  # the others are resumed all the same
+                warnings.append(f"{run.id} is not resumed: {error}")
+                continue
             resumed.append(run.id)
             lines.append(f"{run.id} resumes in the background; {run.run_dir}")
     lines.append(
