@@ -87,6 +87,7 @@ MISTAKES = [
     ("run --batch-size 0 -- ls", 2, ["--batch-size", "0", "1 or more"]),
     ("run --batch-size many -- ls", 2, ["--batch-size", "many", "integer"]),
     ("run --max-retries -1 -- ls", 2, ["--max-retries"]),
+    ("run --nosuch -- ls", 2, ["--nosuch"]),
     ("run --batch-szie 8 -- ls", 2, ["--batch-szie; did you mean --batch-size?"]),
     ("run -- ls {batch_size}", 2, ["batch size", "--batch-size N"]),
     ("run --min-batch-size 4 -- ls", 2, ["batch size", "--batch-size N"]),

@@ -157,17 +157,10 @@ def print_failure(summary: Summary) -> None:
     last = summary.attempts[-1] if summary.attempts else None
     kind = None if last is None else last.kind
     traceback = None if last is None or kind in MEMORY_FAILURES else last.traceback
-    is_shown = _is_one_stream()
-    if traceback is not None and not (is_shown and last is not None and last.script):
+    is_shown = os.path.sameopenfile(1, 2)
+    if is_shown and last is not None and last.script is not None:
+        return
+    if traceback is not None:
         print(traceback, file=sys.stderr, end="")
     if not is_shown and (traceback is None or kind is not FailureKind.BUG):
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)
-
-
-def _is_one_stream() -> bool:
-    """Return whether stdout and stderr lead to one terminal or file."""
-    try:
-        out, err = os.fstat(1), os.fstat(2)
-    except OSError:
-        return False
-    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)

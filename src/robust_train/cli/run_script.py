@@ -249,14 +249,12 @@ def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
 
 def _log_into(run_dir: Path) -> None:
     """Log as ``train_robust.py`` does: to the screen and to a file."""
-    from robust_train.host.job_logging import ShortLines, lose_lines_quietly
+    from robust_train.host.job_logging import log_to, lose_lines_quietly
 
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     try:
         handlers.append(logging.FileHandler(run_dir / "train_robust.log"))
     except OSError as error:
         print(f"warning: no log file in {run_dir}: {error.strerror}", file=sys.stderr)
-    for handler in handlers:
-        handler.setFormatter(ShortLines())
-    logging.basicConfig(level=logging.INFO, handlers=handlers)
+    log_to(*handlers)
     lose_lines_quietly()

@@ -43,9 +43,7 @@ def logged_to_screen() -> Iterator[None]:
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
-        if not logging.getLogger().handlers:
-            logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-            logging.getLogger().handlers[0].setFormatter(ShortLines())
+        log_to(logging.StreamHandler(sys.stdout))
         return
     setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
     instance = HydraConfig.instance()
@@ -57,6 +55,13 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         logging.config.dictConfig({str(key): value for key, value in settings.items()})
     lose_lines_quietly()
     shorten_lines()
+
+
+def log_to(*handlers: logging.Handler) -> None:
+    """Send log lines to ``handlers``, unless the program has set up logging itself."""
+    for handler in handlers:
+        handler.setFormatter(ShortLines())
+    logging.basicConfig(level=logging.INFO, handlers=handlers)
 
 
 def lose_lines_quietly() -> None:

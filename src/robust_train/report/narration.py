@@ -22,7 +22,7 @@ from robust_train.readable import (
 )
 from robust_train.readable import number as number_text
 from robust_train.report.sources import Entry, Sources, attempts_of
-from robust_train.report.wording import ACTIONS, OUTCOMES, speed_text
+from robust_train.report.wording import action_in_words, outcome_in_words, speed_text
 
 log = logging.getLogger("robust_train")
 
@@ -93,9 +93,8 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
     rows: list[list[object]] = [["#", "device", *sizes, "steps", "time", "outcome"]]
     for attempt in attempts:
         spec, ending = attempt.spec, ending_of(attempt)
-        ending = OUTCOMES.get(ending, ending)
         if attempt.is_retried:
-            ending += f" → {ACTIONS.get(attempt.action, attempt.action)}"
+            ending += f" → {action_in_words(attempt.action)}"
         of_batch: list[object] = [None for _ in sizes]
         if spec.has_batch:
             of_batch = [
@@ -132,7 +131,7 @@ def ending_of(attempt: Attempt) -> str:
     if attempt.action == "stopped" and is_interruption:
         return "stopped"
     if failure is None:
-        return attempt.outcome
+        return outcome_in_words(attempt.outcome)
     if failure.evidence.clue in _CLUES:
         return _CLUES[failure.evidence.clue]
     if is_interruption:
@@ -140,7 +139,7 @@ def ending_of(attempt: Attempt) -> str:
     process = _ENDING_OF_A_PROCESS.match(failure.message)
     if process and failure.kind is FailureKind.BUG:
         return process[1]  # a script's may mean anything
-    return attempt.outcome
+    return outcome_in_words(attempt.outcome)
 
 
 def gpu_memory_summary(attempt: Attempt) -> str | None:

@@ -54,6 +54,18 @@ ACTIONS = {
 }
 """The decision after an attempt for people, if its name does not do."""
 
+
+def outcome_in_words(outcome: str) -> str:
+    """Return an attempt's outcome as people read it."""
+    return OUTCOMES.get(outcome, outcome.replace("_", " "))
+
+
+def action_in_words(action: str | None) -> str:
+    """Return the decision after an attempt as people read it, empty if there was none."""
+    name = action or ""
+    return ACTIONS.get(name, name.replace("_", " "))
+
+
 _TROUBLES = {
     "device_oom": "memory ran out on {where}{sizes}",
     "host_oom": "host memory ran out{sizes}",
@@ -180,7 +192,7 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
     ):
         own = list(group)
         sizes = _listed(dict.fromkeys(str(a.batch_size) for a in own if a.batch_size))
-        what = OUTCOMES.get(outcome, outcome.replace("_", " "))
+        what = outcome_in_words(outcome)
         yield _TROUBLES.get(outcome, what + "{times} on {where}").format(
             where=where,
             sizes=f" at micro-batch {sizes}" if sizes else "",
