@@ -22,11 +22,16 @@ def example(cfg, run):
 
 def limited(cfg, run):
     """From a given step on there are seven tenths of the memory that the first attempt's steps
-    before it have needed, in each attempt anew; of several ranks the second has."""
+    before it have needed, in each attempt anew; of several ranks the second has.
+
+    A step needs what it holds above its own start. What comes once and stays (the stack of a
+    thread that starts meanwhile) is in one step only, so the smallest need counts.
+    """
     if run.world_size > 1 and run.rank != 1:
         return example(cfg, run)
     growth = Path(os.environ["GROWTH_FILE"])
     most, start, done = 0, None, threading.Event()
+    needs = []
 
     def watch():
         nonlocal most
@@ -34,18 +39,23 @@ def limited(cfg, run):
             if start is not None:
                 most = max(most, data_bytes() - start)
 
-    def begin():
-        nonlocal start
-        start = data_bytes()
+    def next_step():
+        nonlocal start, most
+        if start is not None:
+            needs.append(most)
+        start, most = data_bytes(), 0
 
     def limit():
+        next_step()
         done.set()
         if not growth.exists():
-            growth.write_text(str(most))
+            growth.write_text(str(min(needs)))
         limit_growth(int(growth.read_text()) * 7 // 10)
 
-    after_step(run, int(os.environ["AT_STEP"]), limit)
-    after_step(run, 2, begin)
+    at_step = int(os.environ["AT_STEP"])
+    after_step(run, at_step, limit)
+    for earlier in range(2, at_step):
+        after_step(run, earlier, next_step)
     threading.Thread(target=watch, daemon=True).start()
     try:
         return example(cfg, run)
