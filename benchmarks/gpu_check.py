@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
-from robust_train.gpu.inventory import read_inventory  # noqa: E402
+from robust_train.gpu.inventory import close_session, read_inventory  # noqa: E402
 from robust_train.gpu.processes import find_holders  # noqa: E402
 from robust_train.gpu.select import idlest, label, others_on  # noqa: E402
 from robust_train.gpu.visible import VARIABLE as MASK  # noqa: E402
@@ -152,6 +152,9 @@ def probe_nvml() -> Checks:
     yield equal("why it is unusable", None, gpu().unusable)
     taken = milliseconds(lambda: read_inventory(processes=False), 20)
     yield figure("reading all GPUs", f"{taken:.1f} ms")
+    close_session()  # as the sampler does between two readings, so that a GPU can be reset
+    taken = milliseconds(lambda: read_inventory(processes=False))
+    yield figure("opening NVML and reading all GPUs", f"{taken:.1f} ms")
 
 
 def probe_guard() -> Checks:
@@ -300,18 +303,41 @@ def step_of(kind: str) -> Checks:
             return
         net.zero_grad()
 
-    def step(size: int, most: int | None) -> tuple[list[torch.Tensor], int]:
-        Late.most = most
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", half, enabled="16" in kind):
+            return Late.apply(model(part.cuda(non_blocking=True))).mean()
+
+    yield from is_repeated(
+        kind,
+        loss_of,
+        x,
+        net,
+        backward=lambda loss: scaler.scale(loss).backward(),
+        # from the same split, dropout's draws are the same
+        most=1e-2 if "16" in kind else 1e-5,
+    )
+
+
+def is_repeated(
+    name: str,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    net: nn.Module,
+    *,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    most: float = 1e-5,
+    generator: torch.Generator | None = None,
+) -> Checks:
+    """Memory runs out above 8 samples: the gradients are those of a step in eights."""
+
+    def step(size: int, limit: int | None) -> tuple[list[torch.Tensor], int]:
+        Late.most = limit
         torch.manual_seed(1)
-
-        def loss_of(part: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cuda", half, enabled="16" in kind):
-                return Late.apply(model(part.cuda(non_blocking=True))).mean()
-
+        if generator is not None:
+            generator.manual_seed(1)
         changes: list[object] = []
-        MicroBatcher(size, on_event=changes.append).backward(
-            loss_of, x, model, backward=lambda loss: scaler.scale(loss).backward()
-        )
+        batcher = MicroBatcher(size, on_event=changes.append)
+        batcher.backward(loss_of, x, net, backward=backward)
         gradients = [p.grad.clone() for p in net.parameters()]
         net.zero_grad()
         return gradients, len(changes)
@@ -321,13 +347,37 @@ def step_of(kind: str) -> Checks:
     found, repeats = step(32, 8)
     size = sum(g.numel() * g.element_size() for g in found)
     left = torch.cuda.memory_allocated() - before - size
-    yield equal(f"{kind}: repeats of the step", 2, repeats)
-    # from the same split, dropout's draws are the same
-    most = 1e-2 if "16" in kind else 1e-5
+    yield equal(f"{name}: repeats of the step", 2, repeats)
     yield below(
-        f"{kind}: gradients differ by", most, largest_difference(found, expected)
+        f"{name}: gradients differ by", most, largest_difference(found, expected)
     )
-    yield below(f"{kind}: memory left behind", 1, left / MIB, " MiB")
+    yield below(f"{name}: memory left behind", 1, left / MIB, " MiB")
+
+
+def probe_second() -> Checks:
+    """Memory runs out in the backward pass through a gradient, whose graph is held by cycles."""
+    limit_to(4 * GIB)
+    net, x = Net().cuda(), torch.randn(32, 32, side(64), side(64), device="cuda")
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        part = part.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net(part).mean(), part, create_graph=True)
+        return Late.apply(slope).square().mean()
+
+    yield from is_repeated("second derivatives", loss_of, x, net)
+
+
+def probe_generator() -> Checks:
+    """A user's own generator on the GPU draws the same numbers when the step is repeated."""
+    limit_to(4 * GIB)
+    net, x = Net().cuda(), torch.randn(32, 32, side(64), side(64), device="cuda")
+    own = torch.Generator(x.device)
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(part.shape, generator=own, device=part.device)
+        return Late.apply(net(part + noise)).mean()
+
+    yield from is_repeated("own generator", loss_of, x, net, generator=own)
 
 
 def probe_retry() -> Checks:
@@ -644,9 +694,16 @@ def probe_clear() -> Checks:
 
 
 def start_job(
-    folder: Path, trainer: str, *overrides: str, script: str = "train_robust.py"
+    folder: Path,
+    trainer: str,
+    *overrides: str,
+    script: str = "train_robust.py",
+    exported: str | None = None,
 ) -> subprocess.Popen[str]:
-    """Start the launcher on a trainer of ours, on the GPU that this process sees."""
+    """Start the launcher on a trainer of ours, on the GPU that this process sees.
+
+    ``exported`` is what the user has set for the allocator.
+    """
     command = [
         sys.executable,
         str(ROOT / script),
@@ -658,6 +715,8 @@ def start_job(
     # what the attempt gets is what the launcher makes of it
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environ.pop(VARIABLE, None)
+    if exported is not None:
+        environ[VARIABLE] = exported
     return subprocess.Popen(
         command,
         env=environ,
@@ -668,10 +727,11 @@ def start_job(
     )
 
 
-def job(trainer: str, *overrides: str) -> dict[str, Any]:
+def job(trainer: str, *overrides: str, exported: str | None = None) -> dict[str, Any]:
     """Run a job to its end; return its summary. Raises RuntimeError: there is none."""
     folder = Path(tempfile.mkdtemp())
-    return ended(start_job(folder, trainer, *overrides), folder)
+    process = start_job(folder, trainer, *overrides, exported=exported)
+    return ended(process, folder)
 
 
 def ended(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
@@ -698,6 +758,9 @@ def probe_attempt() -> Checks:
         ("expandable", True),
     ):
         yield equal(f"an attempt's {name}", expected, seen.get(name))
+    mine = job("sees", *NO_WAIT, exported="per_process_memory_fraction:0.25")
+    fraction = (mine["result"] or {}).get("fraction")
+    yield equal("fraction where 0.25 is exported", 0.25, fraction)
 
 
 def probe_fault() -> Checks:
@@ -714,6 +777,18 @@ def probe_fault() -> Checks:
         first, second = attempts
         between = second["started"] - first["started"] - first["seconds"]
         yield below("from the fault to the next attempt", 30, between, " s")
+
+
+def probe_captured() -> Checks:
+    """Memory runs out beside a captured graph: the next attempt has half the batch."""
+    done = job("captures", "training.batch_size=64", *NO_WAIT)
+    first, last = done["attempts"][0], done["attempts"][-1]
+    if isinstance(done["result"], str):
+        yield not_checked("a captured graph", done["result"])
+        return
+    yield equal("first attempt", "device_oom at batch 64", said_of(first))
+    yield equal("last attempt", "completed at batch 32", said_of(last))
+    yield equal("attempts", 2, len(done["attempts"]))
 
 
 def probe_crowded() -> Checks:
@@ -854,6 +929,8 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "guard": (probe_guard, 60),
     "context": (probe_context, 60),
     "step": (probe_step, 150),
+    "second": (probe_second, 60),
+    "generator": (probe_generator, 60),
     "retry": (probe_retry, 60),
     "optimizer": (probe_optimizer, 60),
     "fraction": (probe_fraction, 60),
@@ -868,6 +945,7 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "doctor": (probe_doctor, 100),
     "attempt": (probe_attempt, 100),
     "fault": (probe_fault, 150),
+    "captured": (probe_captured, 200),
     "crowded": (probe_crowded, 200),
     "lost": (probe_lost, 100),
     "speed": (probe_speed, 400),

@@ -101,6 +101,27 @@ def runs_out_at_50(cfg: Any, run: Any) -> dict[str, float]:
     return {"lost_seconds": seconds[49] - usual, "left_bytes": left}
 
 
+def captures(cfg: Any, run: Any) -> int | str:
+    """Train a model whose graphs are captured; above 32 samples step 5 runs out of memory.
+
+    Return the last step, or why torch cannot compile here.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+    model.to(cfg.device)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    batch = torch.randn(cfg.training.batch_size, 64, device=cfg.device)
+    try:
+        compiled(batch).mean().backward()
+    except Exception as error:  # no C compiler, no Python.h: nothing of ours
+        return f"torch.compile fails here: {type(error).__name__}: {error}"
+    for step in range(1, 7):
+        RunsOut.asks = len(batch) if step == 5 and len(batch) > 32 else 0
+        model.zero_grad()
+        run.backward(lambda x: RunsOut.apply(compiled(x)).mean(), batch, model)
+        run.progress(step)
+    return step
+
+
 def is_timed(cfg: Any, run: Any) -> float:
     """Train a large model on random images; write the median seconds of a step to a file."""
     import timm

@@ -141,7 +141,10 @@ def h200(monkeypatch):
         yield stand_in
 
 
-@pytest.mark.parametrize("probe", ["nvml", "retry", "optimizer", "fraction", "tight", "graph"])
+@pytest.mark.parametrize(
+    "probe",
+    ["nvml", "second", "generator", "retry", "optimizer", "fraction", "tight", "graph"],
+)
 def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     checks = list(gpu_check.PROBES[probe][0]())
     assert checks
@@ -196,9 +199,11 @@ def test_a_job_that_is_checked_is_one_of_the_launchers(h200, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     on_cpu = gpu_check.job
-    monkeypatch.setattr(gpu_check, "job", lambda name, *rest: on_cpu(name, "device=cpu"))
-    assert [check.mark for check in gpu_check.probe_attempt()] == ["DIFFERS"] * 5, "no GPU was seen"
+    monkeypatch.setattr(gpu_check, "job", lambda name, *rest, **named: on_cpu(name, "device=cpu"))
+    assert [check.mark for check in gpu_check.probe_attempt()] == ["DIFFERS"] * 6, "no GPU was seen"
     assert [check.mark for check in gpu_check.probe_fault()] == ["not checked"]
+    captured = list(gpu_check.probe_captured())
+    assert captured[-1].mark in ("DIFFERS", "not checked"), "the CPU captures no graph"
     lost = list(gpu_check.probe_lost())
     assert [check.mark for check in lost] == ["ok"] * 3
 
