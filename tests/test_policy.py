@@ -118,10 +118,11 @@ def test_what_memory_did_not_suffice_for_is_never_tried_twice(settings, gpus, ki
 @given(jobs())
 def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
     effective, least = settings.asked.effective_batch_size, settings.min_batch_size
-    for batch, _ in list(sizes(settings)):
+    for batch in list(sizes(settings)):
         if batch == least:
             continue
-        smaller, accumulation = next_smaller(settings, batch)
+        smaller = next_smaller(settings, batch)
+        accumulation = settings.resized(settings.asked, smaller).gradient_accumulation_steps
         in_range = range(least, max(batch // 2, least) + 1)
         assert smaller in in_range
         if any(effective % candidate == 0 for candidate in in_range):
@@ -133,7 +134,15 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
 def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
     # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
     settings = policy(100, min_batch_size=4)
-    assert list(sizes(settings)) == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
+    split = [settings.resized(settings.asked, size) for size in sizes(settings)]
+    assert [(one.batch_size, one.gradient_accumulation_steps) for one in split] == [
+        (100, 1),
+        (50, 2),
+        (25, 4),
+        (10, 10),
+        (5, 20),
+        (4, 25),
+    ]
 
 
 @given(

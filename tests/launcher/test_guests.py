@@ -20,7 +20,8 @@ import torch.distributed as dist
 from guest_trainers import undisturbed
 from robust_train.host.engine import first_host, guest_rank
 from robust_train.host.votes import StoreVotes
-from robust_train.launcher.guest import RankEnding, cause_of
+from robust_train.launcher.ending import RankEnd
+from robust_train.launcher.guest import cause_of
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Failed
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -330,8 +331,9 @@ def test_a_number_that_is_none_is_refused_in_one_line():
 # --- whose failure --------------------------------------------------------------------------------
 
 
-def left(rank: int, kind: FailureKind, at: float, by: int | None = None) -> RankEnding:
-    return RankEnding(rank, at, Failed(Failure(kind, f"{kind.value} of {rank}"), caused_by_rank=by))
+def left(rank: int, kind: FailureKind, at: float, by: int | None = None) -> RankEnd:
+    ending = Failed(Failure(kind, f"{kind.value} of {rank}"), caused_by_rank=by)
+    return RankEnd(rank, ending=ending, at=at)
 
 
 OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUPTED
@@ -352,7 +354,8 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
     ],
 )
 def test_the_cause_is_the_failure_that_the_others_followed_from(failures, message, rank):
-    cause = cause_of({one.rank: one for one in failures}, 3)
+    known = {one.rank: one for one in failures}
+    cause = cause_of([known.get(rank, RankEnd(rank)) for rank in range(3)])
     assert (cause.message, cause.rank) == (message, rank)
     assert (cause.evidence.clue is Clue.KILLED) == ("killed" in message)
 

@@ -216,13 +216,13 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank's process ended, or that it runs."""
+    """How one rank ended, or that it runs."""
 
     rank: int
-    pid: int
+    pid: int = 0
     # the event of its end; None so far, or where it died without one
     ending: Finished | Failed | None = None
-    # seconds of the monotonic clock: when it reported its end, else when it was seen dead
+    # seconds: when it reported its end, else when it was seen dead
     at: float = 0.0
     returncode: int | None = None  # as subprocess has it, None while it runs
     was_killed: bool = False  # it was killed because another had failed
@@ -240,31 +240,48 @@ class RankEnd:
         return self.is_over and not self.was_killed
 
     @property
+    def was_stopped(self) -> bool:
+        """Whether a signal stopped it."""
+        return (
+            isinstance(self.ending, Failed)
+            and self.ending.failure.kind is FailureKind.INTERRUPTED
+        )
+
+    @property
     def others_know(self) -> bool:
         """Whether the other ranks end by themselves, after a last checkpoint."""
         ending = self.ending
-        return isinstance(ending, Failed) and (
-            ending.others_know or ending.failure.kind is FailureKind.INTERRUPTED
-        )
+        return self.was_stopped or (isinstance(ending, Failed) and ending.others_know)
+
+    @property
+    def failure(self) -> Failure | None:
+        """What it reported, with the rank where that began."""
+        if not isinstance(self.ending, Failed):
+            return None
+        by = self.ending.caused_by_rank
+        return replace(self.ending.failure, rank=self.rank if by is None else by)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The end with the least of these is the one that the others followed from.
+
+        A rank that the kernel killed reports nothing, and its peers report a broken connection
+        first: so SIGKILL comes before any report. After that the earliest one counts that is no
+        consequence by its nature (a lost connection, a request to stop) or by its own report. A
+        rank of which nothing is known explains only such consequences.
+        """
+        if not isinstance(self.ending, Failed):
+            known = {None: 3, -signal.SIGKILL: 0}
+            return known.get(self.returncode, 1), self.at
+        if self.ending.caused_by_rank is not None:
+            return 2, self.at
+        return (4 if self.ending.failure.kind.follows_from_others else 1), self.at
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the end that the others followed from; None if no rank failed.
-
-    A rank that the kernel killed reports nothing, and its peers report a broken connection first:
-    so SIGKILL comes before any report. After that the earliest one counts that is no consequence by
-    its nature (a lost connection, a request to stop) or by its own report.
-    """
-    return min((end for end in ends if end.is_failure), key=_order, default=None)
-
-
-def _order(end: RankEnd) -> tuple[int, float]:
-    if not isinstance(end.ending, Failed):
-        return (0 if end.returncode == -signal.SIGKILL else 1), end.at
-    if end.ending.caused_by_rank is not None:
-        return 2, end.at
-    follows = end.ending.failure.kind.follows_from_others
-    return (3 if follows else 1), end.at
+    """Return the end that the others followed from; None if no rank failed."""
+    failed = (end for end in ends if end.is_failure)
+    return min(failed, key=lambda end: end.order, default=None)
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
@@ -276,8 +293,6 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     if root is None:
         first = ends[0].ending
         return None if first is None else replace(first, memory=memory)
-    if not isinstance(root.ending, Failed):
+    if not isinstance(root.ending, Failed) or root.failure is None:
         return RankDied(root.rank, root.pid, root.returncode or 0, memory)
-    by = root.ending.caused_by_rank
-    failure = replace(root.ending.failure, rank=root.rank if by is None else by)
-    return replace(root.ending, failure=failure, memory=memory)
+    return replace(root.ending, failure=root.failure, memory=memory)

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from robust_train.host.engine import GuestRank
 from robust_train.host.linux import shared_machine_environment, signal_at_parents_death
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
-from robust_train.launcher.ending import ended
+from robust_train.launcher.ending import RankEnd, ended
 from robust_train.launcher.hydra_state import run_folder
 from robust_train.launcher.inline import InlineExecutor, function_of, shield_workers
 from robust_train.launcher.inputs import request_for
@@ -94,7 +94,7 @@ def run_rank(
 
 
 class Rank:
-    """This process as one rank of an engine's job; for rank 0 the :class:`.job.Engine` of it.
+    """This process as one rank of an engine's job; rank 0 is its :class:`.job.Job` as well.
 
     Raises:
         ConfigError: the config cannot be used by a rank.
@@ -169,13 +169,15 @@ class Rank:
             decided = self._after(history, policy)
             first, is_fresh = decided or first, decided is None
         number, checkpoint = beginning.attempts + 1, beginning.checkpoint
-        failures.begin(number, beginning.job, first.spec, is_fresh=is_fresh)
         start = {
+            "job": beginning.job,
             "run_dir": str(self.run_dir),
             "number": number,
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "spec": asdict(replace(first.spec, gpus=())),
+            "is_fresh": is_fresh,  # earlier attempts do not count any more
         }
+        failures.write(f"attempt-{number}.json", start)
         self.begin(start)
         return first
 
@@ -353,73 +355,46 @@ def _run_dir(guest: GuestRank, given: str | Path | None) -> Path:
 
 # --- how earlier starts have failed -------------------------------------------------------------
 
-Code = Mapping[str, float]
-"""Files that a failed trainer was made of, and when each was changed last."""
-
-
-@dataclass(frozen=True)
-class RankEnding:
-    """How one rank failed, by its own report."""
-
-    rank: int
-    at: float  # seconds since the epoch
-    event: Failed
-    code: Code = field(default_factory=dict)
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a signal stopped this rank."""
-        return self.event.failure.kind is FailureKind.INTERRUPTED
-
 
 @dataclass(frozen=True)
 class EarlierStart:
     """An attempt of an earlier start, and how its ranks failed."""
 
     attempt: Attempt
-    endings: Mapping[int, RankEnding]  # by rank
+    ends: Sequence[RankEnd]
+    # the files that a failed rank's trainer was made of, and when each was changed last
+    code: Mapping[int | None, Mapping[str, float]]
 
     @property
     def was_stopped(self) -> bool:
         """Whether a signal stopped all ranks."""
-        stopped = [one for one in self.endings.values() if one.was_stopped]
-        return len(stopped) == self.attempt.spec.ranks
+        return all(one.was_stopped for one in self.ends)
 
     def code_has_changed(self) -> bool:
         """Return whether a file of the trainer's differs from what has failed."""
         failure = self.attempt.failure
-        root = None if failure is None else failure.rank
-        code = (
-            {} if root is None or root not in self.endings else self.endings[root].code
-        )
+        code = self.code.get(None if failure is None else failure.rank, {})
         return any(_changed_at(path) != at for path, at in code.items())
 
 
-def cause_of(failures: Mapping[int, RankEnding], ranks: int) -> Failure:
+def cause_of(ends: Sequence[RankEnd]) -> Failure:
     """Return why an attempt failed: the earliest failure that is not the consequence of another's.
 
     Where all reports are consequences (a lost connection, a request to stop), a rank that left none
     was killed. If every rank was stopped, that is the reason. Pure.
     """
-    killed = sorted({*range(ranks)} - {*failures})
-
-    def order(one: RankEnding) -> tuple[int, float]:
-        if not one.event.failure.kind.follows_from_others:
-            return (0 if one.event.caused_by_rank is None else 1), one.at
-        return (3 if one.was_stopped else 2), one.at
-
-    reports = sorted(failures.values(), key=order)
-    if reports and (not killed or order(reports[0])[0] < 2):
-        root = reports[0]
-        by = root.event.caused_by_rank if order(root)[0] == 1 else None
-        return replace(root.event.failure, rank=root.rank if by is None else by)
+    counted = [one for one in ends if not one.was_stopped] or ends
+    root = min(counted, key=lambda one: one.order)
+    if root.failure is not None:
+        return root.failure
+    killed = [one.rank for one in ends if one.ending is None]
     names = ", ".join(map(str, killed))
-    one = len(killed) == 1
+    is_one = len(killed) == 1
     return Failure(
         FailureKind.INTERRUPTED,
-        f"rank {names} was killed" if one else f"ranks {names} were killed",
+        f"rank {names} was killed" if is_one else f"ranks {names} were killed",
         Evidence(clue=Clue.KILLED),
-        rank=killed[0] if one else None,
+        rank=root.rank if is_one else None,
     )
 
 
@@ -430,13 +405,6 @@ class RankFailures:
         self._journal = run_dir / "journal.jsonl"
         self._folder = run_dir / "ranks"
 
-    def begin(
-        self, number: int, job: str, spec: AttemptSpec, *, is_fresh: bool
-    ) -> None:
-        """Record what an attempt begins with; ``is_fresh``: earlier ones do not count any more."""
-        content = {"job": job, "spec": asdict(replace(spec, gpus=()))}
-        self._write(f"attempt-{number}.json", {**content, "is_fresh": is_fresh})
-
     def leave(self, number: int, rank: int, event: Failed) -> None:
         """Record how this rank's part of attempt ``number`` failed."""
         content = {
@@ -445,7 +413,7 @@ class RankFailures:
             "code": _code(),
             "event": replace(event, error=None).as_json(),
         }
-        self._write(f"attempt-{number}.rank-{rank}.json", content)
+        self.write(f"attempt-{number}.rank-{rank}.json", content)
 
     def history(self, job: str, gpus: Group) -> Sequence[EarlierStart]:
         """Return the job's earlier attempts that count, the last one last."""
@@ -475,19 +443,23 @@ class RankFailures:
         return [int(name) for name in names if name.isdigit()]
 
     def _ended(self, attempt: Attempt) -> EarlierStart:
-        endings: dict[int, RankEnding] = {}
-        ranks = attempt.spec.ranks
-        for rank in range(ranks):
+        ends: list[RankEnd] = []
+        code: dict[int | None, dict[str, float]] = {}
+        for rank in range(attempt.spec.ranks):
             name = f"attempt-{attempt.number}.rank-{rank}.json"
             found = read_object(self._folder / name)
+            end = RankEnd(rank)
             with contextlib.suppress(MalformedEvent, KeyError, TypeError):
                 event = parse(found["event"])
                 if isinstance(event, Failed):
-                    endings[rank] = RankEnding(rank, found["at"], event, found["code"])
-        cause = cause_of(endings, ranks)
-        return EarlierStart(replace(attempt, failure=cause, seconds=0.0), endings)
+                    code[rank] = dict(found["code"])
+                    end = RankEnd(rank, ending=event, at=float(found["at"]))
+            ends.append(end)
+        attempt = replace(attempt, failure=cause_of(ends), seconds=0.0)
+        return EarlierStart(attempt, ends, code)
 
-    def _write(self, name: str, content: Mapping[str, object]) -> None:
+    def write(self, name: str, content: Mapping[str, object]) -> None:
+        """Write a file there; what keeps it from that is a warning."""
         try:
             self._folder.mkdir(exist_ok=True)
             write_json(self._folder / name, dict(content), durable=True)

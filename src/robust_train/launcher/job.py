@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tenacity
 from omegaconf import DictConfig
@@ -33,7 +33,6 @@ from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
 from robust_train.folder.checkpoints import pass_over_damaged, why_full
 from robust_train.folder.identity import (
-    Beginning,
     begin_job,
     complete_job,
     refuse_other_version,
@@ -100,7 +99,6 @@ from robust_train.policy.decide import (
     on_gpus,
     with_rule,
 )
-from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.report import narration, wording
@@ -110,6 +108,7 @@ from robust_train.report.status import LiveStatus
 from robust_train.report.story import goodput_in
 
 if TYPE_CHECKING:
+    from robust_train.launcher.guest import Rank
     from robust_train.launcher.inline import InlineExecutor
 
 log = logging.getLogger("robust_train")
@@ -117,18 +116,6 @@ log = logging.getLogger("robust_train")
 
 _DISK_POLL_SECONDS = 5.0
 _DISK_LINE_SECONDS = 60.0
-
-
-class Engine(Protocol):
-    """What has started this process as rank 0 of its own job, and starts it again."""
-
-    executor: InlineExecutor
-    devices: Devices
-
-    def first(
-        self, beginning: Beginning, policy: PolicySettings, group: Group
-    ) -> Retry:
-        """Return what this launch begins with."""
 
 
 def launch(
@@ -192,8 +179,8 @@ def run_job(
 class Job:
     """One launch, from a complete config to its summary.
 
-    ``remedies``: it may be tried again; ``explain`` is called before the last lines; ``engine``: it
-    has started this process.
+    ``remedies``: it may be tried again; ``explain`` is called before the last lines; ``engine``:
+    this process as rank 0 of the job of an engine, which starts it again.
 
     Raises:
         ConfigError: config or trainer cannot be used, or a live job holds the run folder.
@@ -207,7 +194,7 @@ class Job:
         *,
         remedies: bool = True,
         explain: Callable[[Summary], object] = lambda summary: None,
-        engine: Engine | None = None,
+        engine: Rank | None = None,
     ) -> None:
         self.cfg = cfg = cfg.copy()
         # for this job alone: a program may call launch() again
@@ -322,8 +309,10 @@ class Job:
         try:
             group = self._acquire_device()
             self.executor.prepare(self.folder.tick)
-            first = self._engine.first if self._engine is not None else _first
-            self._attempt_until_done(first(self.beginning, self.policy, group))
+            first = first_decision(self.policy, group)
+            if self._engine is not None:
+                first = self._engine.first(self.beginning, self.policy, group)
+            self._attempt_until_done(first)
         finally:
             # however often Ctrl-C is pressed: the GPU is released
             with self.signals.handed_to(lambda signum: None):
@@ -642,10 +631,6 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
-
-
-def _first(beginning: Beginning, policy: PolicySettings, group: Group) -> Retry:
-    return first_decision(policy, group)
 
 
 def _decided_pause(state: tenacity.RetryCallState) -> float:

@@ -11,7 +11,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import AttemptSpec, Retry, Room
-from robust_train.policy.sizes import PolicySettings, sizes, with_accumulation
+from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
 from robust_train.readable import MIB
 
 _NOTABLE_BYTES = 256 * MIB
@@ -50,8 +50,20 @@ class FailureContext:
         spec, reached = self.attempt.spec, self.attempt.sizes[-1]
         if reached >= spec.batch_size or not self.settings.accumulates:
             return spec
-        batch_size, accumulation = with_accumulation(self.sizes, reached)
-        return spec.with_batch(batch_size, accumulation)
+        return self.sizes.resized(spec, reached)
+
+    @property
+    def has_smaller(self) -> bool:
+        """Whether there is a smaller micro-batch than that."""
+        last = self.last
+        return last.has_batch and last.batch_size > self.settings.min_batch_size
+
+    @property
+    def smaller(self) -> AttemptSpec:
+        """The same with the next smaller micro-batch."""
+        return self.sizes.resized(
+            self.last, next_smaller(self.sizes, self.last.batch_size)
+        )
 
     @property
     def saved(self) -> str:
@@ -121,10 +133,10 @@ class FailureContext:
         return not any(one.has_begun for one in self.history)
 
     @property
-    def sizes_not_tried(self) -> list[tuple[int, int]]:
-        """The sizes with their accumulation, largest first, below all that were tried."""
+    def sizes_not_tried(self) -> list[int]:
+        """The micro-batches, largest first, below all that were tried."""
         smallest = min(one.sizes[-1] for one in self.history)
-        return [each for each in sizes(self.sizes) if each[0] < smallest]
+        return [size for size in sizes(self.sizes) if size < smallest]
 
     @property
     def tried_devices(self) -> frozenset[str]:
@@ -175,6 +187,11 @@ class FailureContext:
         return len(here) - 1
 
     @property
+    def has_retries(self) -> bool:
+        """Whether it may fail in this way once more before the job gets further."""
+        return self.failures_without_progress <= self.config.retries
+
+    @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
         return sum(
@@ -203,7 +220,7 @@ class FailureContext:
         """
         left: set[str] = set()
         seen: set[tuple[tuple[str, ...], int | None]] = set()
-        no_progress = self.failures_without_progress > self.config.retries
+        no_progress = not self.has_retries
         progress_at = len(self.history) - len(self.since_progress)
         for number, attempt in enumerate(self.history):
             if attempt.kind is not FailureKind.DEVICE_FAULT:
@@ -251,11 +268,14 @@ class FailureContext:
         *,
         pause_seconds: float = 0.0,
         room: Room | None = None,
+        batch_size: int | None = None,
         **changes: Any,
     ) -> Retry:
         """Return the retry with these changes of the spec; its reason is what failed and ``how``
         to go on."""
         spec = replace(self.last, **changes)
+        if batch_size is not None:
+            spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)
         return Retry(
             spec,
             action,

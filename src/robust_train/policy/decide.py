@@ -20,7 +20,6 @@ from robust_train.policy.remedies import Rule
 from robust_train.policy.sizes import (
     PolicySettings,
     largest_up_to,
-    next_smaller,
     size_to_begin_with,
 )
 
@@ -126,10 +125,9 @@ def on_gpus(
     """
     spec = replace(retry.spec, gpus=gpus)
     if len(gpus) != spec.ranks:
-        size, accumulation = largest_up_to(
-            settings.for_ranks(len(gpus)), spec.batch_size
-        )
-        spec = replace(spec.with_batch(size, accumulation), ranks=len(gpus))
+        fewer = settings.for_ranks(len(gpus))
+        spec = fewer.resized(spec, largest_up_to(fewer, spec.batch_size))
+        spec = replace(spec, ranks=len(gpus))
     spec, _ = size_to_begin_with(settings, history, spec)
     return replace(retry, spec=spec)
 
@@ -239,18 +237,14 @@ def _why_give_up(context: FailureContext) -> str:
     if not context.config.allow_cpu_fallback:
         hint = " (allow_cpu_fallback is false)"
     can_halve = context.last.has_batch
-    if can_halve and context.last.batch_size > context.settings.min_batch_size:
-        smaller = context.last.with_batch(
-            *next_smaller(context.sizes, context.last.batch_size)
-        )
-        if context.settings.refuses(smaller):
-            hint += "; a smaller micro-batch would change the effective batch size, which is kept"
+    if context.has_smaller and context.settings.refuses(context.smaller):
+        hint += "; a smaller micro-batch would change the effective batch size, which is kept"
     if not can_halve:
         hint += "; the batch was not halved: the command has no {batch_size}"
     elif context.nothing_was_reported:
         hint += "; no attempt reported a step: where model or data do not fit, no batch does"
     if can_halve and context.config.max_retries is not None and context.sizes_not_tried:
-        left = ", ".join(str(size) for size, _ in context.sizes_not_tried)
+        left = ", ".join(map(str, context.sizes_not_tried))
         hint += (
             f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
         )
@@ -357,10 +351,7 @@ def _can(rule: RetryRule, context: FailureContext) -> bool:
     """Return whether what the rule demands is possible: else the next one, or a remedy, decides."""
     if rule.then == EXCLUDE_GPU:
         return bool(context.last.gpus)
-    last = context.last
-    has_smaller = last.has_batch and last.batch_size > context.settings.min_batch_size
     if rule.then != "smaller_batch":
         return True
-    if not has_smaller or context.keeps_batch:
-        return False
-    return not context.settings.refuses(remedies.halved(context, "", "").spec)
+    may_split = context.has_smaller and not context.keeps_batch
+    return may_split and not context.settings.refuses(context.smaller)

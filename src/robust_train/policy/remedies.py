@@ -13,7 +13,7 @@ from robust_train.policy.context import (
     exchanged,
     uuids,
 )
-from robust_train.policy.sizes import largest_up_to, next_smaller, sizes
+from robust_train.policy.sizes import largest_up_to, sizes
 from robust_train.readable import mib
 
 ALIKE = 0.9
@@ -119,9 +119,7 @@ def less_for_workers(context: FailureContext) -> Retry | None:
 
 def halve_batch(context: FailureContext) -> Retry | None:
     """Half the micro-batch on the same device, while that can help."""
-    is_smallest = context.last.batch_size <= context.settings.min_batch_size
-    has_smaller = context.last.has_batch and not is_smallest
-    if not has_smaller or context.failed_before_training:
+    if not context.has_smaller or context.failed_before_training:
         return None
     if _confirmed_by_another_gpu(context):
         return None
@@ -138,10 +136,9 @@ def halve_batch_on_request(context: FailureContext) -> Retry:
     problem = f"micro-batch {size} is the smallest already"
     if not context.last.has_batch:
         problem = "the command has no {batch_size}"
-    elif size > context.settings.min_batch_size:
-        smaller = halved(context, action, why)
-        if not context.settings.refuses(smaller.spec):
-            return smaller
+    elif context.has_smaller:
+        if not context.settings.refuses(context.smaller):
+            return halved(context, action, why)
         problem = "a smaller one would change the effective batch size"
     return Retry(context.last, action, why + problem)
 
@@ -161,7 +158,6 @@ def switch_gpu(context: FailureContext) -> Retry | None:
     # memory is near-affine in the micro-batch with a constant part above zero, so k times the
     # memory holds at least k times the micro-batch that almost fitted
     at_most = context.last.batch_size * offered / max(had, 1)
-    batch_size, accumulation = largest_up_to(context.sizes, at_most)
     how = (
         f"{context.at_size}; {device_name(group)} has {mib(offered)} free "
         f"({mib(had)} were free on {device_name(context.failed_gpus)})"
@@ -170,8 +166,7 @@ def switch_gpu(context: FailureContext) -> Retry | None:
         "switch_gpu",
         how,
         gpus=group,
-        batch_size=batch_size,
-        gradient_accumulation_steps=accumulation,
+        batch_size=largest_up_to(context.sizes, at_most),
     )
 
 
@@ -226,9 +221,7 @@ def half_after_internal_errors(context: FailureContext) -> Retry | None:
         return None
     last = context.last
     was_halved = any(one.spec.batch_size > last.batch_size for one in earlier)
-    if was_halved or last.batch_size <= context.settings.min_batch_size:
-        return None
-    if not context.gpus_are_available:
+    if was_halved or not context.has_smaller or not context.gpus_are_available:
         return None
     why = f"{context.what_failed}, again at this step, as it may for lack of memory: "
     return halved(context, "halve_batch", why)
@@ -310,9 +303,7 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
     """Retry on the next available GPU: another job was faster on this one."""
     config, ours = context.config, uuids(context.last.gpus)
     is_taken = bool(ours) and not {*uuids(context.gpus)}.issuperset(ours)
-    if not is_taken or not config.wait_for_gpu:
-        return None
-    if context.failures_without_progress > config.retries:
+    if not is_taken or not config.wait_for_gpu or not context.has_retries:
         return None
     only = () if config.picks_gpu else ours
     room = Room(only, config.min_gpu_memory_bytes, counts=(len(ours),))
@@ -322,10 +313,9 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
 
 def same_again(context: FailureContext) -> Retry | None:
     """Retry after a pause that doubles each time: peers, networks and devices come back."""
-    failures = context.failures_without_progress
-    if failures > context.config.retries:
+    if not context.has_retries:
         return None
-    pause = pause_before(context, failures)
+    pause = pause_before(context, context.failures_without_progress)
     if context.evidence.clue == Clue.RATE_LIMIT:
         pause = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
     return context.retry(
@@ -335,9 +325,7 @@ def same_again(context: FailureContext) -> Retry | None:
 
 def killed_again(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint: someone killed the process without a request."""
-    if context.evidence.clue != Clue.KILLED:
-        return None
-    if context.failures_without_progress > context.config.retries:
+    if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
     return context.retry("retry", f": the same again on {where} from {context.saved}")
@@ -428,7 +416,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     # activations lie on the GPU, if there is one
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
         return None
-    *_, (size, accumulation) = sizes(context.sizes)
+    *_, size = sizes(context.sizes)
     change = (
         f" at micro-batch {last.batch_size}: {size}" if last.has_batch else ": again"
     )
@@ -440,7 +428,6 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
         "gradient_checkpointing",
         how,
         batch_size=size,
-        gradient_accumulation_steps=accumulation,
         gradient_checkpointing=True,
     )
 
@@ -475,13 +462,12 @@ def sizes_left(context: FailureContext) -> Retry | None:
     )
     if last.gpus and not most:
         return None
-    size, accumulation = context.sizes_not_tried[0]
+    size = context.sizes_not_tried[0]
     return context.retry(
         "halve_batch",
         f"{context.at_size}: on with {size} on {device_name(most)}, which no attempt has tried",
         gpus=most if last.gpus else (),
         batch_size=size,
-        gradient_accumulation_steps=accumulation,
     )
 
 
@@ -499,7 +485,6 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
         gpus=(),
         ranks=asked.ranks,
         batch_size=asked.batch_size,
-        gradient_accumulation_steps=asked.gradient_accumulation_steps,
         gradient_checkpointing=asked.gradient_checkpointing,
     )
 
@@ -566,10 +551,9 @@ def pause_before(context: FailureContext, tries: int) -> float:
 
 def halved(context: FailureContext, action: str, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
-    last = context.last
-    size, accumulation = next_smaller(context.sizes, last.batch_size)
-    reason = f"{why}micro-batch {last.batch_size} → {size}"
-    if accumulation != last.gradient_accumulation_steps:
-        reason += f", accumulation {last.gradient_accumulation_steps} → {accumulation}"
-    spec = last.with_batch(size, accumulation)
+    last, spec = context.last, context.smaller
+    reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"
+    was, now = last.gradient_accumulation_steps, spec.gradient_accumulation_steps
+    if now != was:
+        reason += f", accumulation {was} → {now}"
     return Retry(spec, action, reason, context.warning_about(spec))

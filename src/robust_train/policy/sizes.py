@@ -123,6 +123,14 @@ class PolicySettings:
         asked = asked.with_batch(size, -(-total // (size * ranks)))
         return replace(self, asked=replace(asked, ranks=ranks))
 
+    def resized(self, spec: AttemptSpec, batch_size: int) -> AttemptSpec:
+        """Return ``spec`` with another micro-batch, and the accumulation that makes up the
+        effective batch with it."""
+        accumulation = self.asked.gradient_accumulation_steps
+        if self.accumulates:
+            accumulation = -(-self.share // batch_size)
+        return spec.with_batch(batch_size, accumulation)
+
     def fewer_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the allowed numbers of GPUs below ``ranks``, most first.
 
@@ -149,15 +157,8 @@ def settings_of_batch(
     return PolicySettings.of(RobustConfig(training=training, **keys))
 
 
-def with_accumulation(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
-    """Return ``batch_size`` and the accumulation that makes up the effective batch with it."""
-    if not settings.accumulates:
-        return batch_size, settings.asked.gradient_accumulation_steps
-    return batch_size, -(-settings.share // batch_size)
-
-
-def next_smaller(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
-    """Return the next smaller micro-batch and its accumulation.
+def next_smaller(settings: PolicySettings, batch_size: int) -> int:
+    """Return the next smaller micro-batch.
 
     At most half of ``batch_size``, not below ``min_batch_size``; among those the largest divisor
     of a rank's share of the effective batch. Without a divisor in that range the accumulation is
@@ -167,23 +168,23 @@ def next_smaller(settings: PolicySettings, batch_size: int) -> tuple[int, int]:
     if settings.accumulates:
         for candidate in range(at_most, settings.min_batch_size - 1, -1):
             if settings.share % candidate == 0:
-                return candidate, settings.share // candidate
-    return with_accumulation(settings, at_most)
+                return candidate
+    return at_most
 
 
-def sizes(settings: PolicySettings) -> Iterator[tuple[int, int]]:
-    """Yield each (micro-batch, accumulation) from the requested one to ``min_batch_size``."""
-    size = settings.asked.batch_size, settings.asked.gradient_accumulation_steps
+def sizes(settings: PolicySettings) -> Iterator[int]:
+    """Yield each micro-batch from the requested one to ``min_batch_size``."""
+    size = settings.asked.batch_size
     yield size
-    while settings.asked.has_batch and size[0] > settings.min_batch_size:
-        size = next_smaller(settings, size[0])
+    while settings.asked.has_batch and size > settings.min_batch_size:
+        size = next_smaller(settings, size)
         yield size
 
 
-def largest_up_to(settings: PolicySettings, at_most: float) -> tuple[int, int]:
+def largest_up_to(settings: PolicySettings, at_most: float) -> int:
     """Return the largest of :func:`sizes` that is no larger, else the smallest."""
     every = list(sizes(settings))
-    return next((size for size in every if size[0] <= at_most), every[-1])
+    return next((size for size in every if size <= at_most), every[-1])
 
 
 MOST_PROBES = 4  # Probes of one search
@@ -252,8 +253,7 @@ def micro_batch_sizes(
     its own batches, where divisors are far apart."""
     least = min(min_batch_size, effective_batch_size)
     settings = settings_of_batch(effective_batch_size, min_batch_size=least)
-    halved = {size for size, _ in sizes(settings)}
-    return tuple(sorted(halved.union(exact_sizes(effective_batch_size, least))))
+    return tuple(sorted({*sizes(settings), *exact_sizes(effective_batch_size, least)}))
 
 
 def size_to_begin_with(
@@ -279,7 +279,7 @@ def size_to_begin_with(
     # the job may go on with other sizes than it was requested with
     requested = [size for size in exact if size <= settings.requested_size]
     if requested and not history and requested[-1] < spec.batch_size:
-        smaller = spec.with_batch(*with_accumulation(ranks, requested[-1]))
+        smaller = ranks.resized(spec, requested[-1])
         was, now = spec.effective_batch_size, smaller.effective_batch_size
         stays = f"stays {now}" if now == was else f"is {now} instead of {was}"
         return smaller, (
@@ -293,8 +293,8 @@ def size_to_begin_with(
         why = (
             f"training.batch_size=auto: {earlier}, as found earlier in this run folder"
         )
-        return spec.with_batch(*with_accumulation(ranks, earlier)), why
-    whole = spec.with_batch(*with_accumulation(ranks, ranks.share))
+        return ranks.resized(spec, earlier), why
+    whole = ranks.resized(spec, ranks.share)
     is_script = settings.config.is_script
     if spec.ranks == 1 and not is_script:
         return replace(whole, searches=True), ""

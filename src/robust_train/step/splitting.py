@@ -304,7 +304,7 @@ class MicroBatchSize:
             self._accumulation,
             min_batch_size=self._min,
         )
-        return next_smaller(settings, failed)[0]
+        return next_smaller(settings, failed)
 
     def failed_at(self, size: int) -> None:
         """Record that memory ran out at ``size``: use the next smaller one, if any."""
