@@ -41,6 +41,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from robust_train.attempt.sampler import Sampler  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import close_session, read_inventory  # noqa: E402
@@ -48,13 +49,9 @@ from robust_train.gpu.processes import find_holders  # noqa: E402
 from robust_train.gpu.select import idlest, label, others_on  # noqa: E402
 from robust_train.gpu.visible import VARIABLE as MASK  # noqa: E402
 from robust_train.gpu.visible import visible_gpus  # noqa: E402
+from robust_train.host.allocator import VARIABLE, allocator_settings  # noqa: E402
 from robust_train.memory.clearing import release_memory, return_memory  # noqa: E402
-from robust_train.memory.cuda import (  # noqa: E402
-    VARIABLE,
-    alloc_retries,
-    allocator_settings,
-)
-from robust_train.memory.samples import Sampler  # noqa: E402
+from robust_train.memory.cuda import alloc_retries  # noqa: E402
 from robust_train.memory.stats import memory_in_use  # noqa: E402
 from robust_train.model.failure import FailureKind  # noqa: E402
 from robust_train.readable import GIB, MIB, first_line  # noqa: E402

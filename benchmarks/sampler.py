@@ -76,7 +76,7 @@ def block(
     step: Callable[[], None], count: int, device: str, interval: float | None
 ) -> Block:
     """So many steps, with a sampler or without."""
-    from robust_train.memory.samples import Sampler
+    from robust_train.attempt.sampler import Sampler
 
     with tempfile.TemporaryDirectory() as folder:
         sampler = (

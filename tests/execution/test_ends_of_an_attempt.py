@@ -11,9 +11,9 @@ import pytest
 
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
+from robust_train.host.allocator import VARIABLE
 from robust_train.launcher import interpreters, process
 from robust_train.launcher.inputs import attempt_environment
-from robust_train.memory.cuda import VARIABLE
 from robust_train.model.events import Event, UserEvent
 from robust_train.model.failure import FailureKind
 from world import wait_until

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from robust_train.memory.cuda import VARIABLE
+from robust_train.host.allocator import VARIABLE
 from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
 from terminal import run_at_a_terminal
 from world import ROOT, SUPPORT, World, wait_until

@@ -11,8 +11,8 @@ import textwrap
 import pytest
 import torch
 
+from robust_train.host.allocator import VARIABLE, use_expandable_segments
 from robust_train.memory import set_memory_fraction
-from robust_train.memory.cuda import VARIABLE, use_expandable_segments
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from torch import nn
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
-from robust_train.memory.samples import FILE_NAME, Sample, attempt_stability, encode
+from robust_train.folder.memory_samples import FILE_NAME, Sample, attempt_stability, encode
 from robust_train.model.events import Event, MemoryTight, OutOfMemory
 from robust_train.model.failure import FailureKind
 from robust_train.readable import MIB

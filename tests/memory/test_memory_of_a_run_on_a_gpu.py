@@ -8,7 +8,7 @@ import pickle
 import pytest
 from memory_world import run
 
-from robust_train.memory.samples import FILE_NAME, read_samples
+from robust_train.folder.memory_samples import FILE_NAME, read_samples
 from world import World
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from memory_world import ON_CPU, run, start
 
-from robust_train.memory.samples import FILE_NAME, Sample, SampleFile, encode, read_samples
+from robust_train.attempt.sampler import SampleFile
+from robust_train.folder.memory_samples import FILE_NAME, Sample, encode, read_samples
 from robust_train.readable import MIB
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -76,7 +77,7 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..
         f"""
         import json, pathlib, time
         from robust_train.gpu.inventory import known_session
-        from robust_train.memory.samples import Sampler
+        from robust_train.attempt.sampler import Sampler
         folder = pathlib.Path({str(machine.folder)!r})
         sampler = Sampler(folder, 1, "cuda:0", 0.001, lambda: 1, cost_share=1, nvml_seconds=0.05)
         sampler.start()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from robust_train.memory.samples import Sample, stability
+from robust_train.folder.memory_samples import Sample, stability
 from robust_train.readable import GIB, MIB
 
 

@@ -10,7 +10,7 @@ from journals import Journal, write_failed, write_recovered, write_sweep
 
 from browser import Browser, find_browser
 from robust_train.cli.main import main
-from robust_train.memory.samples import Sample, encode
+from robust_train.folder.memory_samples import Sample, encode
 from robust_train.readable import GIB
 
 pytestmark = pytest.mark.slow

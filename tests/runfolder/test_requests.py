@@ -13,17 +13,14 @@ import pytest
 from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
-from robust_train.folder import requests as requests_module
+from robust_train.folder import live
+from robust_train.folder.live import ControlError, StillQueued, ask, status
 from robust_train.folder.requests import (
     REQUESTS,
-    ControlError,
     Refused,
-    StillQueued,
-    ask,
     find_requests,
     open_requests,
     request_sweep_stop,
-    status,
     sweep_stop_requested,
 )
 from robust_train.folder.run_list import choose_run, read_run
@@ -35,7 +32,7 @@ from world import wait_until
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_module, "SEEN_SECONDS", 0.5)
+    monkeypatch.setattr(live, "SEEN_SECONDS", 0.5)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import warm
 from robust_train import launch
 from robust_train.attempt.run import Run
 from robust_train.cli.main import main
-from robust_train.folder.requests import ControlError, StillQueued, ask
+from robust_train.folder.live import ControlError, StillQueued, ask
 from robust_train.folder.run_list import choose_run, read_run
 from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu, Machine

@@ -12,7 +12,7 @@ from live_folder import another_launcher, as_on_another_host, open_folder
 
 from robust_train.cli.main import main
 from robust_train.folder import run_list
-from robust_train.folder.requests import ControlError, ask
+from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
     NoLiveRun,
     choose_run,

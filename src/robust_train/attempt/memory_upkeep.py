@@ -12,6 +12,7 @@ from types import TracebackType
 import psutil
 
 from robust_train.attempt.run import Run
+from robust_train.attempt.sampler import Sampler
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.host.memory import resident_bytes
@@ -29,7 +30,6 @@ from robust_train.memory.reports import (
     record_history_after_an_oom,
     write_out_of_memory,
 )
-from robust_train.memory.samples import Sampler
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryTight
 from robust_train.model.failure import Failure

@@ -226,7 +226,8 @@ def _listing(groups: Mapping[str, Iterable[Command]]) -> str:
 
 def _exit_code_of(error: Exception) -> int:
     """Return the exit code for an error that its message explains; 0 for any other."""
-    from robust_train.folder.requests import ControlError, Refused
+    from robust_train.folder.live import ControlError
+    from robust_train.folder.requests import Refused
     from robust_train.folder.run_list import NoLiveRun
     from robust_train.queue.queue_dir import QueueProblem
 

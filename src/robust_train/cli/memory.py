@@ -19,7 +19,7 @@ import psutil
 
 from robust_train.cli.command import Answer, CommandFailed, Table
 from robust_train.cli.machine import machine_memory
-from robust_train.folder.requests import ControlError, ask
+from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import KnownRun, NoLiveRun, NothingAlive, choose_run
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
@@ -29,7 +29,7 @@ from robust_train.gpu.processes import (
     list_cuda_processes,
     send_signal,
 )
-from robust_train.memory import cuda
+from robust_train.host import allocator
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import MIB
@@ -107,17 +107,15 @@ def enable(arguments: Namespace) -> Answer:
 
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
-    exported = cuda.exported_expandable_segments(os.environ)
-    settings = cuda.allocator_settings(os.environ, expandable_segments=True)
-    line = f"export {cuda.VARIABLE}={shlex.quote(settings)}"
+    exported = allocator.exported_expandable_segments(os.environ)
+    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
+    line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
-        line = (
-            f"# {cuda.VARIABLE} has expandable_segments:{exported} already, which stays"
-        )
+        line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
     shown = [line]
     if sys.stdout.isatty():  # not inside $(…)
         shown.append('to set it in this shell: eval "$(robust-train memory enable)"')
-    data = {"variable": cuda.VARIABLE, "value": settings, "lines": [line]}
+    data = {"variable": allocator.VARIABLE, "value": settings, "lines": [line]}
     return Answer(data, shown)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from robust_train.cli.command import Answer, CommandFailed, Table
-from robust_train.folder import requests, run_list
+from robust_train.folder import live, requests, run_list
 from robust_train.folder.lock import is_held, left_of
 from robust_train.folder.run_list import (
     DIED,
@@ -150,7 +150,7 @@ def _step(about: About) -> str | None:
 def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended."""
     run = choose_run(arguments.run or arguments.which, dead_too=True)
-    about = requests.status(run)
+    about = live.status(run)
     facts = _facts(run, about).items()
     rows = [(name, str(value)) for name, value in facts if value is not None]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
@@ -160,7 +160,7 @@ def request(arguments: Namespace) -> Answer:
     """Have a live run do at its next step what the command is called after."""
     run = choose_run(arguments.run or arguments.which)
     verb = arguments.command.replace("-", "_")
-    answer = requests.ask(run, verb, wait_seconds=arguments.wait)
+    answer = live.ask(run, verb, wait_seconds=arguments.wait)
     sentence = _SENTENCES[verb].format(run=run, **answer)
     return Answer({"run": run.id, **answer}, [sentence])
 
@@ -173,7 +173,7 @@ def stop(arguments: Namespace) -> Answer:
     run = choose_run(which)
     if run.is_orphaned:
         return _stop_orphaned(run, now=arguments.now)
-    answer = requests.ask(run, "stop", now=arguments.now)
+    answer = live.ask(run, "stop", now=arguments.now)
     sentence = (
         f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
     )

@@ -17,10 +17,10 @@ from robust_train.config.attempt import AttemptRequest
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.folder import trackers
+from robust_train.host.allocator import VARIABLE
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import Flags
 from robust_train.memory.clearing import StartingMemory, release_and_check
-from robust_train.memory.cuda import VARIABLE
 from robust_train.model.attempt import Exit
 from robust_train.model.events import Event, Failed, MemoryHeld
 from robust_train.model.failure import FailureKind

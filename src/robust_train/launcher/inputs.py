@@ -25,16 +25,16 @@ from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
-from robust_train.launcher import detach
-from robust_train.launcher.hydra_state import hydra_config, owns_terminal, sweep_folder
-from robust_train.launcher.stall_watch import nccl_variables
-from robust_train.memory.cuda import (
+from robust_train.host.allocator import (
     VARIABLE,
     allocator_settings,
     exported_expandable_segments,
     is_wsl,
     use_expandable_segments,
 )
+from robust_train.launcher import detach
+from robust_train.launcher.hydra_state import hydra_config, owns_terminal, sweep_folder
+from robust_train.launcher.stall_watch import nccl_variables
 from robust_train.model.attempt import Attempt
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec

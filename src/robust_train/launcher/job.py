@@ -38,6 +38,7 @@ from robust_train.folder.identity import (
     refuse_other_version,
     resume_from,
 )
+from robust_train.folder.memory_samples import attempt_stability
 from robust_train.folder.provenance import resumed_by_hand
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
@@ -63,7 +64,6 @@ from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.launcher.slow_watch import SlowWatch
-from robust_train.memory.samples import attempt_stability
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
     ConfigError,

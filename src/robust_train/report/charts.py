@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from robust_train.memory.samples import Sample
+from robust_train.folder.memory_samples import Sample
 from robust_train.readable import duration, memory, number, shortened
 from robust_train.report.facts import Curve, DeviceMemory, Mark, Use
 from robust_train.report.sources import TimedAttempt

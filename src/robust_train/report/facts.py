@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from robust_train.memory.samples import Sample
+from robust_train.folder.memory_samples import Sample
 from robust_train.model import events
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import finite

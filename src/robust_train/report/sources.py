@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from robust_train.files import json_lines
+from robust_train.folder.memory_samples import FILE_NAME as SAMPLES_FILE
+from robust_train.folder.memory_samples import Sample
 from robust_train.folder.provenance import read_environment
 from robust_train.folder.state import Summary, read_summary
-from robust_train.memory.samples import FILE_NAME as SAMPLES_FILE
-from robust_train.memory.samples import Sample
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
     AttemptStarted,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from robust_train.files import strict_json
+from robust_train.folder.memory_samples import Sample, stability
 from robust_train.folder.provenance import in_words
 from robust_train.folder.state import objective_of
-from robust_train.memory.samples import Sample, stability
 from robust_train.model.attempt import UNFINISHED
 from robust_train.model.events import JobStarted
 from robust_train.model.json import fields_as_json

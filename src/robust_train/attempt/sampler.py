@@ -1,75 +1,35 @@
-"""Memory over time, and whether it is stable.
+"""A thread beside the training writes memory over time, one line of ``memory.jsonl`` a sample.
 
-A thread beside the training writes ``memory.jsonl``, one line for each sample.
 The thread runs in the attempt's own process, because no other process can read that process's
 caching allocator. It starts no CUDA and imports no torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-from robust_train.files import LineFile, Spacing, json_lines
+from robust_train.files import LineFile, Spacing
+from robust_train.folder.memory_samples import FILE_NAME, Sample, encode
 from robust_train.gpu.inventory import close_session, find_gpu
 from robust_train.host.memory import resident_bytes, resident_bytes_of_tree
 from robust_train.memory.cuda import cached_on, device_index, started_torch
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.json import MalformedEvent, from_json
-from robust_train.readable import MIB, first_line
+from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
-
-FILE_NAME = "memory.jsonl"
 
 _COST_SHARE = 0.0025
 _NVML_SECONDS = 60.0
 _STOP_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Memory at one moment of an attempt; None if unknown or absent."""
-
-    time: float  # seconds since the epoch
-    attempt: int  # number of the attempt
-    device: str  # what the attempt trains on, `cpu` or `cuda:<index>` as NVML counts
-    step: int | None = None  # last optimizer step that was reported
-    allocated: int | None = None  # bytes of tensors on the GPU, of this process
-    reserved: int | None = None  # bytes that this process's caching allocator holds
-    gpu_used: int | None = None  # bytes in use on the whole GPU, by all processes
-    gpu_total: int | None = None  # bytes that the GPU has
-    resident: int | None = None  # bytes of host memory of this process
-    # those of `resident` that are its own: no files mapped into memory, nothing shared with other
-    # processes
-    anonymous: int | None = None
-
-
-def encode(sample: Sample) -> str:
-    """Return the sample as a line of the file, without its end."""
-    known = {name: value for name, value in vars(sample).items() if value is not None}
-    return json.dumps(known, separators=(",", ":"))
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Return the samples of a file in its order; none without a file; torn lines are skipped."""
-    samples = []
-    with contextlib.suppress(OSError):
-        for content in json_lines(path):
-            with contextlib.suppress(MalformedEvent):
-                samples.append(from_json(Sample, content))
-    return samples
 
 
 class SampleFile:
@@ -258,114 +218,3 @@ def _uuid_of(index: int) -> str | None:
         return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     except (AttributeError, RuntimeError, AssertionError):
         return None
-
-
-# --- is it stable? ---
-
-_WARM_UP_SHARE = 0.2
-_SPANS = 6
-_SAMPLES_A_SPAN = 5
-_OF_THE_SLOPE = 0.25
-_SHARE = 0.01
-_GPU_BYTES = 1 * MIB
-_HOST_BYTES = 6 * MIB
-
-
-@dataclass(frozen=True)
-class Stability:
-    """What the samples of one attempt show."""
-
-    kind: str  # `stable`, `growing`, `fragmenting` or `unknown`
-    sentence: str  # the same for people, with figures
-    mib_per_100_steps: float | None = None  # how fast it grows, None unless it does
-
-
-def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
-    """Return and log :func:`stability` of one attempt of a run folder; None without samples."""
-    samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
-    if not samples:
-        return None
-    found = stability(samples)
-    if found.kind not in ("unknown", "stable"):  # the summary has these
-        log.warning("attempt %d: memory is %s", attempt, found.sentence)
-    return found
-
-
-def stability(samples: Sequence[Sample]) -> Stability:
-    """Return whether the memory of the last attempt in ``samples`` is stable.
-
-    Memory rises and falls within each step, jumps when a checkpoint is written, and needs some
-    steps to settle, so neither its mean nor its peak shows a leak; the floor does. On a GPU,
-    tensors that accumulate are a leak, and memory that the caching allocator accumulates although
-    tensors do not is fragmentation. The process's own host memory counts on the CPU and on the GPU.
-    """
-    own = [
-        s for s in samples if s.attempt == samples[-1].attempt and s.step is not None
-    ]
-    if not own:
-        reason = "the trainer reported no steps" if samples else "no samples"
-        return Stability("unknown", f"unknown ({reason})")
-    own.sort(key=lambda sample: sample.step or 0)
-    on_gpu = any(sample.allocated is not None for sample in own)
-    allocated = _floors([(s.step, s.allocated) for s in own])
-    reserved = _floors([(s.step, s.reserved) for s in own])
-    # a data set that is mapped into memory makes `resident` grow as it is read
-    host = _floors(
-        [(s.step, s.resident if s.anonymous is None else s.anonymous) for s in own]
-    )
-    if not (allocated if on_gpu else host):
-        return Stability("unknown", "unknown (too few samples after the warm-up)")
-    where = "host memory " if on_gpu else ""
-    for floors, least, kind, what in (
-        (allocated, _GPU_BYTES, "growing", "leak suspected: "),
-        (reserved, _GPU_BYTES, "fragmenting", "reserved but not in use: "),
-        (host, _HOST_BYTES, "growing", f"leak suspected: {where}"),
-    ):
-        slope = _slope(floors, least)
-        if slope:
-            # rounded before it is put into words, so that both agree to the last digit
-            rate = round(slope * 100 / MIB, 3)
-            return Stability(
-                kind, f"{kind} ({what}{rate:+.1f} MiB per 100 steps)", rate
-            )
-    return Stability("stable", "stable")
-
-
-def _floors(
-    samples: Sequence[tuple[int | None, int | None]],
-) -> list[tuple[int, int]]:
-    """Return step and value of the floor of each sixth of the steps after the warm-up; empty if a
-    sixth has too few samples. A tenth of the samples may lie below: the last one often does."""
-    known = [
-        (step, size) for step, size in samples if step is not None and size is not None
-    ]
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
-    first, last = (known[0][0], known[-1][0]) if known else (0, 0)
-    begin = first + _WARM_UP_SHARE * (last - first)
-    for step, size in known:
-        if step > begin:
-            span = int(_SPANS * (step - begin) / (last - begin))
-            spans[min(span, _SPANS - 1)].append((size, step))
-    if min(map(len, spans)) < _SAMPLES_A_SPAN:
-        return []
-    return [sorted(span)[len(span) // 10] for span in spans]
-
-
-def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float:
-    """Return the bytes a step by which the floors rise; 0 if they do not, or hardly.
-
-    A leak rises in each third of the time. A jump to another level, such as a larger batch makes,
-    rises in one third or two.
-    """
-    if not floors:
-        return 0.0
-    (low, first), (high, last) = floors[0], floors[-1]
-    slope = (high - low) / (last - first)
-    rises = [
-        after - before >= _OF_THE_SLOPE * slope * (ended - began)
-        for (before, began), (after, ended) in zip(
-            floors[::2], floors[1::2], strict=True
-        )
-    ]
-    is_large = high - low >= max(least_bytes, _SHARE * low)
-    return slope if is_large and all(rises) else 0.0

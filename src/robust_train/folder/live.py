@@ -1,0 +1,113 @@
+"""Requests to a live run, as a command makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from robust_train.files import parse_json, read_small, write_json
+from robust_train.folder.lock import is_held
+from robust_train.folder.requests import ANSWER, LAUNCHERS_VERB, Reply, new_request
+from robust_train.folder.run_list import KnownRun
+from robust_train.model.events import Json
+
+USUAL_WAIT_SECONDS = 30.0
+_FIGURES_SECONDS = 1.5
+SEEN_SECONDS = 2.0
+_POLL_SECONDS = 0.03
+_MAX_ANSWER_BYTES = 1 << 20
+_NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
+
+
+class ControlError(Exception):
+    """The run did not carry out the request: why, in one line."""
+
+
+class StillQueued(ControlError):
+    """The run has not done it so far, but will."""
+
+
+def ask(
+    run: KnownRun,
+    verb: str,
+    *,
+    wait_seconds: float = USUAL_WAIT_SECONDS,
+    **options: Json,
+) -> dict[str, Json]:
+    """Have a live run do something, and return its answer.
+
+    Waits ``wait_seconds`` for a step to end, if the verb needs that; ``options`` are the verb's.
+
+    Raises:
+        StillQueued: no step has ended in time; the run does it when one does.
+        ControlError: the run refuses, is gone, or does not answer.
+    """
+    if verb == LAUNCHERS_VERB and run.is_stopped:
+        raise _no_answer(run)
+    request = new_request(run.run_dir)
+    try:
+        write_json(request, {"verb": verb, "options": options})
+    except OSError as error:
+        problem = f"{request.parent} takes no request: {error.strerror}"
+        raise ControlError(f"{run.id}: {problem}") from error
+    try:
+        reply = _wait_for_reply(run, request, wait_seconds)
+        if reply is None and (verb in _NEED_NO_STEP or run.is_stopped):
+            raise _no_answer(run)
+    except BaseException:  # Ctrl-C too
+        with contextlib.suppress(OSError):
+            request.unlink()
+        raise
+    if reply is None:
+        raise StillQueued(
+            f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
+            "is carried out when one does (robust-train status shows its progress)"
+        )
+    if "error" in reply:
+        raise ControlError(f"{run.id}: {reply['error']}")
+    return dict(reply["answer"])
+
+
+def _no_answer(run: KnownRun) -> ControlError:
+    if run.is_stopped:
+        how = f"kill -CONT {run.pid}"
+        return ControlError(
+            f"{run.id} is stopped (Ctrl-Z): continue it with fg or {how}"
+        )
+    return ControlError(
+        f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
+    )
+
+
+def status(run: KnownRun) -> dict[str, Json]:
+    """Return a run's state, with the attempt's own figures where it answers at once."""
+    figures: dict[str, Json] = {}
+    if run.status == "running":
+        with contextlib.suppress(ControlError):
+            figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
+    return {**run.about(), **figures}
+
+
+def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply | None:
+    """Return the reply, None if it does not come in time; ControlError if the run has ended."""
+    started = time.monotonic()
+    answer = request.with_suffix(ANSWER)
+    has_ended = False
+    while True:
+        # not a look-up, which a network disk may have cached
+        names = os.listdir(answer.parent)
+        if answer.name in names:
+            reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
+            answer.unlink(missing_ok=True)
+            return reply
+        waited = time.monotonic() - started
+        if waited >= wait_seconds and (
+            request.name not in names or waited >= SEEN_SECONDS
+        ):
+            return None
+        if has_ended:
+            raise ControlError(f"{run.id} has ended, or ends right now")
+        has_ended = is_held(run.run_dir) is False
+        time.sleep(_POLL_SECONDS)

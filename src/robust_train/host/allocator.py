@@ -1,0 +1,73 @@
+"""What the environment says of torch's CUDA allocator, and what robust-train adds to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+"""Read by every torch since 2.4. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``;
+the first that is set wins."""
+
+_NEWER = "PYTORCH_ALLOC_CONF"
+
+
+def use_expandable_segments(
+    setting: bool | None,
+    environ: Mapping[str, str],
+    *,
+    is_script: bool = False,
+    gpus: int = 1,
+    kernel: str | None = None,
+) -> bool:
+    """Decide whether the allocator uses expandable segments from the start.
+
+    ``setting`` is ``memory.expandable_segments``, None if ``auto``; the user's environment
+    overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
+    under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
+    all-reduce: so ``auto`` leaves scripts and several GPUs alone.
+    """
+    exported = exported_expandable_segments(environ)
+    if exported is not None:
+        return exported
+    if setting is not None:
+        return setting
+    return not is_script and gpus == 1 and not is_wsl(kernel)
+
+
+def is_wsl(kernel: str | None = None) -> bool:
+    """Return whether the kernel, by default this machine's ``/proc/version``, is WSL's."""
+    if kernel is None:
+        try:
+            kernel = Path("/proc/version").read_text(errors="replace")
+        except OSError:
+            return False
+    return "microsoft" in kernel.lower()
+
+
+def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
+    """Return the variable's value: what the user exports under either name, then our setting. An
+    exported setting of expandable segments stays."""
+    exported = _exported(environ)
+    if exported_expandable_segments(environ) is not None:
+        return exported
+    ours = f"expandable_segments:{expandable_segments}"
+    return f"{exported},{ours}" if exported else ours
+
+
+def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
+    """Return the setting in the user's own environment, None if there is none."""
+    found = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
+    return None if found is None else found.group(1).lower() == "true"
+
+
+def exported_fraction(environ: Mapping[str, str]) -> float:
+    """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
+    later), 1 if that sets none: how people share a GPU."""
+    found = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
+    return 1.0 if found is None else float(found[1])
+
+
+def _exported(environ: Mapping[str, str]) -> str:
+    return environ.get(VARIABLE) or environ.get(_NEWER) or ""
