@@ -60,7 +60,9 @@ _SAMPLES_A_SPAN = 5
 _OF_THE_SLOPE = 0.25
 _SHARE = 0.01
 _GPU_BYTES = 1 * MIB
-_HOST_BYTES = 6 * MIB
+# a healthy interpreter's heap, with libraries' caches and log files' buffers, still grows by
+# some ten MiB in its first minutes
+_HOST_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
