@@ -451,6 +451,16 @@ JOURNEYS: list[tuple[Any, ...]] = [
         "diverged:reads_lr → give up",
         {"max_retries": 1},
     ),
+    (
+        "computed wrongly: another GPU, and never back",
+        "0:20 1:20 // fault:corrupt:step=8 → switch_gpu cuda:1; fault:corrupt:step=8 → give up",
+        NO_CPU,
+    ),
+    (
+        "computed wrongly on the CPU",
+        "cpu // fault:corrupt → retry; fault:corrupt → give up",
+        {"max_retries": 1},
+    ),
     ("a stop", "0:20 // stopped → give up"),
     ("a bug", "0:20 // oom → halve_batch; bug → give up"),
     (

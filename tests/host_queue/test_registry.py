@@ -23,11 +23,13 @@ from hypothesis import strategies as st
 
 from another_user import ANOTHER_USER, as_another_user, needs_root
 from robust_train.cli.main import main
+from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible
 from robust_train.host.linux import is_locked, lock
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue import queue_dir
 from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.plan import Plan
 from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
     NO_LIMIT,
@@ -69,6 +71,37 @@ def enter(registry: Registry, name: str = "test") -> Reservation:
 def queue_of(base: Path) -> HostQueue:
     seen = Visible((A,), machine=(A,))
     return HostQueue(base, name="t", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
+
+
+def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleared(
+    base: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = replace(A, uuid="GPU-b", index=1, pci_bus_id="1"), A
+    job = QueuedJob("1", reserved_bytes=1, only=(A.uuid, one.uuid), polled_at=1e12)
+
+    def chosen(*gpus: GpuInfo) -> str:
+        return Plan([job], registry.marked(gpus), 0.0).groups["1"][0].uuid
+
+    def remember(days_ago: float, job: str) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(queue_dir.time, "time", lambda: now - days_ago * 86400)
+            registry.remember(A.uuid, job, "ECC")
+
+    now = time.time()
+    for days_ago, name in ((29, "/runs/0"), (9, "/runs/1"), (8, "/runs/2"), (1, "/runs/2")):
+        remember(days_ago, name)
+    assert chosen(one, other) == A.uuid
+    remember(0, "/runs/3")
+    assert chosen(one, other) == one.uuid
+    assert rank(registry.marked((other, one)), 0)[0].uuid == one.uuid
+    assert chosen(other) == A.uuid
+    assert [fault.job for fault in registry.faults()[A.uuid]] == ["/runs/1", "/runs/2", "/runs/3"]
+    assert (base / f"faults.{A.uuid}.{os.geteuid()}").is_file(), "beside the folders of boots"
+    planted = base / f"faults.{one.uuid}.{ANOTHER_USER}"
+    planted.write_text("[" * 4000)
+    assert one.uuid not in registry.faults()
+    assert registry.clear(A.uuid)
+    assert chosen(one, other) == A.uuid
 
 
 # --- the directory ---

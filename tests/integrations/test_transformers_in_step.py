@@ -145,7 +145,7 @@ def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path: Path, mo
 
     def with_divergence(run: Run, *args: object, **named: object) -> None:
         made(run, *args, **named)
-        run.divergence = DivergenceConfig()
+        run.guard.divergence = DivergenceConfig()
 
     monkeypatch.setattr(Run, "__init__", with_divergence)
     with pytest.raises(Diverged, match="the loss is nan since step 3; the last good one was"):

@@ -1,5 +1,5 @@
 """Trainings with a planted fault: a batch of NaN, an overflow, a learning rate too high, a
-checkpoint that is damaged after it was written."""
+checkpoint that is damaged after it was written, a weight that is flipped once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from robust_train.folder.checkpoints import save_checkpoint
 
 STEPS = 40
 NAN, OVERFLOW = 17, 3e38
+FLIP = 20
 
 
 def batch_of(step: int, fault: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,9 +43,17 @@ def train(cfg: Any, run: Any) -> list[float]:
         start = state["step"]
     run.started(start)
 
+    torch.use_deterministic_algorithms(how == "deterministic")
+    flips = [FLIP] if fault == "flip" and run.attempt == 1 else []
+
     def loss_of(batch):
         x, y = batch
-        return torch.nn.functional.mse_loss(model(x), y)
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        if flips and (run.last_step or 0) + 1 == FLIP:
+            flips.clear()
+            with torch.no_grad():
+                model.weight.view(torch.int32)[0, 1] ^= 1 << 22
+        return loss
 
     for step in range(start + 1, STEPS + 1):
         # the data's fault is gone the second time, as where a record was read badly

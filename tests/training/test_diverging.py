@@ -11,11 +11,11 @@ import torch
 
 import diverging_trainers
 from robust_train.attempt.cadence import Saving
-from robust_train.attempt.losses import Losses
+from robust_train.attempt.guard import Losses
 from robust_train.attempt.run import Run
 from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import newest_checkpoint, of_job, record_checkpoint, rotate
-from robust_train.model.errors import Diverged
+from robust_train.model.errors import Spoiled
 from world import Ended, World
 
 TRAINER = "trainer._target_=diverging_trainers.train"
@@ -57,6 +57,25 @@ def test_a_job_goes_back_to_before_it_diverged_and_ends_as_without_the_fault(wor
     assert Path(ended.attempts[1]["resumed_from"]).name == "step-015.pt"
     assert ended.attempts[0]["action"] == "before_it_diverged"
     assert ended.summary["result"] == without_launcher(tmp_path, "none", how)
+
+
+def test_a_weight_that_is_flipped_once_is_seen_by_a_step_computed_twice(world, tmp_path):
+    ended = trained(world, "flip", "deterministic", "integrity.recompute_every_steps=4")
+    assert outcomes(ended) == ["device_fault", "completed"], ended.output
+    message = ended.attempts[0]["message"]
+    assert message.startswith("step 20, computed twice, had two results; the last that agreed was")
+    assert message.endswith("step 16; the checkpoint before it is step-015.pt (step 15)")
+    assert Path(ended.attempts[1]["resumed_from"]).name == "step-015.pt"
+    assert ended.summary["result"] == without_launcher(tmp_path, "none", "deterministic")
+
+
+@pytest.mark.slow
+def test_without_torchs_deterministic_mode_a_difference_is_a_line_in_the_report(world):
+    ended = trained(world, "flip", "plain", "integrity.recompute_every_steps=4")
+    assert outcomes(ended) == ["completed"], ended.output
+    assert ended.attempts[0]["differed_steps"] == 1
+    report = (world.folder / "run" / "report.html").read_text()
+    assert "1 step computed twice had two results" in report
 
 
 @pytest.mark.slow
@@ -167,7 +186,7 @@ def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
     saving = Saving(tmp_path, 1)
     saving.job = "j"
     saved(saving.folder, (10, "finite"), (20, "finite"), (30, "finite"), (40, "diverged"))
-    before = saving.diverged(good_step=25, since=0.0)
+    before = saving.spoiled(good_step=25, since=0.0, how="diverged")
     assert before is not None
     assert before.step == 20
     assert [one.loss for one in of_job(saving.folder, "j")] == [
@@ -177,17 +196,18 @@ def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
         "diverged",
     ]
     # what was followed by finite losses is not doubted where the next attempt diverges at once
-    assert saving.diverged(good_step=19, since=0.0).step == 20
+    assert saving.spoiled(good_step=19, since=0.0, how="diverged").step == 20
     assert newest_checkpoint(saving.folder, "j").step == 20
 
 
 def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
-    saving = Saving(tmp_path, 1)
-    saving.job, saving.good_step = "j", 115
+    guard = Run(run_dir=tmp_path).guard
+    saving = Saving(tmp_path, 1, guard.proves)
+    saving.job, guard.losses = "j", Losses(good_step=115)
     saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
     saving.rotate("step-*", keep=1)
     assert [one.step for one in of_job(saving.folder, "j")] == [10, 30]
-    saving.good_step = 130
+    guard.losses = Losses(good_step=130)
     saving.rotate("step-*", keep=1)
     assert [one.step for one in of_job(saving.folder, "j")] == [30]
 
@@ -195,7 +215,7 @@ def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
 def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):
     run, reported = Run(run_dir=tmp_path), []
     run.send = reported.append
-    run.divergence = DivergenceConfig(max_skips=2)
+    run.guard.divergence = DivergenceConfig(max_skips=2)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = model.weight.clone()
@@ -207,7 +227,7 @@ def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_pat
             run.step(optimizer)
             run.progress(step)
 
-    with pytest.raises(Diverged, match="3 updates in a row from step 1 on"):
+    with pytest.raises(Spoiled, match="3 updates in a row from step 1 on"):
         train()
     assert run.last_step == 3, "seen in the fourth step"
     assert torch.equal(model.weight, before)

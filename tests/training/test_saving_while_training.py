@@ -161,7 +161,7 @@ def test_what_is_saved_is_a_copy(run):
 
 
 def test_a_checkpoint_written_while_training_diverges_is_marked(run):
-    run.divergence = DivergenceConfig(patience=9)
+    run.guard.divergence = DivergenceConfig(patience=9)
     for step, loss in ((1, 0.5), (2, 0.4), (3, float("nan"))):
         run.progress(step, loss=loss)
         run.save({}, step)

@@ -35,7 +35,6 @@ OWED_SECONDS = 60.0
 """Until a checkpoint that could not be written is tried again."""
 _LARGEST_SHARE = 0.01
 _READS_BYTES_PER_SECOND = 300e6  # until it is measured
-_STEPS_TO_PROVE = 100
 
 
 def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> float:
@@ -141,7 +140,13 @@ class SaveClock:
 class Saving:
     """When attempt number ``attempt`` of a job saves, and what it has saved."""
 
-    def __init__(self, run_dir: Path, attempt: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        # returns whether the weights after a step are known to be good
+        proves: Callable[[int], bool] = lambda step: False,
+    ) -> None:
         self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
         # identity of the job, the same for all of its attempts; empty without a launcher; None
@@ -151,7 +156,7 @@ class Saving:
         self._job_started = None if identity is None else identity.started
         # why the last checkpoint could not be written, None if it was
         self.owed: str | None = None
-        self.good_step = 0  # the last one whose loss was finite
+        self._proves = proves
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
         # checkpoints whose manifests could not be written
@@ -238,10 +243,8 @@ class Saving:
         last one that is known to be good."""
 
         def loss_of(one: Manifest) -> str:
-            is_old = (
-                one.step is not None and self.good_step - one.step >= _STEPS_TO_PROVE
-            )
-            return "proven" if one.loss == "finite" and is_old else one.loss
+            may_be = one.loss == "finite" and one.step is not None
+            return "proven" if may_be and self._proves(one.step or 0) else one.loss
 
         if self.job is not None:
             self._mark(loss_of)
@@ -249,14 +252,15 @@ class Saving:
             rotate(self.folder, self.job, pattern, max(keep - len(self._unlisted), 1))
             self._list(self.job)
 
-    def diverged(self, good_step: int, since: float) -> Manifest | None:
+    def spoiled(self, good_step: int, since: float, how: str) -> Manifest | None:
         """Have no attempt resume from what was saved after ``good_step``, or where steps are not
-        known, ``since`` a time; return the newest checkpoint before. What is proven stays so."""
+        known, ``since`` a time, because it is ``how`` (`diverged`, `corrupt`); return the newest
+        checkpoint before. What is proven stays so."""
 
         def loss_of(one: Manifest) -> str:
             is_after = one.time >= since if one.step is None else one.step > good_step
             if is_after and one.loss != "proven":
-                return "diverged"
+                return how
             is_followed = one.step is not None and one.step < good_step
             return "proven" if is_followed and one.loss == "finite" else one.loss
 

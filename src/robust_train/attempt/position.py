@@ -7,9 +7,10 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
 from typing import Any, TypeVar
 
-from robust_train.folder.checkpoints import START, Position
+from robust_train.folder.checkpoints import START, Position, read_manifests
 
 log = logging.getLogger("robust_train")
 
@@ -32,11 +33,15 @@ class Batches:
         at = self._at
         return Position(at.batches, at.in_pass, _state_of(self._loader))
 
-    def resume(self, at: Position, passes_over: int = 0) -> None:
-        """Begin the next pass at a position, or so many batches later."""
-        if passes_over:
-            log.info("training diverged here: passing over %d batches", passes_over)
-            at = Position(at.batches + passes_over, at.in_pass + passes_over)
+    def resume(self, path: Path, step: int, skips_to: int) -> None:
+        """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
+        step ``skips_to``, with which training diverged, are passed over."""
+        known = read_manifests(path.parent)
+        found = (one.position for one in known if one.path == path.absolute())
+        at, more = next(found, START), skips_to - step
+        if step and more > 0 and (batches := round(more * at.batches / step)):
+            log.info("training diverged here: passing over %d batches", batches)
+            at = Position(at.batches + batches, at.in_pass + batches)
         self._resumed = at
 
     def over(self, loader: Iterable[T]) -> Iterator[T]:

@@ -6,7 +6,6 @@ The same class serves all kinds of attempts; they differ only in where reports g
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, replace
@@ -14,23 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from robust_train.attempt.cadence import Saving
-from robust_train.attempt.losses import Losses
+from robust_train.attempt.guard import Finding, Guard
 from robust_train.attempt.position import Batches
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
-from robust_train.folder.checkpoints import (
-    START,
-    CheckpointError,
-    Position,
-    read_manifests,
-)
+from robust_train.folder.checkpoints import CheckpointError, Position
 from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
-from robust_train.model.errors import Diverged
+from robust_train.model.errors import Spoiled
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -42,11 +36,10 @@ from robust_train.model.events import (
     MicroBatchExhausted,
     Progress,
     TrainingStarted,
-    UpdateSkipped,
     UserEvent,
     ValueReported,
 )
-from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.failure import Clue, Evidence, Failure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,13 +48,12 @@ if TYPE_CHECKING:
 
     from robust_train.attempt.checkpoints import CheckpointFolder
     from robust_train.attempt.memory_upkeep import AttemptMemory
-    from robust_train.config.schema import DivergenceConfig, RobustConfig
+    from robust_train.config.schema import RobustConfig
     from robust_train.model.spec import AttemptSpec
     from robust_train.policy.sizes import BatchSearch
     from robust_train.step.batcher import MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
     from robust_train.step.splitting import Length, Split
-    from robust_train.step.update import LateFigures
 
 log = logging.getLogger("robust_train")
 
@@ -102,8 +94,7 @@ class Run:
             there.
         passes_over: whether the trainer heeds that.
         reads_lr: whether the trainer takes ``training.lr`` of each attempt; None: if it reads it.
-        divergence: what counts as diverged, None if nothing does.
-        losses: what the reported losses show.
+        guard: watches whether what it trains is of use.
         has_live_status: the launcher shows steps and loss on a terminal.
         send: sends an event to the launcher.
         memory_keeper, batch_search: set by whoever calls the trainer.
@@ -149,15 +140,19 @@ class Run:
         self.skips_to = 0
         self.passes_over = False
         self.reads_lr: bool | None = None
-        self.divergence: DivergenceConfig | None = None
-        self.losses = Losses()
         self.memory_keeper: AttemptMemory | None = None
         self.batch_search: BatchSearch | None = None
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
         self.declared: frozenset[str] | None = None
         self.at_boundary: Callable[[str], None] = lambda boundary: None
-        self.saving = Saving(run_dir, attempt)
+        self.guard = Guard(
+            lambda event: self.send(event),
+            self._steps_done,
+            self._spoiled,
+            is_main=self.is_main,
+        )
+        self.saving = Saving(run_dir, attempt, self.guard.proves)
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
         self.speed = SpeedMeter(rank, world_size, self._samples, self.send)
         self._objective: str | None = None
@@ -169,12 +164,6 @@ class Run:
         self._restart_requested = False
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
-        self._late_losses: LateFigures | None = None
-        self._late_updates: LateFigures | None = None
-        self._loss: Tensor | None = None  # of the step in progress
-        self._reports_loss = self._gets_losses = False
-        self._skipped = self._skips_from = 0  # updates in a row, from this step on
-        self._good_since = time.time()  # about when the last good loss was reported
         self._folder: CheckpointFolder | None = None  # of `save`
         self._keeps = 2
         self._batches = Batches()
@@ -292,8 +281,8 @@ class Run:
             self.memory_keeper.step_done(step)
         self.at_boundary("progress")
         self.finish_saving(wait=False)
-        if (loss := scalars.get("loss")) is not None and not self._gets_losses:
-            self._see_loss(step, loss)
+        if (loss := scalars.get("loss")) is not None:
+            self.guard.reported(step, loss)
         total = None if total_steps is None else int(total_steps)
         self._unsent = Progress(step, total, scalars)
         now = time.monotonic()
@@ -310,59 +299,35 @@ class Run:
         if unsent is not None:
             self.send(replace(unsent, metrics=plain(unsent.metrics)))
 
-    def look_at_loss(self, step: int, loss: float) -> None:
-        """Take the loss of a step, for who reports it with a later one: that of :meth:`progress` is
-        not looked at then."""
-        self._gets_losses = True
-        self._see_loss(step, loss)
-
-    def _see_loss(self, step: int, loss: Any, *, is_reported: bool = True) -> None:
-        """Take the loss of a step; a tensor's is read a step later, where nothing waits for it."""
-        self._reports_loss = self._reports_loss or is_reported
-        if self.divergence is None:
-            return
-        if hasattr(loss, "detach"):
-            self._late_losses = self._late_losses or _late_figures()
-            earlier = self._late_losses.swap(step, loss)
-            if earlier is not None:
-                self._judge(*earlier)
-        elif isinstance(loss, (int, float)):
-            self._judge(step, loss)
-
-    def _judge(self, step: int, loss: float) -> None:
-        """Take the loss of a step; raise Diverged where it and those before it are of no use."""
-        # what `step` leaves out has spoilt nothing
-        is_left_out = self._late_updates is not None and not math.isfinite(loss)
-        if self.divergence is None or is_left_out:
-            return
-        self.losses = self.losses.after(step, loss, self.divergence)
-        if not self.losses.bad:
-            self._good_since = time.time()
-            self.saving.good_step = step
-        why = self.losses.diverged(self.divergence)
-        if why is not None:
-            raise self._diverged(why, self.losses.good_step, step)
-
-    def _diverged(self, why: str, good_step: int | None, bad_step: int) -> Diverged:
+    def _spoiled(self, found: Finding) -> Spoiled:
         """Have no attempt resume from what was saved since; return the error."""
         self.finish_saving()
-        # none was good in this attempt: so may be what it resumed from
-        good = self.steps_before - 1 if good_step is None else good_step
-        before = self.saving.diverged(good, self._good_since) if self.is_main else None
+        good, is_corrupt = found.good_step, found.clue == Clue.CORRUPT
+        if is_corrupt:
+            good = 0 if good is None else good
+        elif good is None or good <= self.steps_before:
+            # none was good in this attempt: so may be what it resumed from
+            good = self.steps_before - 1
+        how = "corrupt" if is_corrupt else "diverged"
+        before = None
+        # any rank may have computed wrongly; all diverge alike
+        if self.is_main or is_corrupt:
+            before = self.saving.spoiled(good, self.guard.good_since, how)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
             last = f"the checkpoint before it is {before.path.name}{step}"
-        reads_lr = self.has_read("lr") if self.reads_lr is None else self.reads_lr
         evidence = Evidence(
+            clue=found.clue,
             good_step=good,
-            bad_step=bad_step,
+            bad_step=found.bad_step,
             has_checkpoint=before is not None,
             passes_over=self.passes_over,
-            reads_lr=reads_lr,
+            reads_lr=self.has_read("lr") if self.reads_lr is None else self.reads_lr,
         )
-        message = f"diverged: {why}; {last}"
-        return Diverged(Failure(FailureKind.DIVERGED, message, evidence))
+        what = "" if is_corrupt else "diverged: "
+        message = f"{what}{found.why}; {last}"
+        return Spoiled(Failure(found.kind, message, evidence))
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:
@@ -385,8 +350,7 @@ class Run:
         self._keeps = config.training.keep_checkpoints
         self.logs_memory = config.memory.log_frequency > 0
         self._objective = config.objective
-        acts = config.divergence.action != "ignore"
-        self.divergence = config.divergence if acts else None
+        self.guard.configure(config)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split batches finer from the next step on; return the size before and after, None if no
@@ -407,6 +371,7 @@ class Run:
                 on_oom=self.memory_keeper.ran_out if self.memory_keeper else None,
                 search=self.batch_search,
                 speed=self.speed,
+                recomputing=self.guard,
             )
         return self._micro_batcher
 
@@ -448,11 +413,8 @@ class Run:
         """
         batcher = self._batcher_at("backward")
         result = batcher.backward(loss_of, batch, model, **options)
-        if self.divergence is not None and options.get("training", True):
-            loss: Tensor = result[0] if isinstance(result, tuple) else result
-            self._loss = loss if self._loss is None else self._loss + loss
-            if not self._reports_loss and self._late_updates is None:
-                self._see_loss(1 + self._steps_done(), loss, is_reported=False)
+        if options.get("training", True):
+            self.guard.computed(result[0] if isinstance(result, tuple) else result)
         return result
 
     def step(
@@ -481,45 +443,9 @@ class Run:
             Whether the weights have changed, as far as that is known by now.
 
         Raises:
-            Diverged: more than ``divergence.max_skips`` updates in a row were left out.
+            Spoiled: more than ``divergence.max_skips`` updates in a row were left out.
         """
-        from robust_train.step.update import update
-
-        self._late_updates = self._late_updates or _late_figures()
-        loss, self._loss = self._loss, None
-        skips = self.divergence is not None
-        done = update(optimizer, loss, scaler, max_grad_norm, skips=skips)
-        number = 1 + self._steps_done()
-        if done.is_bad is not None:
-            if not done.waits:
-                self._count_update(number, bool(done.is_bad))
-            elif (earlier := self._late_updates.swap(number, done.is_bad)) is not None:
-                self._count_update(earlier[0], bool(earlier[1]))
-        return done.moved
-
-    def _count_update(self, step: int, was_left_out: bool) -> None:
-        """Count a step whose update was left out; raise Diverged after too many in a row."""
-        if not was_left_out:
-            self._skipped = 0
-            return
-        if not self._skipped:
-            self._skips_from = step
-        self._skipped += 1
-        if self.is_main:
-            self.send(UpdateSkipped(step, self._skipped))
-            text = (
-                "step %d: loss or gradient norm is not finite: the update is left out"
-            )
-            log.warning(text, step)
-        if self.divergence is not None and self._skipped > self.divergence.max_skips:
-            first = self._skips_from
-            why = (
-                f"loss or gradient norm was not finite in {self._skipped} updates in a row from "
-                f"step {first} on{self.losses.last_good}"
-            )
-            good = None if first == self.steps_before + 1 else first - 1
-            # a trainer may count no step that was left out, though it was given its data
-            raise self._diverged(why, good, first + self._skipped - 1)
+        return self.guard.step(optimizer, scaler, max_grad_norm)
 
     def forward(
         self,
@@ -564,19 +490,11 @@ class Run:
         self.passes_over = True
         # with the first batch: by now the trainer has reported where it begins
         if self.resume_checkpoint is not None and not self._has_resumed:
-            self._batches.resume(*self._resumed_position(self.resume_checkpoint))
+            self._batches.resume(
+                self.resume_checkpoint, self.steps_before, self.skips_to
+            )
         self._has_resumed = True
         yield from self._batches.over(loader)
-
-    def _resumed_position(self, path: Path) -> tuple[Position, int]:
-        """Return where a checkpoint is in the data, and how many batches to pass over from there:
-        those with which training diverged."""
-        known = (
-            one for one in read_manifests(path.parent) if one.path == path.absolute()
-        )
-        at = next((one.position for one in known), START)
-        more, done = self.skips_to - self.steps_before, self.steps_before
-        return at, round(more * at.batches / done) if done and more > 0 else 0
 
     @property
     def splits_batches(self) -> bool:
@@ -664,7 +582,7 @@ class Run:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it. ``position``
         is where it is in the data, of one that was checked and written a while ago."""
         step = None if step is None else int(step)
-        loss, spent = self.losses.of_checkpoint(step), 0.0
+        loss, spent = self.guard.losses.of_checkpoint(step), 0.0
         if self.is_main:
             at = self.position if position is None else position
             damage = self.saving.damage_in(Path(path)) if position is None else None
@@ -720,10 +638,3 @@ class Run:
         value = figures.get(self._objective) if self._objective else None
         if isinstance(value, (int, float)) and isinstance(step, int):
             self.report(value, step)
-
-
-def _late_figures() -> LateFigures:
-    # torch comes with it, and the launcher does without
-    from robust_train.step.update import LateFigures
-
-    return LateFigures()

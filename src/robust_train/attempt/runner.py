@@ -43,9 +43,9 @@ from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
 from robust_train.host.votes import Flags
 from robust_train.model.errors import (
     ConfigError,
-    Diverged,
     Interrupted,
     RankFailure,
+    Spoiled,
     UserError,
 )
 from robust_train.model.events import Event, Failed, Finished, TrainerSupports
@@ -197,7 +197,7 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
         return Failure(FailureKind.BUG, f"the trainer called sys.exit({error.code!r})")
-    if isinstance(error, Diverged):
+    if isinstance(error, Spoiled):
         return error.failure
     if isinstance(error, (ConfigError, UserError)):
         return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
@@ -238,7 +238,7 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
         failure,
         config_error=str(error) if isinstance(error, ConfigError) else None,
         traceback=None
-        if isinstance(error, (Diverged, UserError))
+        if isinstance(error, (Spoiled, UserError))
         else trainer_traceback(error),
         error=_pickled(error),
         others_know=of_rank is not None,

@@ -13,8 +13,8 @@ import platform
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,13 @@ from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.host.memory import cgroup_rooms, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
-from robust_train.model.gpu import GpuInfo, Inventory
+from robust_train.model.gpu import OFTEN, GpuInfo, Inventory
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import (
     Exclusion,
+    GpuFault,
     QueueProblem,
     directory_for,
-    mark_excluded,
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry
@@ -84,12 +84,16 @@ def doctor(arguments: Namespace) -> Answer:
     queue["in_container"] = in_container
     excluded: Sequence[Exclusion] = ()
     jobs: Sequence[QueuedJob] = ()
+    faults: Mapping[str, Sequence[GpuFault]] = {}
+    inventory = read_inventory(processes=False)
     try:
         registry = Registry(path)
     except QueueProblem as error:
         queue["problem"] = str(error)
     else:
         excluded, jobs = registry.exclusions(), registry.jobs()
+        faults = registry.faults()
+        inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
         queue |= {
             "file_system": registry.file_system,
             "jobs": len(jobs),
@@ -104,8 +108,7 @@ def doctor(arguments: Namespace) -> Answer:
     if arguments.clear is not None:
         problem = f"--clear {arguments.clear}: you have not excluded this GPU"
         return Answer(error=problem)
-    inventory = read_inventory(processes=False)
-    usable, gpus = _gpus(inventory, excluded, jobs)
+    usable, gpus = _gpus(inventory, faults, jobs)
     doubt = None if inventory.may_run(torch_cuda_version()) else _doubt(inventory)
     data = {
         **_facts(inventory, in_container),
@@ -188,14 +191,16 @@ def _cuda_order(inventory: Inventory) -> str | None:
 
 
 def _gpus(
-    inventory: Inventory, excluded: Sequence[Exclusion], jobs: Sequence[QueuedJob]
+    inventory: Inventory,
+    faults: Mapping[str, Sequence[GpuFault]],
+    jobs: Sequence[QueuedJob],
 ) -> tuple[list[GpuInfo], list[dict[str, Json]]]:
     """Return the usable GPUs, and every GPU with the reason why it is unusable or full."""
     busy = {uuid: job.id for job in jobs for uuid in job.gpus}
     visible = {gpu.uuid for gpu in visible_gpus(inventory, os.environ).gpus}
     names = ("index", "uuid", "name", "compute_mode", "mps", "free_bytes")
     usable, rows = [], []
-    for gpu in mark_excluded(inventory.gpus, excluded):
+    for gpu in inventory.gpus:
         hidden = None if gpu.uuid in visible else f"hidden by {VARIABLE}"
         why = gpu.unusable or hidden
         if why is None:
@@ -206,10 +211,11 @@ def _gpus(
         elif gpu.free_bytes < _DEFAULT_MB * MIB:
             full = f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
         row = {name: getattr(gpu, name) for name in names}
+        row["faults"] = [asdict(one) for one in faults.get(gpu.uuid, ())]
         rows.append(row | {"usable": why is None, "why_not": why, "why_no_room": full})
     for lost in inventory.skipped:
         row = dict.fromkeys((*names, "why_no_room"))
-        row |= {"index": lost.index, "uuid": lost.uuid}
+        row |= {"index": lost.index, "uuid": lost.uuid, "faults": []}
         rows.append(row | {"usable": False, "why_not": lost.reason})
     return usable, rows
 
@@ -228,9 +234,23 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
             lines.append(f"  {gpu['name']}, compute mode {mode}{mps}, {free} free")
         if gpu["uuid"]:
             lines.append(f"  {gpu['uuid']}")
+        lines += _fault_lines(gpu["faults"])
     probes = data.get("probes", ())
     lines += [f"probe of GPU {one['index']}: {one['result']}" for one in probes]
     return [Table(("what", "value"), rows), *lines, *_queue_lines(data["queue"])]
+
+
+def _fault_lines(faults: Sequence[Mapping[str, Json]]) -> list[str]:
+    """Return a line about the jobs that a GPU has failed, and one for each of them."""
+    if not faults:
+        return []
+    count = len(faults)
+    last = "; others are chosen first" if count >= OFTEN else ""
+    lines = [f"  failed {count} job{'s' * (count > 1)} in the last weeks{last}:"]
+    for one in faults:
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["time"]))
+        lines.append(f"    {date} {one['job']}: {one['reason']}")
+    return lines
 
 
 def _text(name: str, value: Json) -> str:

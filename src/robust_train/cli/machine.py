@@ -38,7 +38,6 @@ from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
 from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
     directory_for,
-    mark_excluded,
 )
 from robust_train.queue.registry import QueuedJob, Registry, existing_registry
 from robust_train.readable import MIB, as_clock, mib, shortened
@@ -56,8 +55,7 @@ def gpus(arguments: Namespace) -> Answer:
     idle: dict[str, int] = {}
     with existing_registry(directory_for(None, os.environ)) as registry:
         if registry is not None:
-            excluded = registry.exclusions()
-            inventory = replace(inventory, gpus=mark_excluded(inventory.gpus, excluded))
+            inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
             for job in registry.jobs():
                 idle |= job.idle()
     visible = visible_gpus(inventory, os.environ)
@@ -211,12 +209,12 @@ def queue(arguments: Namespace) -> Answer:
             f"{registry.path}; only {MOST_FILES_PER_USER} were read"
             for user, count in registry.left_out.items()
         ]
-    gpus: Sequence[GpuInfo] = ()
-    if found:
-        inventory = read_inventory(processes=False)
-        gpus = mark_excluded(inventory.gpus, excluded)
-        if not inventory.answered:
-            warnings.append(str(inventory.problem))
+        gpus: Sequence[GpuInfo] = ()
+        if found:
+            inventory = read_inventory(processes=False)
+            gpus = registry.marked(inventory.gpus)
+            if not inventory.answered:
+                warnings.append(str(inventory.problem))
     now = time.monotonic()
     decided = Plan(found, gpus, now, limit)
     jobs = [_job_as_json(job, found, gpus, decided, now) for job in found]

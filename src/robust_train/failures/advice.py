@@ -106,6 +106,9 @@ _BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
         "check this GPU: its hardware reported a fault (nvidia-smi -q, dmesg for Xid)",
         "robust-train doctor shows whether it is healthy again; a reset or reboot may be needed",
     ),
+    (FailureKind.DEVICE_FAULT, Clue.CORRUPT): (
+        "test this GPU before you use it again: dcgmi diag -r 3, and dmesg for Xid",
+    ),
     (FailureKind.DEVICE_FAULT, Clue.DRIVER): (
         "set memory.expandable_segments=false: WSL2 and some vGPUs do not support them",
         "update the NVIDIA driver",

@@ -57,7 +57,8 @@ START = Position()
 """Before all data."""
 
 
-USELESS = frozenset({"diverged", "damaged"})
+SPOILED = frozenset({"diverged", "corrupt"})
+USELESS = SPOILED | {"damaged"}
 """Values of :attr:`Manifest.loss` of a checkpoint that no attempt resumes from."""
 
 
@@ -76,7 +77,8 @@ class Manifest:
     # for how long saving held training up, None if it was not measured
     seconds: float | None = None
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
-    # came out later; `unknown`. `damaged`: its script could not read it
+    # came out later; `unknown`. `corrupt`: a step was computed wrongly since one that was not.
+    # `damaged`: its script could not read it
     loss: str = "unknown"
     position: Position = START
 
@@ -201,8 +203,8 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
     """Return the newest whole checkpoint without a manifest that is named like ``known``, with
     greater numbers; None if there is none. OSError as above."""
     listed = read_manifests(folder)
-    if any(manifest.loss == "diverged" for manifest in listed):
-        return None  # it may have diverged as well
+    if any(manifest.loss in SPOILED for manifest in listed):
+        return None  # it may be spoiled as well
     own = {manifest.path for manifest in listed}
     shape, numbers = _shape(known.path.name)
     found = []

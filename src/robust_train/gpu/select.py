@@ -27,11 +27,15 @@ _BUSY_PERCENT, _BUSY_BYTES = 10, 2 * GIB
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     """Return the GPUs that a job needing ``min_bytes`` could start on now, best first. Most free
-    memory comes first, then the least busy (unknown last), then the lowest PCI address."""
+    memory comes first, then the least busy (unknown last), then the lowest PCI address; those that
+    fail often come last."""
     suitable = [
         gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes
     ]
-    return sorted(suitable, key=lambda gpu: (-gpu.free_bytes, *tie_breaker(gpu)))
+    return sorted(
+        suitable,
+        key=lambda gpu: (gpu.fails_often, -gpu.free_bytes, *tie_breaker(gpu)),
+    )
 
 
 def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:

@@ -71,7 +71,7 @@ class Steps:
     def log_loss(self, step: int, loss: float) -> None:
         """Take the loss of a step, and send it with the next one that is passed on."""
         self._loss = {"loss": loss}
-        self._run.look_at_loss(step, loss)
+        self._run.guard.take(step, loss)
 
     def done(self, step: int, total_steps: int | None, loss: Any = None) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""

@@ -95,7 +95,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
     _checkpoint_gradients(trainer, cfg)
-    if run.divergence is not None:
+    if run.guard.divergence is not None:
         # it would log a mean in place of a loss that is not finite
         trainer.args.logging_nan_inf_filter = False
     callback = RobustCallback(cfg, run)

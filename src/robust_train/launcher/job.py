@@ -432,7 +432,7 @@ class Job:
         if not self.config.runs_inline:  # in this process its memory does not come back
             self.devices.begin(spec.gpus)
         attempt = self._with_evidence(self._run_attempt(spec))
-        if attempt.kind is FailureKind.DIVERGED or attempt.evidence.has_checkpoint:
+        if attempt.evidence.bad_step is not None or attempt.evidence.has_checkpoint:
             self.checkpoint = resume_from(self.run_dir, self.beginning.job)
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)

@@ -29,6 +29,7 @@ from robust_train.model.events import (
     ScriptStarted,
     Slow,
     SpeedMeasured,
+    StepDiffered,
     TrainingStarted,
     UpdateSkipped,
 )
@@ -86,6 +87,7 @@ class Attempt:
     saved_step: int | None = None  # step of that
     is_guarded: bool = False  # the last checkpoint that is known to be good stays
     skipped_updates: int = 0  # loss or gradient norm was not finite
+    differed_steps: int = 0  # computed twice, with two results
     saves: int = 0  # number of checkpoints it reported
     saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
@@ -138,6 +140,8 @@ class Attempt:
                 return self
             case UpdateSkipped():
                 return replace(self, skipped_updates=self.skipped_updates + 1)
+            case StepDiffered():
+                return replace(self, differed_steps=event.in_all)
             case CheckpointSaved():
                 step = self.end_step if event.step is None else event.step
                 saves = self.saves + 1
@@ -192,7 +196,7 @@ class Attempt:
                 step = self.end_step if event.step is None else event.step
                 memory = {**self.memory, **event.memory}
                 ended = replace(self, ending=event, end_step=step, memory=memory)
-                return ended._until_it_diverged()
+                return ended._until_it_was_spoiled()
         return self
 
     def _started_before(self, step: int) -> Attempt:
@@ -202,10 +206,10 @@ class Attempt:
         is_known = self.resumed_from is None or 0 < self.start_step <= before
         return self if is_known else replace(self, start_step=before)
 
-    def _until_it_diverged(self) -> Attempt:
-        """Return the attempt without what it saved after it had diverged: that is no progress."""
+    def _until_it_was_spoiled(self) -> Attempt:
+        """Return the attempt without what it saved of no use any more: that is no progress."""
         failure = self.ending.failure if isinstance(self.ending, Failed) else None
-        if failure is None or failure.kind is not FailureKind.DIVERGED:
+        if failure is None or failure.evidence.bad_step is None:
             return self
         good = failure.evidence.good_step or 0
         if self.saved_step is None or self.saved_step <= good:
@@ -310,6 +314,7 @@ class Attempt:
             "checkpoint": self.checkpoint,
             "is_guarded": self.is_guarded,
             "skipped_updates": self.skipped_updates,
+            "differed_steps": self.differed_steps,
             "saving_seconds": self.saving_seconds,
             "micro_batch": self.micro_batch,
             "slow": self.slow,

@@ -130,8 +130,9 @@ class JobInterrupted(KeyboardInterrupt):
         return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
 
 
-class Diverged(RuntimeError):
-    """Raised in a trainer where its losses are of no use any more; ``failure`` says since when."""
+class Spoiled(RuntimeError):
+    """Raised in a trainer where what it trains is of no use any more: it has diverged, or was
+    computed wrongly; ``failure`` has since when."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)

@@ -132,6 +132,16 @@ class UpdateSkipped(Event):
 
 
 @dataclass(frozen=True)
+class StepDiffered(Event):
+    """A step that was computed twice had two results, ``in_all`` of this attempt's by now. Torch's
+    deterministic mode was off, so that it may have many causes."""
+
+    name = "step_differed"
+    step: int
+    in_all: int
+
+
+@dataclass(frozen=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be saved, for this ``reason``; it is tried again in a minute."""
 

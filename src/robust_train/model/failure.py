@@ -83,7 +83,7 @@ class Evidence:
     workers: int | None = None  # data-loader workers among its processes
     # they held most of the memory that ran out; None if unknown
     workers_hold_most: bool | None = None
-    # --- of training that has diverged ---
+    # --- of training that has diverged, or was computed wrongly ---
     good_step: int | None = None  # the last one before it
     bad_step: int | None = None  # the last one that was seen
     has_checkpoint: bool = False  # there is one from before it
@@ -95,13 +95,14 @@ class Evidence:
     @property
     def is_hardware(self) -> bool:
         """Whether the GPU is at fault, not the program: most faults end with the process."""
-        return self.clue == Clue.HARDWARE
+        return self.clue in (Clue.HARDWARE, Clue.CORRUPT)
 
 
 class Clue:
     """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""
 
     HARDWARE = "hardware"  # The GPU itself is at fault: ECC, NVLink, a lost device
+    CORRUPT = "corrupt"  # The same step, computed twice, had two results
     BUSY = "busy"  # The device refused a context for now
     DRIVER = "driver"
     """The driver refused a call, as it does where it lacks virtual memory management."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OFTEN = 3
+
 
 @dataclass(frozen=True)
 class GpuProcess:
@@ -41,11 +43,17 @@ class GpuInfo:
     # why its clocks are low, of heat or power; None if they are not
     throttled: str | None = None
     unusable: str | None = None  # why no job may start on it now, or None
+    failed_jobs: int = 0  # how many jobs its hardware has failed in the last weeks
     # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
     mps: bool = False
     # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None if NVML's and
     # CUDA's lists may differ
     cuda_index: int | None = None
+
+    @property
+    def fails_often(self) -> bool:
+        """Whether it has failed so many jobs that others are chosen first."""
+        return self.failed_jobs >= OFTEN
 
 
 Group = tuple[GpuInfo, ...]

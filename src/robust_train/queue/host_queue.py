@@ -25,7 +25,6 @@ from robust_train.queue.queue_dir import (
     LIMITS_FILE,
     NO_LIMIT,
     QueueProblem,
-    mark_excluded,
 )
 from robust_train.queue.registry import QueuedJob, Registry, Reservation
 from robust_train.queue.waiting import GpuRequest, NoGpu, Waiting, WaitStatus
@@ -129,14 +128,13 @@ class HostQueue:
         return NO_LIMIT if self._registry is None else self._registry.gpu_limit()
 
     def read(self, processes: bool = False) -> Visible:
-        """Return all GPUs that the job may use, excluded ones marked as unusable."""
-        visible = self.read_machine(processes)
-        if self._registry is None or not (excluded := self._registry.exclusions()):
+        """Return all GPUs that the job may use, with what the host's jobs have found out."""
+        visible, registry = self.read_machine(processes), self._registry
+        if registry is None:
             return visible
+        gpus, machine = visible.gpus, visible.machine
         return replace(
-            visible,
-            gpus=mark_excluded(visible.gpus, excluded),
-            machine=mark_excluded(visible.machine, excluded),
+            visible, gpus=registry.marked(gpus), machine=registry.marked(machine)
         )
 
     def requeue(self, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
@@ -224,6 +222,7 @@ class HostQueue:
         fate = "failed, and other jobs do not know of it"
         if self._registry is not None and self._registry.exclude(uuid, reason):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
+            self._registry.remember(uuid, self._job.run_dir, reason)
         log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:

@@ -116,11 +116,13 @@ class Plan:
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
         """Return all the GPUs that it needs, or none."""
         found = self.suitable(job)
-        apart = [state for state in found if not self._first_could(state)]
-        for states in (apart, found):
-            group = choose_group([state.gpu for state in states], job.count)
-            if group:
-                return [self._states[gpu.uuid] for gpu in group]
+        sound = [state for state in found if not state.gpu.fails_often]
+        for usable in (sound, found):
+            apart = [state for state in usable if not self._first_could(state)]
+            for states in (apart, usable):
+                group = choose_group([state.gpu for state in states], job.count)
+                if group:
+                    return [self._states[gpu.uuid] for gpu in group]
         return ()
 
     def _first_could(self, state: GpuState) -> bool:

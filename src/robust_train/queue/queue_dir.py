@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -23,6 +23,7 @@ import yaml  # type: ignore[import-untyped]
 from robust_train.files import parse_json
 from robust_train.gpu.processes import user_name
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
 
@@ -41,6 +42,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 _MOST_BYTES = 4096
 _MOST_TEXT = 200
+_FAULTS_FILE = re.compile(r"faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
+_REMEMBERED_SECONDS = 28 * 86400.0
+_MOST_FAULTS = 10  # of one user on one GPU
 _EXCLUSION_FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 # their locks may hang, or not reach other hosts
 _NOT_LOCAL = re.compile(
@@ -78,6 +82,15 @@ class Exclusion:
             f"excluded for another {left:.0f} min by a job of {self.by}: {self.reason} "
             f"(robust-train doctor --clear {self.uuid})"
         )
+
+
+@dataclass(frozen=True)
+class GpuFault:
+    """A job that a GPU's hardware failed."""
+
+    job: str  # its run folder
+    time: float  # seconds since the epoch
+    reason: str
 
 
 class QueueDir:
@@ -200,15 +213,81 @@ class QueueDir:
         return True
 
     def clear(self, uuid: str) -> bool:
-        """Use a GPU again; return False if the caller has not excluded it. Root clears for all."""
+        """Use a GPU as any other again; return False if the caller has nothing against it. Root
+        clears for all."""
         found = self.matches(_EXCLUSION_FILE)[0]
+        names = [(match, match[0]) for match in found] + self._fault_files()
         mine = [
-            match[0]
-            for match in found
+            name
+            for match, name in names
             if match[1] == uuid and os.geteuid() in (0, int(match[2]))
         ]
         removed = [self.remove(name) for name in mine]
         return any(removed)
+
+    def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
+        """Return the GPUs, excluded ones as unusable, and how many jobs each has failed."""
+        now, faults = time.monotonic(), self.faults()
+        excluded = {item.uuid: item.sentence(now) for item in self.exclusions()}
+        return tuple(
+            replace(
+                gpu,
+                unusable=gpu.unusable or excluded.get(gpu.uuid),
+                failed_jobs=len(faults.get(gpu.uuid, ())),
+            )
+            for gpu in gpus
+        )
+
+    def faults(self) -> dict[str, list[GpuFault]]:
+        """Return by GPU the jobs that it has failed in the last four weeks, the oldest first."""
+        found: dict[str, dict[str, GpuFault]] = {}
+        for match, name in self._fault_files():
+            for fault in self._faults_in(name, int(match[2])):
+                found.setdefault(match[1], {})[fault.job] = fault
+        return {
+            uuid: sorted(jobs.values(), key=lambda one: one.time)
+            for uuid, jobs in found.items()
+        }
+
+    def remember(self, uuid: str, job: str, reason: str) -> None:
+        """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot."""
+        name = f"faults.{uuid}.{os.geteuid()}"
+        if not _FAULTS_FILE.fullmatch(name):
+            return
+        new = GpuFault(job[-_MOST_TEXT:], time.time(), reason[: _MOST_TEXT // 2])
+        for folder in ("../", ""):
+            before = self._faults_in(folder + name, os.geteuid())
+            kept = [one for one in before if one.job != new.job][1 - _MOST_FAULTS :]
+            content = json.dumps([asdict(one) for one in (*kept, new)])
+            temporary = f"{folder}new.{os.urandom(8).hex()}"
+            with contextlib.suppress(OSError):
+                with os.fdopen(self.create(temporary, 0o644), "w") as file:
+                    os.fchmod(file.fileno(), 0o644)  # whatever the umask
+                    file.write(content)
+                at = {"src_dir_fd": self.fd, "dst_dir_fd": self.fd}
+                os.rename(temporary, folder + name, **at)
+                return
+
+    def _fault_files(self) -> list[tuple[re.Match[str], str]]:
+        """Return the files about faults, in the directory of all boots and in this boot's."""
+        found = []
+        for folder, names in (
+            ("../", os.listdir(self.base)),
+            ("", os.listdir(self.fd)),
+        ):
+            matches = filter(None, map(_FAULTS_FILE.fullmatch, sorted(names)))
+            found += [(match, folder + match[0]) for match in matches]
+        return found[:MOST_FILES_PER_USER]
+
+    def _faults_in(self, name: str, owner: int) -> list[GpuFault]:
+        data, status = self._read(name)
+        if status is None or status.st_uid != owner:
+            return []
+        now = time.time()
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            known = [from_json(GpuFault, one) for one in parse_json(data)]
+            return [one for one in known if now - one.time < _REMEMBERED_SECONDS]
+        return []
 
     def _read(self, name: str) -> tuple[bytes, os.stat_result | None]:
         """Return content and status of a small regular file; nothing if there is none."""
@@ -237,17 +316,6 @@ class QueueDir:
         if type(limit) is not int or limit < 1:
             return "max_gpus_per_user is a number of GPUs from 1", NO_LIMIT
         return "", limit
-
-
-def mark_excluded(
-    gpus: Sequence[GpuInfo], excluded: Sequence[Exclusion]
-) -> tuple[GpuInfo, ...]:
-    """Return the GPUs, excluded ones marked as unusable."""
-    now = time.monotonic()
-    known = {item.uuid: item.sentence(now) for item in excluded}
-    return tuple(
-        replace(gpu, unusable=gpu.unusable or known.get(gpu.uuid)) for gpu in gpus
-    )
 
 
 # --- where it is, and whether it can be trusted ----------------------------------------------

@@ -116,6 +116,11 @@ def sentence_of(
     has_saved = any(attempt.checkpoints for attempt in attempts)
     if status == "completed" and has_saved and not attempts[-1].is_guarded:
         parts.append("Its checkpoints were not guarded.")
+    if differed := sum(attempt.differed_steps for attempt in attempts):
+        parts.append(
+            f"{differed} step{'s' * (differed > 1)} computed twice had two results, which may be "
+            "no fault: torch's deterministic mode was off."
+        )
     return " ".join(parts)
 
 
@@ -174,7 +179,7 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
         (step, attempt.is_guarded)
         for attempt in attempts
         for step, _ in attempt.checkpoints
-        if attempt.kind is not FailureKind.DIVERGED
+        if attempt.evidence.bad_step is None
         or step <= (attempt.evidence.good_step or 0)
     ]
     if steps:

@@ -18,6 +18,7 @@ from robust_train.step.engine import (
     NotMeasured,
     OnEvent,
     OnOom,
+    Recomputing,
     Recorder,
     Step,
     StepSpeed,
@@ -86,6 +87,7 @@ class MicroBatcher:
         search: find the largest size that fits in the first step, by at most four parts of the
             batch that are only measured.
         speed: measures the steps, in the launcher's attempts.
+        recomputing: says which steps are computed twice, likewise.
 
     Raises:
         ValueError: a size is below 1.
@@ -103,6 +105,7 @@ class MicroBatcher:
         on_oom: OnOom | None = None,
         search: BatchSearch | None = None,
         speed: StepSpeed | None = None,
+        recomputing: Recomputing | None = None,
     ) -> None:
         for name, value in (
             ("batch_size", batch_size),
@@ -125,6 +128,7 @@ class MicroBatcher:
             on_oom or (lambda error, failure: None),
             step or (lambda: self._steps_begun),
             speed or NotMeasured(),
+            recomputing,
         )
         self._watch = Watch()
         self._search = search

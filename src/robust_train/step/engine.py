@@ -55,6 +55,16 @@ class StepSpeed(Protocol):
         """Count from here on as the ranks' waiting for each other."""
 
 
+class Recomputing(Protocol):
+    """Which steps are computed twice."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step is."""
+
+    def compared(self, step: int, *, is_same: bool) -> None:
+        """Take the result."""
+
+
 class NotMeasured:
     """Measures nothing."""
 
@@ -71,6 +81,7 @@ class Recorder:
     on_oom: OnOom  # called when memory ran out and a smaller size is tried
     step: Callable[[], int]  # returns the number of the optimizer step, from 1
     speed: StepSpeed
+    recomputing: Recomputing | None = None  # None: no step is
 
     def changed(self, before: int, after: int, reason: str) -> None:
         """Log that the size changes though no memory ran out."""
@@ -175,12 +186,36 @@ class Step(Generic[T]):
         self._agrees = is_last
         with self.undone_after_an_error(), self._shared.without_collectives():
             results = self._pass(self._batches[-1:])
-            while results is None:
-                self._shared.reset()
-                self._start.rewind()
-                self.rewound()
-                results = self._pass(self._batches)
+            return self._from_its_start() if results is None else results
+
+    def _from_its_start(self) -> Results[T]:
+        """Run the step's batches again, in smaller parts each time that memory runs out."""
+        assert self._start is not None
+        results = None
+        while results is None:
+            self._shared.reset()
+            self._start.rewind()
+            self.rewound()
+            results = self._pass(self._batches)
         return results
+
+    def _compute_twice(self) -> None:
+        """Compute the step once more if that is due, and compare the gradients.
+
+        Not where it cannot start over, nor where ranks compute a step together, for a difference
+        would name none of them.
+        """
+        check, step = self._recorder.recomputing, self._recorder.step()
+        if self._start is None or check is None or not check.is_due(step):
+            return
+        if self.is_sharded or self.cannot_repeat() is not None:
+            return
+        first, repeats = self._start.gradient_bits(), self.repeats
+        self._recorder.speed.pause()
+        with self._shared.without_collectives():
+            self._from_its_start()
+        if self.repeats == repeats:  # else its parts are others
+            check.compared(step, is_same=self._start.gradient_bits() == first)
 
     def _run_each(self, parts: Parts, body: Body[T]) -> Results[T]:
         """Run a batch of which each part stands for itself: only one that fails is repeated."""
@@ -217,6 +252,7 @@ class Step(Generic[T]):
         """
         assert self._start is not None
         with self.undone_after_an_error():
+            self._compute_twice()
             agreed = None
             if not self.is_sharded:
                 self._items = items

@@ -363,6 +363,15 @@ class StepStart:
         """Yield what the step is known to train."""
         return iter(self._known.values())
 
+    def gradient_bits(self) -> list[int]:
+        """Return a sum over the bits of each gradient of the step, which shows whether one differs.
+
+        Sums of integers do not depend on their order, so the same bits have the same sum.
+        """
+        found = [one.grad for one in self.parameters() if one.grad is not None]
+        sums = [bits_of(one).sum(dtype=torch.int64).cpu() for one in found]
+        return [int(one) for one in sums]
+
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
         for parameter in self.parameters():
@@ -415,6 +424,14 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         group[1].append(source)
     for group in groups.values():
         copy_at_once(torch, *group)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as integers."""
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
+    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(values) if values.is_complex() else values
+    return real.contiguous().view(of_size[real.element_size()])
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -69,7 +69,7 @@ class Reporter:
             value = self._recent.value()
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
-            self._run.look_at_loss(step, value)
+            self._run.guard.take(step, value)
             if is_first or is_marked:
                 self._recent = LossAverage()
                 self._draw(step, {"train/loss": value, "train/lr": lr})

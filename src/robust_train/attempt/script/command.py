@@ -45,7 +45,7 @@ from robust_train.folder.checkpoints import (
 )
 from robust_train.folder.identity import wait_until_readable
 from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
-from robust_train.model.errors import ConfigError, Diverged, Interrupted, UserError
+from robust_train.model.errors import ConfigError, Interrupted, Spoiled, UserError
 from robust_train.model.events import (
     CheckpointSaved,
     Json,
@@ -169,7 +169,7 @@ class _Attempt:
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line, at_rest)
-            except Diverged:
+            except Spoiled:
                 raise
             # as of a path that is none: no other line ends the script
             except Exception as problem:

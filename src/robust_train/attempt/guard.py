@@ -1,0 +1,277 @@
+"""Whether what an attempt trains is of use: its losses, its updates, steps computed twice.
+
+:class:`Losses` is pure; :class:`Guard` reads figures from the device a step late.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from robust_train.config.schema import DivergenceConfig, RobustConfig
+from robust_train.model.errors import Spoiled
+from robust_train.model.events import Event, StepDiffered, UpdateSkipped
+from robust_train.model.failure import Clue, FailureKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from robust_train.step.update import LateFigures
+
+log = logging.getLogger("robust_train")
+
+_RECENT = 128
+_LEAST_RECENT = 16
+_STEPS_TO_PROVE = 100
+_SPIKES = 10  # times `patience`: a spike may pass, a loss that is not finite does not
+# median absolute deviation to standard deviation, of a normal distribution
+_SIGMA = 1.4826
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses that were reported so far."""
+
+    good_step: int | None = None  # the last one with a good loss
+    good_loss: float | None = None
+    bad_since: int | None = None  # first step of the last bad ones in a row
+    bad_loss: float = 0.0
+    bad: int = 0  # reports in a row that are not good
+    not_finite: int = 0  # of these
+    recent: tuple[float, ...] = ()  # good ones, where spikes are looked for
+
+    def after(self, step: int, loss: float, plan: DivergenceConfig) -> Losses:
+        """Return the losses with one more."""
+        is_finite = math.isfinite(loss)
+        if is_finite and not self._is_spike(loss, plan):
+            recent = (*self.recent, loss)[-_RECENT:] if plan.spike_sigma else ()
+            return Losses(step, loss, recent=recent)
+        return replace(
+            self,
+            bad_since=step if not self.bad else self.bad_since,
+            bad_loss=loss,
+            bad=self.bad + 1,
+            not_finite=self.not_finite + (not is_finite),
+        )
+
+    def _is_spike(self, loss: float, plan: DivergenceConfig) -> bool:
+        if not plan.spike_sigma or len(self.recent) < _LEAST_RECENT:
+            return False
+        middle = statistics.median(self.recent)
+        spread = statistics.median(abs(one - middle) for one in self.recent)
+        return loss - middle > plan.spike_sigma * _SIGMA * spread
+
+    def of_checkpoint(self, step: int | None) -> str:
+        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        good = self.good_step
+        is_before = step is not None and good is not None and step <= good
+        if self.not_finite and not is_before:
+            return "diverged"
+        return "unknown" if self.good_step is None else "finite"
+
+    def diverged(self, plan: DivergenceConfig) -> str | None:
+        """Return what shows that training has diverged, None if nothing does."""
+        if self.not_finite >= plan.patience:
+            what = f"the loss is {self.bad_loss}"
+        elif self.bad >= _SPIKES * plan.patience:
+            what = f"the loss is {self.bad_loss:.4g}, far above its median,"
+        else:
+            return None
+        return f"{what} since step {self.bad_since}{self.last_good}"
+
+    @property
+    def last_good(self) -> str:
+        """The last good loss, for the end of a sentence."""
+        if self.good_step is None:
+            return "; none before it was finite in this attempt"
+        return f"; the last good one was {self.good_loss:.4g} at step {self.good_step}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why training is of no use any more."""
+
+    kind: FailureKind
+    why: str
+    good_step: (
+        int | None
+    )  # the last one known to be good, None if none of this attempt is
+    bad_step: int
+    clue: str | None = None
+
+
+class Guard:
+    """Watches an attempt; raises what ``spoiled`` returns where training is of no use any more.
+
+    Attributes:
+        divergence: what counts as diverged, None if nothing does.
+        losses: what those reported so far show.
+        good_since: about when the last good one was reported.
+        agreed_step: the last step before one that had the same result twice, None if none had.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Event], None],
+        steps_done: Callable[[], int],
+        spoiled: Callable[[Finding], Spoiled],
+        *,
+        is_main: bool,
+    ) -> None:
+        self.divergence: DivergenceConfig | None = None
+        self.losses = Losses()
+        self.good_since = time.time()
+        self.agreed_step: int | None = None
+        self._send = send
+        self._steps_done = steps_done
+        self._spoiled = spoiled
+        self._is_main = is_main
+        self._late_losses: LateFigures | None = None
+        self._late_updates: LateFigures | None = None
+        self._loss: Tensor | None = None  # of the step in progress
+        self._is_reported = self._is_given = False  # the loss, by the trainer
+        self._skipped = self._skips_from = 0  # updates in a row, from this step on
+        self._recomputes_every = 0
+        self._differed = 0
+
+    def configure(self, config: RobustConfig) -> None:
+        """Watch for what a config asks for."""
+        acts = config.divergence.action != "ignore"
+        self.divergence = config.divergence if acts else None
+        self._recomputes_every = config.integrity.recompute_every_steps
+
+    def proves(self, step: int) -> bool:
+        """Return whether so much that is good has followed a step that it was good."""
+        good, agreed = self.losses.good_step, self.agreed_step
+        is_old = good is not None and good - step >= _STEPS_TO_PROVE
+        is_compared = agreed is not None and agreed >= step
+        return is_old and (is_compared or not self._recomputes_every)
+
+    # --- losses ---
+
+    def take(self, step: int, loss: float) -> None:
+        """Take the loss of a step, for who reports it with a later one: what :meth:`reported` is
+        given from here on is not looked at."""
+        self._is_given = True
+        self._see(step, loss)
+
+    def reported(self, step: int, loss: Any) -> None:
+        """Take the loss with which a step was reported."""
+        if not self._is_given:
+            self._see(step, loss)
+
+    def computed(self, loss: Tensor) -> None:
+        """Take the loss of a batch, which counts where the trainer reports none."""
+        if self.divergence is None:
+            return
+        self._loss = loss if self._loss is None else self._loss + loss
+        if not self._is_reported and self._late_updates is None:
+            self._see(1 + self._steps_done(), loss, is_reported=False)
+
+    def _see(self, step: int, loss: Any, *, is_reported: bool = True) -> None:
+        """Take a loss; a tensor's is read a step later, where nothing waits for it."""
+        self._is_reported = self._is_reported or is_reported
+        if self.divergence is None:
+            return
+        if hasattr(loss, "detach"):
+            self._late_losses = self._late_losses or _late_figures()
+            if (earlier := self._late_losses.swap(step, loss)) is not None:
+                self._judge(*earlier, self.divergence)
+        elif isinstance(loss, (int, float)):
+            self._judge(step, loss, self.divergence)
+
+    def _judge(self, step: int, loss: float, plan: DivergenceConfig) -> None:
+        # what `step` leaves out has spoiled nothing
+        if self._late_updates is not None and not math.isfinite(loss):
+            return
+        self.losses = self.losses.after(step, loss, plan)
+        if not self.losses.bad:
+            self.good_since = time.time()
+        if (why := self.losses.diverged(plan)) is not None:
+            good = self.losses.good_step
+            raise self._spoiled(Finding(FailureKind.DIVERGED, why, good, step))
+
+    # --- updates ---
+
+    def step(
+        self, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
+    ) -> bool:
+        """End an optimizer step, without an update that would spoil the weights."""
+        from robust_train.step.update import update
+
+        self._late_updates = self._late_updates or _late_figures()
+        loss, self._loss = self._loss, None
+        skips = self.divergence is not None
+        done = update(optimizer, loss, scaler, max_grad_norm, skips=skips)
+        number = 1 + self._steps_done()
+        if done.is_bad is not None:
+            if not done.waits:
+                self._count_update(number, bool(done.is_bad))
+            elif (earlier := self._late_updates.swap(number, done.is_bad)) is not None:
+                self._count_update(earlier[0], bool(earlier[1]))
+        return done.moved
+
+    def _count_update(self, step: int, was_left_out: bool) -> None:
+        """Count a step whose update was left out; raise after too many in a row."""
+        if not was_left_out:
+            self._skipped = 0
+            return
+        if not self._skipped:
+            self._skips_from = step
+        self._skipped += 1
+        if self._is_main:
+            self._send(UpdateSkipped(step, self._skipped))
+            text = (
+                "step %d: loss or gradient norm is not finite: the update is left out"
+            )
+            log.warning(text, step)
+        if self.divergence is not None and self._skipped > self.divergence.max_skips:
+            first = self._skips_from
+            why = (
+                f"loss or gradient norm was not finite in {self._skipped} updates in a row from "
+                f"step {first} on{self.losses.last_good}"
+            )
+            # a trainer may count no step that was left out, though it was given its data
+            last = first + self._skipped - 1
+            raise self._spoiled(Finding(FailureKind.DIVERGED, why, first - 1, last))
+
+    # --- steps computed twice ---
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is to be computed twice."""
+        return self._recomputes_every > 0 and step % self._recomputes_every == 0
+
+    def compared(self, step: int, *, is_same: bool) -> None:
+        """Take whether a step had the same gradients twice; raise if it has to, and had not."""
+        if is_same:
+            self.agreed_step = step - 1
+            return
+        if sys.modules["torch"].are_deterministic_algorithms_enabled():
+            last = self.agreed_step
+            agreed = "none" if last is None else f"step {last + 1}"
+            why = f"step {step}, computed twice, had two results; the last that agreed was {agreed}"
+            raise self._spoiled(
+                Finding(FailureKind.DEVICE_FAULT, why, last, step, Clue.CORRUPT)
+            )
+        if not self._differed:
+            log.warning(
+                "step %d, computed twice, had two results, which may be no fault: "
+                "torch.use_deterministic_algorithms is off",
+                step,
+            )
+        self._differed += 1
+        self._send(StepDiffered(step, self._differed))
+
+
+def _late_figures() -> LateFigures:
+    # torch comes with it, and the launcher does without
+    from robust_train.step.update import LateFigures
+
+    return LateFigures()
