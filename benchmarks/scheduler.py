@@ -194,10 +194,17 @@ def a_day(seed: int, count: int) -> list[Job]:
     ]
 
 
+SLICE = 20 * 60.0
+AGAIN = 60.0  # seconds that a job loses each time that it leaves its GPUs
+
+
 def waits_of_users(
     jobs: Sequence[Job], gpus: int, order: str
 ) -> tuple[dict[int, list[float]], float]:
-    """Run the jobs; return each user's waits, and when the last one ended."""
+    """Run the jobs; return each user's waits, and when the last one ended.
+
+    With the order `slices` jobs are asked each minute whether they leave their GPUs.
+    """
     machine = [
         GpuInfo(f"GPU-{n}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0)
         for n in range(gpus)
@@ -208,15 +215,19 @@ def waits_of_users(
     waiting: dict[str, QueuedJob] = {}
     running: dict[str, QueuedJob] = {}
     waits: dict[int, list[float]] = {BIG: [], SMALL: []}
-    now = 0.0
+    left = {job.number: job.seconds for job in jobs}
+    ends: dict[str, float] = {}
+    began: set[str] = set()
+    now, tickets = 0.0, len(jobs)
     while events:
         now, kind, number = heapq.heappop(events)
+        name = str(number)
         if kind == 0:
             job = queued(jobs[number], everywhere, now, 1)
             # within one user it is first come, first served
-            waiting[job.id] = job if order == "fair" else replace(job, owner=0)
-        else:
-            del running[str(number)]
+            waiting[job.id] = replace(job, owner=0) if order == "fifo" else job
+        elif kind == 1 and ends.get(name) == now:
+            del running[name]
         busy = {uuid for job in running.values() for uuid in job.gpus}
         free = [
             replace(gpu, free_bytes=gpu.free_bytes - (gpu.uuid in busy) * 30000 * MIB)
@@ -226,8 +237,28 @@ def waits_of_users(
         for granted, group in decided.groups.items():
             one = jobs[int(granted)]
             running[granted] = started_on(waiting.pop(granted), group, now)
-            waits[one.user].append(now - one.arrives)
-            heapq.heappush(events, (now + one.seconds, 1, one.number))
+            if granted not in began:
+                began.add(granted)
+                waits[one.user].append(now - one.arrives)
+            ends[granted] = now + left[one.number]
+            heapq.heappush(events, (ends[granted], 1, one.number))
+        if order != "slices" or not waiting:
+            continue
+        for name, job in list(running.items()):
+            others = [
+                *waiting.values(),
+                *(one for one in running.values() if one is not job),
+            ]
+            is_over = now - job.since >= SLICE
+            if is_over and plans.waits_for(job, others, free, now) is not None:
+                left[int(name)] = ends.pop(name) - now + AGAIN
+                del running[name]
+                tickets += 1
+                again = queued(jobs[int(name)], everywhere, now, 1)
+                waiting[name] = replace(again, ticket=tickets)
+                break
+        if not events or events[0][0] > now + 60:
+            heapq.heappush(events, (now + 60, 2, 0))
     return waits, now
 
 
@@ -237,7 +268,7 @@ def compare_users(days: int) -> None:
     )
     print("|---|---|---|---|---|")
     for count in (1, 4):
-        for order in ("fair", "fifo"):
+        for order in ("slices", "fair", "fifo"):
             seen = [
                 waits_of_users(a_day(seed, count), 8, order) for seed in range(days)
             ]

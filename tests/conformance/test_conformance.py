@@ -31,6 +31,7 @@ DIAGONAL = {
     ("function", "SIGTERM then a new job"),
     ("function", "SIGKILL of process 1"),
     ("function", "blocked stdout"),
+    ("function", "another user waits"),
     ("function", "bug"),
     ("function", "full disk"),
     ("function", "hang"),

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -19,10 +19,12 @@ import pytest
 from jobs_of_each_kind import BOUND_SECONDS, Day, Kind
 
 import warm
-from another_user import as_another_user
+from another_user import ANOTHER_USER, as_another_user
 from disks import fill
 from robust_train.folder.checkpoints import SUFFIX
 from robust_train.queue.queue_dir import boot_name
+from robust_train.queue.registry import QueuedJob, Registry
+from two_gpu_machine import A, B
 from world import wait_until
 
 STOPPED_SECONDS = 1.0
@@ -213,6 +215,31 @@ def neighbour(day: Day) -> None:
         assert ended.attempts[-1]["gpu_uuid"] is not None, "it has its GPU again"
 
 
+def another_user_waits(day: Day) -> None:
+    """Who holds no GPU and needs two; the job saves, leaves its own, and goes on after them."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    registry = Registry(Path(day.world.environ["ROBUST_TRAIN_QUEUE_DIR"]))
+    probe = registry.enter(QueuedJob(reserved_bytes=1 << 30, count=2, only=(A, B)))
+    probe.update(replace(probe.job, polled_at=time.monotonic() + 1e6))
+    os.fchown(probe.fd, ANOTHER_USER, -1)
+
+    def state() -> str:
+        return json.loads((day.run_dir / "state.json").read_text())["state"]
+
+    wait_until(lambda: state() == "stopping", "its time slice is over")
+    day.hold.unlink()
+    wait_until(lambda: state() == "waiting", "it queues again")
+    probe.release()
+    registry.close()
+    ended = day.end()
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert (first["outcome"], first["action"]) == ("interrupted", "queue_again")
+    assert second["resumed_from"] is not None
+    assert second["outcome"] == "completed"
+
+
 def out_of_memory_in_a_step(day: Day) -> None:
     """The step is repeated in parts, by all ranks; no other step and no attempt is lost."""
     ended = day.meets("out of memory in a step")
@@ -327,6 +354,9 @@ EVENTS = {
     "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
     "second launcher": Event(second_launcher, is_of_launcher=True),
     "neighbour": Event(neighbour, needs_a_queue=True),
+    "another user waits": Event(
+        another_user_waits, needs_a_queue=True, words=("gpu_slice_minutes=0",)
+    ),
     "requested checkpoint": Event(requested_checkpoint, needs_splitting=True),
     "requested half batch": Event(requested_half_batch, is_exact=False),
     "out of memory in a step": Event(

@@ -22,6 +22,7 @@ from robust_train.queue.plan import (
     has_room,
     open_to,
     queue_order,
+    waits_for,
     who_goes_first,
     why_waiting,
 )
@@ -264,6 +265,37 @@ def test_an_urgent_job_goes_before_the_others_of_its_user_and_before_no_one_else
     assert urgent[: len(places)] == places
     order = queue_order([*sweep, job(6)])
     assert who_goes_first(order[1], order) == "job job6 goes first: its queue_priority is higher"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "leaves"),
+    [
+        (job(9, user=BOB), "a"),
+        (job(9, user=ADA), ""),
+        # who was first of all has the GPUs kept
+        (job(9, user=BOB, count=2), "ab"),
+        (job(9, user=BOB, only=UUIDS[1:2]), "b"),
+        (job(9, user=BOB, polled_at=0.0), ""),
+        (job(9, user=EVE), ""),
+    ],
+)
+def test_after_its_time_slice_a_job_leaves_the_gpu_that_is_kept_for_a_user_with_fewer(
+    waiting: QueuedJob, leaves: str
+) -> None:
+    jobs = [
+        held(A, since=1.0),
+        held(B, since=2.0),
+        held(C, since=3.0, owner=EVE),
+        held(D, since=4.0, owner=EVE),
+        waiting,
+    ]
+    gpus = [gpu(uuid, free=0) for uuid in (A, B, C, D)]
+    left = [
+        one.gpus[0][-1]
+        for one in jobs[:4]
+        if waits_for(one, [other for other in jobs if other is not one], gpus, NOW) is not None
+    ]
+    assert "".join(left) == leaves
 
 
 def test_no_user_gets_more_gpus_than_the_limit_and_who_waits_for_that_is_in_no_ones_way() -> None:

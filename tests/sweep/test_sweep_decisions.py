@@ -126,6 +126,22 @@ def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_t
         assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
 
 
+@pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, forwarded(signal.SIGTERM)])
+def test_a_paused_job_goes_on_unless_a_signal_ends_it_meanwhile(ends_it: int | None):
+    received: list[int] = []
+    signals = SignalWatch()
+    with signals, signals.handed_to(received.append):
+        signals.pause()
+        assert received == [signal.SIGTERM]
+        if ends_it is not None:
+            os.kill(os.getpid(), ends_it)
+        assert received == [signal.SIGTERM], "it is stopping already"
+        assert signals.goes_on() is (ends_it is None)
+        assert signals.received == (None if ends_it is None else signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM] * 2, "a later one counts"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), PermissionError("a bug")])
 def test_an_unexpected_error_before_the_first_job_ends_the_sweep(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

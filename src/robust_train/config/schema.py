@@ -376,6 +376,14 @@ class RobustConfig(PlainConfig):
         more="([queue](queue.md#who-goes-first))",
         choices=("auto", "low", "normal", "high"),
     )
+    gpu_slice_minutes: float | None = key(
+        None,
+        "after this long on its GPUs the job saves a checkpoint and queues again if a user with "
+        "fewer GPUs waits",
+        more="`null`: never ([queue](queue.md#time-slices))",
+        unit="minutes",
+        range=FROM_0,
+    )
     gpu_queue_dir: str | None = key(
         None,
         "the host's queue directory; `null`: `/run/lock/robust-train`",

@@ -104,6 +104,8 @@ class SignalWatch:
         self.received: int | None = None  # the first signal that came, None before
         # training has completed, so a signal that comes now changes nothing
         self.is_over = False
+        # what runs is stopped, and the job goes on
+        self.is_pausing = False
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
@@ -136,6 +138,19 @@ class SignalWatch:
                 threading.main_thread().ident or 0, next(iter(self._previous))
             )
 
+    def pause(self) -> None:
+        """Stop what runs as SIGTERM does. The job goes on, unless a signal ends it meanwhile."""
+        if self.received is None and self._previous:
+            self.is_pausing = True
+            self.deliver(signal.SIGTERM)
+
+    def goes_on(self) -> bool:
+        """Return whether it was only a pause that has stopped what ran."""
+        was_pausing, self.is_pausing = self.is_pausing, False
+        if was_pausing:
+            self.received = None
+        return was_pausing
+
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
         """Have signals call ``handler(signum)`` within this block instead of what they do outside
@@ -166,15 +181,22 @@ class SignalWatch:
             raise JobInterrupted(self.received)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        signum, self._delivered = self._delivered or signum, None
+        delivered, self._delivered = self._delivered, None
+        signum = delivered or signum
+        is_the_same = False
         if signum in FORWARDED:
             signum = FORWARDED[signum]
-            self._forwarded_signals += 1
-            is_the_same = self._forwarded_signals <= self._own_signals
-        else:
+            if not self.is_pausing:
+                self._forwarded_signals += 1
+                is_the_same = self._forwarded_signals <= self._own_signals
+        elif not self.is_pausing:
             self._own_signals += 1
             is_the_same = self._own_signals <= self._forwarded_signals
         if is_the_same:
+            return
+        if self.is_pausing and self.received is not None:
+            # someone ends the job, whose attempt is stopping already
+            self.is_pausing, self.received = False, signum
             return
         if self.received is None:
             self.received = signum

@@ -42,6 +42,7 @@ from robust_train.folder.memory_samples import attempt_stability
 from robust_train.folder.provenance import resumed_by_hand
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.processes import user_name
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.linux import sleep_with_ticks
@@ -404,6 +405,12 @@ class Job:
                     known = tuple(self.attempts)
                     self.decision = on_gpus(self.policy, known, retry, found)
                 return
+            if (
+                retry.otherwise is None
+            ):  # it has left its GPUs and waits as long as it takes
+                if not found.timed_out:
+                    raise NoDevice(found.reason)
+                continue
             self._decide_again(retry.otherwise, "waited_in_vain", found.reason)
 
     def _wait_for_disk(self) -> None:
@@ -535,8 +542,13 @@ class Job:
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
         """Return what comes after the last attempt, None if it completed."""
         last, failure = history[-1], history[-1].failure
+        was_paused = self.signals.goes_on()
         if failure is None:
             return None
+        if was_paused and failure.kind is FailureKind.INTERRUPTED:
+            room = self.devices.leave(len(last.spec.gpus))
+            why = "its time slice is over and another user waits (gpu_slice_minutes)"
+            return Retry(last.spec, "queue_again", why, room=room)
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
         if self._engine is not None:
@@ -582,6 +594,13 @@ class Job:
         self.slow.poll()
         self.folder.tick()
         self.devices.queue.tick()
+        # an attempt that saves nothing would begin at the same step each time
+        if self.signals.received is None and self.folder.attempt.saves:
+            other = self.devices.who_waits()
+            if other is not None:
+                whose = f"{other.id} of {user_name(other.owner)}, who holds fewer GPUs"
+                log.info("the time slice is over, and job %s, waits", whose)
+                self.signals.pause()
 
     def _tick(self) -> None:
         self.folder.tick()

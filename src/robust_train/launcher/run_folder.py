@@ -296,7 +296,11 @@ class RunFolder:
                 "this job takes no signals (it is under a scheduler, or not in its process's "
                 "main thread); stop it where it was started"
             )
-        elif self._signals.received is not None and not request.options.get("now"):
+        elif (
+            self._signals.received is not None
+            and not self._signals.is_pausing
+            and not request.options.get("now")
+        ):
             problem = (
                 "it is stopping already; --now ends it without waiting for a checkpoint"
             )

@@ -28,6 +28,7 @@ from robust_train.policy.context import excluded_after
 from robust_train.policy.decide import Offers
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import directory_for
+from robust_train.queue.registry import QueuedJob
 from robust_train.queue.waiting import (
     GpuRequest,
     NoGpu,
@@ -41,6 +42,7 @@ log = logging.getLogger("robust_train")
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
+_SLICE_POLL_SECONDS = 5.0
 
 
 class Devices:
@@ -67,6 +69,8 @@ class Devices:
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
+        self._named: tuple[str, ...] = ()  # the GPU that the config names, if any
+        self._slice_ends = 0.0
         self.queue = HostQueue(
             _queue_directory(config, environ),
             name=job_name,
@@ -108,7 +112,8 @@ class Devices:
                 raise ConfigError(f"device={config.device}: no such GPU here: {why}")
             has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
-        request = self._request(config.min_gpu_memory_bytes, _named(wanted, visible))
+        self._named = _named(wanted, visible)
+        request = self._request(config.min_gpu_memory_bytes, self._named)
         # an unreadable GPU may have more, and an administrator may open a prohibited one
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
@@ -152,6 +157,19 @@ class Devices:
         has one by now, and a new choice has to be made."""
         return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
 
+    def who_waits(self) -> QueuedJob | None:
+        """Return the job for which this one, after its time slice, is to leave its GPUs."""
+        minutes, now = self._config.gpu_slice_minutes, time.monotonic()
+        if minutes is None or not self._config.wait_for_gpu or now < self._slice_ends:
+            return None
+        self._slice_ends = now + _SLICE_POLL_SECONDS
+        return self.queue.who_waits()
+
+    def leave(self, count: int) -> Room:
+        """Release the GPUs; return what the job waits for, behind all that wait by now."""
+        self.queue.release()
+        return Room((), self._need_bytes, counts=(count,))
+
     def begin(self, group: Group) -> None:
         """Note how much memory is free before an attempt in another process."""
         self._free_before = free_bytes(group)
@@ -193,7 +211,8 @@ class Devices:
     def wait_for_room(self, room: Room) -> Group | NoGpu:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
         Returns the GPUs that have it, else why the waiting ended."""
-        request = self._request(room.free_bytes, room.gpu_uuids, room.exclude)
+        only = room.gpu_uuids or self._named
+        request = self._request(room.free_bytes, only, room.exclude)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
         # these are reserved already
@@ -206,6 +225,8 @@ class Devices:
             asked = replace(request, count=count, wait=waits)
             found = self.queue.wait(asked, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
+                slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
+                self._slice_ends = time.monotonic() + slice_seconds
                 return found
             if number == 0 or found.timed_out:
                 why = found

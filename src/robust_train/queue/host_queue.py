@@ -19,7 +19,7 @@ from robust_train.gpu.processes import user_name
 from robust_train.gpu.visible import Visible
 from robust_train.model.errors import ConfigError
 from robust_train.model.gpu import GpuInfo, Group
-from robust_train.queue.plan import has_room, open_to
+from robust_train.queue.plan import has_room, open_to, waits_for
 from robust_train.queue.queue_dir import (
     EXCLUDED_SECONDS,
     LIMITS_FILE,
@@ -193,6 +193,24 @@ class HostQueue:
         me = replace(self._reservation.job, reserved_bytes=0, only=only)
         machine = visible.machine or visible.gpus
         return open_to(me, others, machine, time.monotonic(), limit)
+
+    def who_waits(self) -> QueuedJob | None:
+        """Return the job of a user with fewer GPUs that this job's are kept for, if there is one.
+
+        Not in the attempt's own process, as :meth:`tick`.
+        """
+        if self._reservation is None:
+            return None
+        me = self._reservation.job
+        with contextlib.suppress(QueueProblem):
+            others, limit = self.others(), self.gpu_limit()
+            # to read the GPUs costs the driver more
+            if any(not one.gpus and one.owner != me.owner for one in others):
+                visible = self.read()
+                close_session()
+                gpus = visible.machine or visible.gpus
+                return waits_for(me, others, gpus, time.monotonic(), limit)
+        return None
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;

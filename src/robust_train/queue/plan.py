@@ -163,6 +163,23 @@ def open_to(
     return tuple(state.as_gpu() for state in before.suitable(me))
 
 
+def waits_for(
+    me: QueuedJob,
+    others: Iterable[QueuedJob],
+    gpus: Sequence[GpuInfo],
+    now: float,
+    gpu_limit: int = NO_LIMIT,
+) -> QueuedJob | None:
+    """Return the first waiting job if one of this job's GPUs is kept for it, and its user holds
+    fewer GPUs than this job's."""
+    jobs = [*others, me]
+    decided, held = Plan(jobs, gpus, now, gpu_limit), _held(jobs)
+    first = next((job for job in jobs if job.id == decided.first), None)
+    if first is None or not set(decided.kept) & set(me.gpus):
+        return None
+    return first if len(held[first.owner]) < len(held[me.owner]) else None
+
+
 def has_room(
     me: QueuedJob,
     others: Iterable[QueuedJob],

@@ -47,6 +47,7 @@ ACTIONS = {
     "cpu_fallback": "the CPU",
     "retry": "the same again",
     "wait": "wait for room",
+    "queue_again": "wait for the next time slice",
     "before_it_diverged": "back to the checkpoint before it",
     "earlier_checkpoint": "the checkpoint before",
     "lower_learning_rate": "a lower learning rate",
