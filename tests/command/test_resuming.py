@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -140,3 +141,35 @@ def test_through_hydra_as_well(scripts: CommandWorld):
     )
     assert ended.returncode == 0, ended.output
     assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()
+
+
+LOOP = """
+from robust_train import launch
+
+def train(cfg, run):
+    print("from step", run.load({}))
+    if run.attempt == 1:
+        run.save({}, 3)
+        raise KeyError("a bug")
+    return 0.5
+
+if __name__ == "__main__":
+    launch(train, {"job_name": "loop"})
+    launch(lambda cfg: 1, {"job_name": "second"})
+"""
+
+
+def test_a_program_that_calls_launch_goes_on_by_its_own_command(scripts: CommandWorld):
+    (scripts.folder / "loop.py").write_text(LOOP)
+
+    def run(*words: str) -> str:
+        python = [sys.executable, *words]
+        environ = scripts.world.environ
+        return subprocess.run(
+            python, cwd=scripts.folder, env=environ, capture_output=True, text=True, check=False
+        ).stdout
+
+    assert "after fixing it: robust-train resume 0-" in run("loop.py")
+    assert "from step 3" in run("-m", "robust_train.cli.main", "resume", "loop")
+    names = [folder.name.split("_")[1] for folder in scripts.folder.glob("outputs/*/*")]
+    assert sorted(names) == ["loop", "second"], "the variable is for the first call"

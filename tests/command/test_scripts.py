@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from command_world import SCRIPTS, CommandWorld, argv, script
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
@@ -284,7 +285,7 @@ def test_what_a_script_leaves_behind_says_so(scripts: CommandWorld):
 
     scripts.run_dir = scripts.folder / "other"
     ended = scripts.run("--", "./no_such_file")
-    assert ended.stderr == "PROGRAM: './no_such_file' is not an executable file\n"
+    assert ended.stderr == f"PROGRAM: ./no_such_file: no such file in {scripts.folder}\n"
     ended = scripts.run("--resume-argv", "--from {last}", "--", "true")
     assert ended.returncode == 2
     assert ended.stderr.startswith("--resume-argv: {last} is not a placeholder")
@@ -530,10 +531,11 @@ def test_train_py_runs_a_script_once(scripts: CommandWorld):
         (["trainer.argv=[ls]", "isolation=none"], ["isolation=none", "process of its own"]),
         (["trainer.argv=[]"], ["trainer.argv", "must name a program"]),
         (["trainer.argv=[no_such_program]"], ["'no_such_program'", "PATH"]),
-        (["trainer.argv=[./no_such_file]"], ["'./no_such_file'", "executable"]),
+        (["trainer.argv=[./no_such_file]"], ["./no_such_file: no such file in "]),
+        (["trainer.argv=[python,train_rbust.py]"], ["train_rbust.py: no such file"]),
         (["trainer.argv=[ls,'{batchsize}']"], ["{batchsize}", "did you mean {batch_size}?"]),
         (["trainer.argv=[ls]", "trainer.cwd=/no/such"], ["trainer.cwd=/no/such", "no such folder"]),
-        ([f"trainer.argv=[{SCRIPTS}/no_first_line]"], ["is not an executable file"]),
+        ([f"trainer.argv=[{SCRIPTS}/polite.py]"], ["is not an executable file: chmod +x"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -572,6 +574,23 @@ def test_python_is_the_users_where_the_command_is_a_tool_in_an_environment_of_it
 
     assert ended.returncode == 0, ended.stderr
     assert f"prefix {tool if activated else users}\n" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--device", "cuda", "--", "true"],
+        ["run", "--batch-size", "8", "max_retries=-1", "--", "true"],
+        ["train", "device=cuda"],
+        ["train", "training.batch_size=x"],
+    ],
+)
+def test_a_refused_command_leaves_no_folder(words: list[str], scripts: CommandWorld):
+    started = warm.start(
+        ["-m", "robust_train.cli.main", *words], scripts.folder, scripts.world.environ
+    )
+    scripts.world.end(started).was_refused([])
+    assert list(scripts.folder.glob("outputs/*")) == []
 
 
 def test_a_file_that_is_no_program_is_refused_in_one_line(scripts: CommandWorld):

@@ -34,7 +34,7 @@ from robust_train.attempt.loading import load
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.identity import read_identity
-from robust_train.folder.state import read_state
+from robust_train.folder.state import read_state, read_summary
 from robust_train.host.job_logging import logged_to_screen
 from robust_train.launcher import job as launcher
 from robust_train.queue.host_queue import HostQueue
@@ -213,7 +213,10 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
     (completed,) = [one for one in said if one.startswith("completed after")]
     assert completed.endswith("on cpu with micro-batch 64; result: 0.5")
     assert said[said.index(completed) + 1] == f"run folder: {tmp_path / 'a'}"
-    assert said[-1] == f"after mending it: launch(…, run_dir='{tmp_path / 'b'}')"
+    assert re.fullmatch(r"after fixing it: robust-train resume 0-\w+", said[-1])
+    failed = read_summary(tmp_path / "b")
+    assert repr(failed).startswith("Summary(failed, reason='no weights here', 1 attempt in ")
+    assert (tmp_path / "b" / "report.html").as_uri() in failed._repr_html_()
     with caplog.at_level("INFO", "robust_train"):
         launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path / "b")
     tables = [one.message for one in caplog.records if one.message.startswith("attempts:")]

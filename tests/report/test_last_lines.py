@@ -67,4 +67,4 @@ def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
         f"failed after 12 s on cpu with micro-batch 32; {MESSAGE}"
     ]
     assert capsys.readouterr().err == trace
-    assert lines[-1] == "after mending it: the command"
+    assert lines[-1] == "after fixing it: the command"

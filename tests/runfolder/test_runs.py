@@ -40,7 +40,7 @@ def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path: Path):
             assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
             with pytest.raises(NoLiveRun, match="means 2 runs"):
                 choose_run(str(os.getpid()))
-            with pytest.raises(NoLiveRun, match=r"3-cccccc: no live run .* alive are 0-"):
+            with pytest.raises(NoLiveRun, match=r"3-cccccc: no run .* alive are 0-"):
                 choose_run("3-cccccc")
 
 
@@ -83,7 +83,7 @@ def test_a_name_with_a_line_break_or_an_escape_is_one_row(
 
 
 def test_a_user_who_is_not_there_has_no_run():
-    with pytest.raises(NoLiveRun, match="~nobody/run: no live run"):
+    with pytest.raises(NoLiveRun, match="~nobody/run: no run of yours"):
         choose_run("~nobody/run")
 
 
@@ -152,7 +152,7 @@ def test_status_of_a_killed_launcher_says_died_with_its_last_state(
         assert main(["status", which]) == 0
         assert "died; the last state was starting" in capsys.readouterr().out
     assert main(["checkpoint", run.id]) == 1
-    assert "no live run of yours" in capsys.readouterr().err
+    assert f"robust-train resume {run.id} goes on" in capsys.readouterr().err
 
 
 def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -150,7 +150,7 @@ def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps: 
     ("given", "line"),
     [
         (["training.lr=interval(2,1)"], "training.lr=interval(2,1): `low <= high` must hold"),
-        (["trainign.lr=interval(1,2)"], "no such key (did you mean training.lr?)"),
+        (["trainign.lr=interval(1,2)"], "no such key; did you mean training.lr?"),
         (["hydra.sweeper.sampler._target_=optuna.Nothing"], "hydra.sweeper: optuna.Nothing: "),
         (["hydra.sweeper.direction=up"], "direction=up: must be maximize or minimize"),
         (["hydra/launcher=joblib"], "hydra/launcher=joblib: this sweeper runs its jobs itself"),

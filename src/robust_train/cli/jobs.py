@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +20,7 @@ from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import Summary
-from robust_train.launcher.hydra_state import sweep_folder
+from robust_train.launcher.hydra_state import remove_refused, sweep_folder
 from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,
@@ -92,6 +93,12 @@ def _job(
         # printed here, because Hydra puts lines of its own around what a job raises
         session.refuse(error)
         session.job_ended(REFUSED, error.exit_code, str(error))
+        hydra = HydraConfig.get()
+        is_named = any(
+            one.startswith("hydra.run.dir=") for one in hydra.overrides.hydra
+        )
+        if hydra.mode == RunMode.RUN and not is_named:
+            remove_refused(Path(hydra.runtime.output_dir))
     except JobInterrupted as error:
         session.job_ended(INTERRUPTED, error.exit_code, str(error) or "interrupted")
         folder = sweep_folder()

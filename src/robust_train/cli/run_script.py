@@ -159,11 +159,12 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
     from robust_train.config.trainers import job_name_of
     from robust_train.config.values import is_secret
     from robust_train.launcher import detach
-    from robust_train.launcher.hydra_state import run_folder
+    from robust_train.launcher.hydra_state import remove_refused, run_folder
     from robust_train.launcher.inputs import values_used
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
+    folder = None
     try:
         cfg = refusals.composed(overrides)
         for key, value in texts.items():
@@ -194,6 +195,8 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
     except refusals.REFUSALS as error:
         line = refusals.explain(error, "robust", overrides)
         print(_in_options(line, arguments), file=sys.stderr)
+        if folder is not None and arguments.run_dir is None:
+            remove_refused(folder)
         return refusals.exit_code_of(error)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PREFIX = "ROBUST_TRAIN_"
 EVENTS_VARIABLE = PREFIX + "EVENTS"
+RUN_DIR_VARIABLE = PREFIX + "RUN_DIR"
 AUTO = "auto"
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+|\$)\}")

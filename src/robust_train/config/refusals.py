@@ -22,6 +22,7 @@ from robust_train.model.errors import (
     limit_reached,
     unusable_folder,
 )
+from robust_train.readable import meant
 
 OURS = "pkg://robust_train.configs"
 # Composes the command's config with overrides
@@ -99,8 +100,8 @@ def explain(
         return str(error)
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override}: not an override; write key=value, with quotes around a "
-            "value that holds spaces, commas or brackets: 'key=\"a, b\"'"
+            f"{error.override}: not an override; write key=value without spaces around =, and "
+            "quotes around a value that holds spaces, commas, brackets or =: 'key=\"a, b\"'"
         )
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
@@ -135,10 +136,13 @@ def explain(
 
 def _unknown_option(group: str, option: str, chain: str) -> str:
     listed = _OPTIONS.search(chain)
-    options = listed[1].split() if listed else []
-    names = ", ".join(name for name in options if name != "__init__")
-    hint = f"; the options are {names}" if options else ""
-    return f"{group}={option}: no such option{hint}{_did_you_mean(option, options)}"
+    options = [
+        name for name in (listed[1] if listed else "").split() if name != "__init__"
+    ]
+    close = difflib.get_close_matches(option, options, n=1)
+    near = f"; did you mean {close[0]}?" if close else ""
+    hint = f"; the options are {', '.join(options)}" if options else ""
+    return f"{group}={option}: no such option{hint}{near}"
 
 
 def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> str:
@@ -148,25 +152,21 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
     everything = all_keys(compose_with, others)
-    accepted = [
-        k.rpartition(".")[2] for k in everything if k.rpartition(".")[0] == parent
-    ]
-    place = f" under {parent}" if parent else ""
-    hint = f"; the keys{place} are {', '.join(accepted)}" if accepted else ""
-    if typed in overrides and not typed.startswith("~"):
-        hint = f"; a key of your own takes a plus: +{typed}{hint}"
-    group = key.partition(".")[0]
+    group, value = key.partition(".")[0], typed.partition("=")[2]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
-        value = typed.partition("=")[2]
-        hint = f"; in a sweep over {group} write {key}=choice({value})"
-    if parent and accepted:
-        return f"{typed}: no such key{_did_you_mean(name, accepted)}{hint}"
-    near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.8)
-    inner = _nearest(name, everything, 0.8)
-    if inner and (not near or inner.endswith(f".{name}")):
-        return f"{typed}: no such key (did you mean {inner}?)"
-    meant = _did_you_mean(name, accepted) or _did_you_mean(key, everything, 0.75)
-    return f"{typed}: no such key{meant}{hint}"
+        return (
+            f"{typed}: no such key; in a sweep over {group} write {key}=choice({value})"
+        )
+    beside = [k for k in everything if k.rpartition(".")[0] == parent]
+    if parent and beside:
+        hint = meant(name, [k.rpartition(".")[2] for k in beside], f"{parent}.")
+    else:
+        near = _nearest(name, everything, 0.75) or _nearest(key, everything, 0.75)
+        hint = f"did you mean {near}?" if near else "--cfg job lists all"
+    if typed in overrides and not typed.startswith("~"):
+        own = f"a key of your own takes a plus: +{typed}"
+        hint += f" A{own[1:]}" if hint.endswith("?") else f"; {own}"
+    return f"{typed}: no such key; {hint}"
 
 
 def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
@@ -176,11 +176,6 @@ def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
     }
     close = difflib.get_close_matches(name, full, n=1, cutoff=cutoff)
     return full[close[0]] if close else None
-
-
-def _did_you_mean(name: str, names: Sequence[str], cutoff: float = 0.6) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def composed(

@@ -255,7 +255,7 @@ def _is_held_by_0_2(fd: int) -> bool:
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:
     return (
-        f"run folder {run_dir} is in use by {_name_of(holder)}; choose another hydra.run.dir, or "
+        f"run folder {run_dir} is in use by {_name_of(holder)}; choose another run folder, or "
         f"stop that job: robust-train stop {run_dir}"
     )
 

@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from robust_train.compat import torch_cuda_version
+from robust_train.config.placeholders import RUN_DIR_VARIABLE
 from robust_train.config.values import is_secret
 from robust_train.files import read_object, write_json
 from robust_train.gpu.bounded import printed_by
@@ -232,12 +233,17 @@ def _found(pattern: str, file: str | Path) -> str | None:
 
 
 _OURS = ("robust-train", "robust_train.cli.main")
+_unnamed: list[Path] = []
+"""Run folders that calls of ``launch`` got in this process: the variable is for the first."""
 _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 
-def resume_command(run_dir: Path) -> str | None:
+def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
     """Return the shell command that resumes this process's job from any working directory; None
-    if it holds a secret, if no command of ours started the job, or for a part of a sweep."""
+    if it holds a secret, for a part of a sweep, or where no command started the job.
+
+    ``is_named``: the program that calls ``launch`` names the run folder itself.
+    """
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN:
@@ -246,7 +252,14 @@ def resume_command(run_dir: Path) -> str | None:
     words = command()
     arguments = _of_run(words)
     if not arguments:
-        return None
+        if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+            return None  # a notebook, a prompt, standard input
+        if is_named:
+            return _from(os.getcwd(), words)
+        _unnamed.append(run_dir)
+        if run_dir != _unnamed[0]:
+            return None
+        return _from(os.getcwd(), words, "env", f"{RUN_DIR_VARIABLE}={run_dir}")
     if not any(word.startswith("--run-dir") for word in words):
         words[arguments:arguments] = ["--run-dir", str(run_dir)]
     return _from(os.getcwd(), words)
@@ -288,11 +301,11 @@ def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
     return _from(cwd, [*kept, f"{key}={path}"])
 
 
-def _from(cwd: str, words: list[str]) -> str | None:
+def _from(cwd: str, words: list[str], *before: str) -> str | None:
     if public_command(words) != words:
         return None
     # the interpreter by its path, for another PATH would find another one
-    same = shlex.join([sys.executable, *words[1:]])
+    same = shlex.join([*before, sys.executable, *words[1:]])
     return f"cd {shlex.quote(cwd)} && {same}"
 
 

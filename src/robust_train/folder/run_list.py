@@ -209,7 +209,9 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
         alive = find_live_runs()
         here = [run for run in alive if run.is_here] or alive
         if not here:
-            raise NothingAlive("no run of yours is alive on this machine")
+            raise NothingAlive(
+                "no run of yours is alive on this machine; robust-train ps lists earlier ones"
+            )
         if len(here) > 1:
             listed = f"name one: {_listed(here)}"
             raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
@@ -225,11 +227,15 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
     if found:
         listed = f"{_listed(found)}; name one by its id"
         raise NoLiveRun(f"{which} means {len(found)} runs: {listed}")
+    ended = [at_path] if at_path else [run for run in known if _is_meant(run, which)]
+    if ended:
+        last = ended[-1]
+        goes_on = f"; robust-train resume {last.id} goes on" * last.is_unfinished
+        raise NoLiveRun(f"{which} is not alive: {last.id} {last.status}{goes_on}")
     listed = _listed([run for run in known if run.alive])
-    kind = "run" if dead_too else "live run"
-    listed = f"alive are {listed}" if listed else "none is alive on this machine"
+    listed = f"alive are {listed}" if listed else "robust-train ps lists them"
     raise NoLiveRun(
-        f"{which}: no {kind} of yours has that id, folder, name or pid; {listed}"
+        f"{which}: no run of yours has that id, folder, name or pid; {listed}"
     )
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from robust_train.model.events import (
 )
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import as_json, from_json
+from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
 
@@ -220,6 +222,18 @@ class Summary:
     # --- of the job that has just ended, not in the file ---
     earlier_seconds: float = 0.0  # duration of the job's launches before
     error: BaseException | None = None  # the trainer's own exception
+
+    def __repr__(self) -> str:
+        what = "result" if self.reason is None else "reason"
+        end = shortened(f"{what}={getattr(self, what)!r}", 200)
+        attempts = f"{len(self.attempts)} attempt{'s' * (len(self.attempts) != 1)}"
+        wall = "" if self.wall_seconds is None else f" in {duration(self.wall_seconds)}"
+        return f"Summary({self.status}, {end}, {attempts}{wall}, run_dir={str(self.run_dir)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the same, with a link to the job's page."""
+        page = (self.run_dir / "report.html").absolute().as_uri()
+        return f'<code>{escape(repr(self))}</code> <a href="{escape(page)}">report</a>'
 
     def raise_unless_completed(self) -> None:
         """Raise what ended the job, if it did not complete.

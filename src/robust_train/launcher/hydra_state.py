@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from robust_train.config.placeholders import EVENTS_VARIABLE, RUN_DIR_VARIABLE
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
 from robust_train.folder.provenance import public_command
@@ -23,17 +25,25 @@ from robust_train.model.errors import unusable_folder
 _LONGEST_COMMAND = 2000
 OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 """What Hydra has in a run folder before anything of ours."""
+_BEFORE_ATTEMPTS = re.compile(
+    rf"{OF_HYDRA.pattern}|requests|lock|(job|state|summary)\.json|journal\.jsonl|report\.html"
+)
 
 
 def run_folder(
     run_dir: str | Path | None, name: str, *, group_reads: bool = False
 ) -> Path:
-    """Make and return the run folder: the one given, Hydra's, or a new one for a job's name. Raises
-    ConfigError: it cannot be made, RunFolderUnavailable: now."""
+    """Make and return the run folder: the one given, Hydra's, that of ``$ROBUST_TRAIN_RUN_DIR`` for
+    one call, or a new one for a job's name. Raises ConfigError: it cannot be made,
+    RunFolderUnavailable: now."""
+    # in a script that we run the variable names the folder of that job
+    is_free = EVENTS_VARIABLE not in os.environ
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():
         path = Path(HydraConfig.get().runtime.output_dir)
+    elif is_free and (given := os.environ.pop(RUN_DIR_VARIABLE, "")):
+        path = Path(given)
     else:
         name = f"{folder_name(name)}_{os.getpid()}"
         path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
@@ -52,6 +62,14 @@ def close_to_others(folder: Path, *, group_reads: bool) -> None:
     with contextlib.suppress(OSError):
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
             folder.chmod(0o750 if group_reads else 0o700)
+
+
+def remove_refused(folder: Path) -> None:
+    """Remove the new run folder of a refused command, unless an attempt has left something."""
+    with contextlib.suppress(OSError):
+        if all(_BEFORE_ATTEMPTS.fullmatch(name) for name in os.listdir(folder)):
+            shutil.rmtree(folder)
+            folder.parent.rmdir()  # the day's, if no other job has one
 
 
 def sweep_folder() -> Path | None:

@@ -39,7 +39,7 @@ from robust_train.folder.identity import (
     resume_from,
 )
 from robust_train.folder.memory_samples import attempt_stability
-from robust_train.folder.provenance import resumed_by_hand
+from robust_train.folder.provenance import resume_command, resumed_by_hand
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
@@ -224,7 +224,9 @@ class Job:
             self.name,
             self.signals,
             sweep_folder=sweep_folder(),
-            can_resume=config.resume and engine is None,
+            resumed_by=resume_command(self.run_dir, is_named=run_dir is not None)
+            if config.resume and engine is None
+            else None,
             show=self.live.show,
             notifier=Notifier(notifications(config.notify, environ), self.run_dir),
         )
@@ -500,8 +502,8 @@ class Job:
         trainer = self.config.trainer
         if trainer.checkpoint_glob is not None and self.checkpoint is None:
             log.warning(
-                "no new file matches the pattern for checkpoints %s (in %s): the next attempt "
-                "starts from the beginning",
+                "no new file matches the pattern for checkpoints %s (in %s): without one an "
+                "attempt starts from the beginning",
                 trainer.checkpoint_glob,
                 Path(trainer.cwd or ".").absolute(),
             )
@@ -628,7 +630,7 @@ class Job:
             advice=wording.speed_advice(self.attempts),
             error=None if last is None else error_of(last),
         )
-        if last is not None and status != "completed":
+        if last is not None:
             self._log_unmatched()
         self.folder.record(JobEnded(status, reason))
         summary = replace(summary, goodput=goodput_in(self.run_dir))

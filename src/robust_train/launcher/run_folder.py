@@ -18,7 +18,7 @@ from robust_train.folder import run_list
 from robust_train.folder.identity import count_launch
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
-from robust_train.folder.provenance import Provenance, resume_command
+from robust_train.folder.provenance import Provenance
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
     NEW,
@@ -62,8 +62,9 @@ class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
     Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
-    the job's id that it has from the start; ``show`` is given the state twice a second. Raises
-    ConfigError: a live job holds the folder. Nothing in it was written.
+    the job's id that it has from the start; ``resumed_by`` is the command that resumes the job;
+    ``show`` is given the state twice a second. Raises ConfigError: a live job holds the folder.
+    Nothing in it was written.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RunFolder:
         name: str,
         signals: SignalWatch,
         sweep_folder: Path | None = None,
-        can_resume: bool = False,
+        resumed_by: str | None = None,
         show: Callable[[RunState], None] = lambda state: None,
         notifier: Notifier | None = None,
     ) -> None:
@@ -94,7 +95,7 @@ class RunFolder:
             user=user_name(os.geteuid()),
             started=now,
             since=now,
-            resume_command=resume_command(run_dir) if can_resume else None,
+            resume_command=resumed_by,
         )
         if (before := read_state(run_dir)) is not None:
             state = replace(

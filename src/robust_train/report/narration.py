@@ -188,9 +188,9 @@ def conclude(summary: Summary, how_to_go_on: str = "") -> None:
             and last is not None
             and last.kind is FailureKind.BUG
         )
-        first = "after mending it" if is_bug else "to go on"
+        first = "after fixing it" if is_bug else "to go on"
         if summary.checkpoint is None and not is_bug:
-            first = "to begin again, for no checkpoint is known"
+            first = "to start over (no checkpoint is known)"
         log.info("%s: %s", first, how_to_go_on)
 
 

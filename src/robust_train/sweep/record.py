@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import read_object, write_json
@@ -280,7 +280,8 @@ def _hydra_overrides(folder: Path) -> tuple[str, ...]:
         content = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
     except (OSError, ValueError, OmegaConfBaseException):
         return ()
-    return tuple(map(str, content)) if isinstance(content, ListConfig) else ()
+    words = OmegaConf.to_container(content, resolve=False)
+    return tuple(map(str, words)) if isinstance(words, list) else ()
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ trainer's. Why it failed is classified by the launcher, which has the end of the
 from __future__ import annotations
 
 import contextlib
+import difflib
 import glob
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +31,11 @@ from robust_train.config.placeholders import (
     ALMOST,
     AUTO,
     EVENTS_VARIABLE,
-    PLACEHOLDERS,
     ScriptValues,
     near_misses_in,
 )
 from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.files import write_json
 from robust_train.folder.checkpoints import (
     SUFFIX,
@@ -60,6 +62,7 @@ from robust_train.readable import signal_name
 log = logging.getLogger("robust_train")
 
 _BEFORE = "checkpoints_before.json"
+_INTERPRETER = re.compile(r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$")
 
 
 Stamp = tuple[int, int]
@@ -340,16 +343,32 @@ def check_command(config: RobustConfig) -> Path:
     cwd = Path(os.path.expanduser(trainer.cwd or ".")).absolute()
     if not cwd.is_dir():
         raise ConfigError(f"trainer.cwd={cwd}: no such folder")
-    program = trainer.argv[0]
-    is_file = "/" in program
-    found = shutil.which(
-        cwd / os.path.expanduser(program) if is_file else program,
-        path=users_path(os.environ),
-    )
-    if found is None:
-        where = "an executable file" if is_file else "a program on PATH"
-        raise ConfigError(f"trainer.argv: {program!r} is not {where}")
+    _refuse_missing(cwd, trainer.argv)
     return cwd
+
+
+def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
+    """Refuse a program that is not there, or cannot be executed, and a script that an interpreter
+    would not find."""
+    program, script = argv[0], argv[1] if argv[1:] else ""
+    if "/" in program:
+        path = cwd / os.path.expanduser(program)
+        if not path.exists():
+            raise ConfigError(f"trainer.argv: {program}: no such file in {cwd}")
+        if shutil.which(path) is None:
+            raise ConfigError(
+                f"trainer.argv: {program} is not an executable file: chmod +x {program}, or name "
+                f"its interpreter: bash {program}"
+            )
+    elif shutil.which(program, path=users_path(os.environ)) is None:
+        raise ConfigError(f"trainer.argv: {program!r} is not a program on PATH")
+    if _INTERPRETER.match(Path(program).name) and PROGRAM_FILE.search(script):
+        path = cwd / os.path.expanduser(script)
+        if not os.path.lexists(path) and "{" not in script:
+            there = [one.name for one in path.parent.glob(f"*{path.suffix}")]
+            near = difflib.get_close_matches(path.name, there, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f" in {cwd}"
+            raise ConfigError(f"trainer.argv: {script}: no such file{hint}")
 
 
 def _refuse_near_misses(key: str, text: str, *, every: bool = False) -> None:
@@ -358,7 +377,7 @@ def _refuse_near_misses(key: str, text: str, *, every: bool = False) -> None:
     for name, meant in near_misses_in(text, cutoff=0.0 if every else ALMOST):
         raise ConfigError(
             f"{key}: {{{name}}} is not a placeholder; did you mean {{{meant}}}? "
-            f"There are {', '.join(PLACEHOLDERS)}"
+            "robust-train run --help lists all"
         )
 
 
