@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from robust_train.report.charts import Chart, curve_charts, memory_charts
-from robust_train.report.story import Story
+from robust_train.report.facts import Story
 
 
 def told(story: Story) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec
 from robust_train.readable import GIB
+from robust_train.report.facts import Story
 from robust_train.report.sources import read_sources
-from robust_train.report.story import Story, story_of
+from robust_train.report.story import story_of
 from robust_train.sweep.record import SweepJob, SweepTable, row_of
 
 STARTED = JobStarted("/run", "trainers.train")

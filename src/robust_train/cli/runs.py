@@ -32,8 +32,8 @@ from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.readable import as_clock, duration, mib, percent, shortened
-from robust_train.report.facts import GOODPUT
-from robust_train.report.story import goodput_in, share_of
+from robust_train.report.facts import GOODPUT, share_of
+from robust_train.report.story import goodput_in
 from robust_train.sweep.record import (
     SWEEP_FILE,
     best_first,

@@ -86,9 +86,10 @@ def notify(arguments: Namespace) -> Answer:
 def report(arguments: Namespace) -> Answer:
     """Write ``report.html`` from what a run or sweep folder holds, or return the data behind it."""
     from robust_train.folder.run_list import NoLiveRun, choose_run
+    from robust_train.report.facts import Story
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
-    from robust_train.report.story import Story, story_of
+    from robust_train.report.story import story_of
     from robust_train.sweep.page import is_sweep, sweep_page, sweep_story_of
 
     folder = Path(arguments.path)

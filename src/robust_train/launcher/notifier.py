@@ -29,7 +29,7 @@ from robust_train.config.values import URLS_VARIABLE
 from robust_train.files import printable, strict_json
 from robust_train.folder.state import RunState, read_summary
 from robust_train.launcher.hydra_state import sweep_folder
-from robust_train.model.attempt import AttemptEnded
+from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -78,35 +78,34 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
 
 
 def sentence(event: str, state: RunState, result: Json, now: float) -> str:
-    """Return a notification's line of text."""
-    job, reason = f"{state.name} on {state.host}", shortened(state.reason or "", 300)
-    spent = duration(state.seconds(now))
-    if event == "completed":
-        shown = "" if result is None else f": {shortened(str(result), 200)}"
-        return f"{job} completed in {spent}{shown}"
-    if event == "cpu":
-        return f"{job} trains on the CPU now, which may take far longer"
-    if event == "waiting":
-        why = shortened(str((state.waiting or {}).get("reason", "")), 300)
-        return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
-    if event == "stalled":
-        return (
-            f"{job} made no progress in attempt {_number(state)}: the attempt is ended"
-        )
+    """Return the line of text about a state that is an event."""
+    job, spent = _job(state), duration(state.seconds(now))
+    reason = shortened(state.reason or "", 300)
+    match event:
+        case "completed":
+            shown = "" if result is None else f": {shortened(str(result), 200)}"
+            return f"{job} completed in {spent}{shown}"
+        case "cpu":
+            return f"{job} trains on the CPU now, which may take far longer"
+        case "waiting":
+            why = shortened(str((state.waiting or {}).get("reason", "")), 300)
+            return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
     what = "was interrupted" if event == "interrupted" else "failed"
     return f"{job} {what} after {spent}: {reason or state.state}"
+
+
+def _job(state: RunState) -> str:
+    return f"{state.name} on {state.host}"
 
 
 class Notifier:
     """Watches a job's state and notifies of what happens, if there is anyone to notify.
 
     Attributes:
-        urls: where Apprise sends notifications.
         has_failed: a delivery has.
     """
 
     def __init__(self, settings: NotifyConfig, run_dir: Path | None = None) -> None:
-        self.urls = settings.urls
         self.has_failed = False
         self._settings = settings
         self._run_dir = run_dir
@@ -117,7 +116,7 @@ class Notifier:
 
     def poll(self, state: RunState) -> None:
         """Notify of what is new in a job's state, and see to the deliveries under way."""
-        if not (self._settings.command or self.urls):
+        if not (self._settings.command or self._settings.urls):
             return
         with self._lock:
             event = self._news(state)
@@ -127,52 +126,52 @@ class Notifier:
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an attempt without progress, at half of its limit and at its end; and of a disk
-        that takes no checkpoint, once until it takes one."""
+        """Notify of an attempt without progress, at half of its limit and at its end; of a slow
+        one; and of a disk that takes no checkpoint, once until it takes one."""
+        attempt = None if state.attempt is None else state.attempt.number
         match event:
             case CheckpointSaved():
                 self._is_unsaved = False
-            case CheckpointFailed(reason=reason) if not self._is_unsaved:
-                self._disk_fails(state, f"no checkpoint could be saved: {reason}")
-            case AttemptEnded(record=record) if record.kind is FailureKind.DISK_FULL:
-                if not self._is_unsaved:
-                    self._disk_fails(state, record.message or "the disk is full")
+                return
             case Slow() if event.text:
-                with self._lock:
-                    slow = f"{state.name} on {state.host} is slow: {event.text}"
-                    self._notify("slow", state, slow)
-        if isinstance(event, (StallWarning, Stalled)):
-            text = None
-            if isinstance(event, StallWarning):
-                text = (
-                    f"{state.name} on {state.host} shows no progress for "
-                    f"{duration(event.seconds)} in attempt {_number(state)}, "
-                    f"which is ended after {duration(event.limit_seconds)}"
+                name, text = "slow", f" is slow: {event.text}"
+            case StallWarning():
+                name, text = (
+                    "stalled",
+                    (
+                        f" shows no progress for {duration(event.seconds)} in attempt {attempt}, "
+                        f"which is ended after {duration(event.limit_seconds)}"
+                    ),
                 )
-            with self._lock:
-                self._notify("stalled", state, text)
-
-    def _disk_fails(self, state: RunState, problem: str) -> None:
-        self._is_unsaved = True
+            case Stalled():
+                name = "stalled"
+                text = f" made no progress in attempt {attempt}: the attempt is ended"
+            case CheckpointFailed():
+                name, text = "disk", f": no checkpoint could be saved: {event.reason}"
+            case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
+                name, text = "disk", f": {record.message}"
+            case _:
+                return
+        if name == "disk":
+            if self._is_unsaved:
+                return
+            self._is_unsaved = True
         with self._lock:
-            self._notify("disk", state, f"{state.name} on {state.host}: {problem}")
+            self._notify(name, state, _job(state) + text)
 
     def _news(self, state: RunState) -> str | None:
         """Return the event that a job's state amounts to; None if no one is notified."""
         hoped = self._hopes_for_gpu
-        if state.state == "waiting":
-            self._hopes_for_gpu = True
-        elif state.device is not None:
-            self._hopes_for_gpu = state.device != "cpu"
+        is_waiting = state.state == "waiting"
+        if is_waiting or state.device is not None:
+            self._hopes_for_gpu = is_waiting or state.device != "cpu"
         if state.is_final:
             same = {"no_device": "failed", "pruned": "interrupted"}
             return same.get(state.state, state.state)
         if hoped and not self._hopes_for_gpu:
             return "cpu"
-        waiting_seconds = 60 * self._settings.waiting_minutes
-        if state.state == "waiting" and time.time() - state.since >= waiting_seconds:
-            return "waiting"
-        return None
+        is_long = time.time() - state.since >= 60 * self._settings.waiting_minutes
+        return "waiting" if is_waiting and is_long else None
 
     def _notify(self, event: str, state: RunState, text: str | None = None) -> None:
         now, result = time.time(), None
@@ -196,16 +195,12 @@ class Notifier:
         content = strict_json(
             {"event": event, "text": text, "time": time.time(), **about}
         )
-        command = self._settings.command
+        command, urls = self._settings.command, self._settings.urls
         if command:
             self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
-        if self.urls:
+        if urls:
             program = (sys.executable, "-m", __name__)
-            message = {
-                "urls": self.urls,
-                "title": f"robust-train: {event}",
-                "body": text,
-            }
+            message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
             self.deliver(
                 event, "notify.urls", program, message, {"PYTHONSAFEPATH": "1"}
             )
@@ -295,10 +290,6 @@ class _Delivery:
             errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
             lines = errors.read().decode(errors="replace").strip().splitlines()
         return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
-
-
-def _number(state: RunState) -> int | None:
-    return None if state.attempt is None else state.attempt.number
 
 
 def main() -> None:

@@ -41,6 +41,22 @@ from robust_train.model.spec import AttemptSpec, Speed
 UNFINISHED = "unfinished"
 COMPLETED = "completed"
 
+_NOT_IN_FILES = frozenset(
+    {
+        "number",
+        "spec",
+        "began_training",
+        "saved_step",
+        "saves",
+        "keeps_batch",
+        "ending",
+        "rank_died",
+        "script",
+        "exit",
+        "rule",
+    }
+)
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -143,29 +159,21 @@ class Attempt:
             case StepDiffered():
                 return replace(self, differed_steps=event.in_all)
             case CheckpointSaved():
-                step = self.end_step if event.step is None else event.step
-                saves = self.saves + 1
                 return replace(
                     self,
                     checkpoint=event.path,
-                    saved_step=step,
-                    saves=saves,
+                    saved_step=self.end_step if event.step is None else event.step,
+                    saves=self.saves + 1,
                     is_guarded=event.is_guarded,
                     saving_seconds=event.saving_seconds,
                 )
             case SpeedMeasured():
-                speed = (
-                    event.speed
-                    if self.spec.has_batch
-                    else event.speed.without_samples()
-                )
-                by_rank = {
-                    one.rank: one
-                    for one in (*self.speed, replace(speed, rank=event.rank))
-                }
-                return replace(
-                    self, speed=tuple(by_rank[rank] for rank in sorted(by_rank))
-                )
+                speed = replace(event.speed, rank=event.rank)
+                if not self.spec.has_batch:  # how many samples a step has is not known
+                    speed = replace(speed, samples_per_second=None)
+                others = [one for one in self.speed if one.rank != event.rank]
+                by_rank = sorted([*others, speed], key=lambda one: one.rank)
+                return replace(self, speed=tuple(by_rank))
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
             case MemoryCleared(reason="end" | "failure"):
@@ -179,13 +187,11 @@ class Attempt:
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case BatchTaken():
-                split = event.batch_size, event.gradient_accumulation_steps
-                return replace(self, spec=self.spec.with_batch(*split))
+                return self._with_batch_of(event)
             case BatchSizeFound():
-                spec = self.spec.with_batch(
-                    event.batch_size, event.gradient_accumulation_steps
+                return replace(
+                    self._with_batch_of(event), batch_size_found=event.figures
                 )
-                return replace(self, spec=spec, batch_size_found=event.figures)
             case RankDied():
                 return replace(
                     self, rank_died=event, memory={**self.memory, **event.memory}
@@ -198,6 +204,10 @@ class Attempt:
                 ended = replace(self, ending=event, end_step=step, memory=memory)
                 return ended._until_it_was_spoiled()
         return self
+
+    def _with_batch_of(self, event: BatchTaken | BatchSizeFound) -> Attempt:
+        size, accumulation = event.batch_size, event.gradient_accumulation_steps
+        return replace(self, spec=self.spec.with_batch(size, accumulation))
 
     def _started_before(self, step: int) -> Attempt:
         """Return the attempt, whose first reported step this is, with where it resumed if it has
@@ -296,38 +306,20 @@ class Attempt:
 
     def as_json(self) -> dict[str, Json]:
         """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
+        seconds = self.seconds
+        known = {
+            name: as_json(value)
+            for name, value in vars(self).items()
+            if name not in _NOT_IN_FILES
+        }
         return {
             "attempt": self.number,
             **self.spec.as_json(),
+            **known,
             "started": round(self.started, 6),
-            "seconds": None if self.seconds is None else round(self.seconds, 3),
-            "resumed_from": self.resumed_from,
-            "pid": self.pid,
+            "seconds": None if seconds is None else round(seconds, 3),
             "outcome": self.outcome,
             "message": self.message,
-            "action": self.action,
-            "reason": self.reason,
-            "start_step": self.start_step,
-            "end_step": self.end_step,
-            "total_steps": self.total_steps,
-            "loss": self.loss,
-            "checkpoint": self.checkpoint,
-            "is_guarded": self.is_guarded,
-            "skipped_updates": self.skipped_updates,
-            "differed_steps": self.differed_steps,
-            "saving_seconds": self.saving_seconds,
-            "micro_batch": self.micro_batch,
-            "slow": self.slow,
-            "batch_size_found": as_json(self.batch_size_found),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "memory": as_json(self.memory),
-            "memory_returned": as_json(self.memory_returned),
-            "memory_stability": as_json(self.memory_stability),
-            "gpu_free_before_bytes": self.gpu_free_before_bytes,
-            "gpu_free_after_bytes": self.gpu_free_after_bytes,
-            "speed": as_json(self.speed),
-            "failure": as_json(self.failure),
-            "traceback": self.traceback,
         }
 
     @classmethod

@@ -119,10 +119,6 @@ class Speed:
     seconds_alone_per_step: float | None = None
     rank: int = 0
 
-    def without_samples(self) -> Speed:
-        """Return the same speed without samples, for a trainer whose batch is not known."""
-        return replace(self, samples_per_second=None)
-
 
 @dataclass(frozen=True)
 class RetryRule:

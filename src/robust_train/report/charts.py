@@ -13,9 +13,8 @@ from typing import Literal
 
 from robust_train.folder.memory_samples import Sample
 from robust_train.readable import duration, memory, number, shortened
-from robust_train.report.facts import Curve, DeviceMemory, Mark, Use
+from robust_train.report.facts import Curve, DeviceMemory, Mark, Story, Use
 from robust_train.report.sources import TimedAttempt
-from robust_train.report.story import Story
 
 Point = tuple[float, float]
 

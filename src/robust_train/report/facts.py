@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
+from robust_train.files import strict_json
 from robust_train.folder.memory_samples import Sample
 from robust_train.model import events
 from robust_train.model.failure import MEMORY_FAILURES
-from robust_train.model.json import finite
+from robust_train.model.json import fields_as_json, finite
 from robust_train.readable import memory
-from robust_train.report.sources import Entry, Launch, TimedAttempt
+from robust_train.report.sources import Entry, Launch, Sources, TimedAttempt
 
 OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
 _LONGEST_FIELDS = 120
+SCHEMA = 1
 
 
 class Use(str, Enum):
@@ -73,32 +76,145 @@ class Span:
         return self.end - self.start
 
 
-def spans_of(
-    launches: Sequence[Launch],
-    attempts: Sequence[TimedAttempt],
-    kept: Mapping[int, float],
-) -> tuple[Span, ...]:
-    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. Launches and
-    attempts are oldest first; ``kept`` is from :func:`kept_steps`."""
-    starts = [launch.start for launch in launches]
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at one moment (``time``: seconds since the epoch). ``kind`` is
+    ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``."""
+
+    kind: str
+    time: float
+    text: str
+    attempt: int
+    device: str
+
+    @property
+    def is_inside_a_step(self) -> bool:
+        """Memory ran out inside a step, and the attempt went on."""
+        return self.kind == "oom" and self.text.startswith("inside")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Samples of memory on one device, oldest first. ``sampled`` is False if there are only the
+    figures that the trainer reported now and then."""
+
+    device: str
+    samples: tuple[Sample, ...] = field(repr=False)
+    sampled: bool = True
+
+    def most(self, name: str) -> int | None:
+        """Return the highest value of one figure, None if there is none."""
+        values = (getattr(sample, name) for sample in self.samples)
+        return max((value for value in values if value is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A scalar over steps, as (step, value) that one attempt reported. ``lost``: a later attempt
+    repeated these steps, or no checkpoint holds them."""
+
+    name: str
+    attempt: int
+    points: tuple[tuple[int, float], ...] = field(repr=False)
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing that was tight, advice, and overrides for the next run."""
+
+    finding: str
+    steps: tuple[str, ...] = ()
+    overrides: str | None = None
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happened in a job. Attempts, launches, spans and marks are oldest first."""
+
+    name: str
+    folder: str
+    # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
+    # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
+    about: Mapping[str, str] = field(default_factory=dict)
+    # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
+    # process died; `empty` if nothing at all is
+    status: str = "empty"
+    sentence: str = "The folder holds no record of a job."
+    result: Any = None
+    objective: Any = None
+    # started, ended: seconds since the epoch, None in an empty folder
+    started: float | None = None
+    ended: float | None = None
+    # of each use, by its name; `wall` is their sum without `stopped`
+    seconds: dict[str, float] = field(default_factory=dict)
+    # the same time, divided further: see `GOODPUT`
+    parts: dict[str, float] = field(default_factory=dict)
+    attempts: tuple[TimedAttempt, ...] = ()
+    launches: tuple[Launch, ...] = ()
+    spans: tuple[Span, ...] = ()
+    memory: tuple[DeviceMemory, ...] = field(default=(), repr=False)
+    curves: tuple[Curve, ...] = field(default=(), repr=False)
+    marks: tuple[Mark, ...] = field(default=(), repr=False)
+    # how memory developed in the last attempt, in a sentence; None if unknown
+    stability: str | None = None
+    # what to do next time, most promising first; empty if nothing was tight
+    advice: tuple[Advice, ...] = ()
+    reason: str | None = None
+    files: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()  # a sentence for each thing that was missing or damaged
+
+    @property
+    def goodput(self) -> float | None:
+        """Useful time ÷ wall time, None if no time passed."""
+        return share_of(self.parts)
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Of all attempts on the device that was used last; None if not known."""
+        own = (a for a in self.attempts if a.device == self.attempts[-1].device)
+        return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
+
+    def as_json(self) -> Any:
+        """Return the story with JSON's types, schema first."""
+        return strict_json({"schema": SCHEMA, **fields_as_json(self)})
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def spans_of(story: Story, kept: Mapping[int, float]) -> tuple[Span, ...]:
+    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first; ``kept`` is
+    from :func:`kept_steps`."""
+    starts = [launch.start for launch in story.launches]
     spans: list[Span] = []
     now = starts[0]
-    for index, launch in enumerate(launches):
-        own = [a for a in attempts if bisect_right(starts, a.started) == index + 1]
+    for number, launch in enumerate(story.launches, start=1):
+        own = [a for a in story.attempts if bisect_right(starts, a.started) == number]
         away = Span(Use.STOPPED, now, launch.start)
         for span in (away, *_of_launch(launch, own, kept)):
             # in a damaged journal, two attempts may overlap
-            start = max(span.start, now)
-            if span.end > start:
-                spans.append(Span(span.use, start, span.end, span.attempt))
+            if span.end > max(span.start, now):
+                spans.append(replace(span, start=max(span.start, now)))
                 now = span.end
     return tuple(spans)
 
 
+def seconds_of(
+    spans: Iterable[Span], use: Use | None = None, attempt: int | None = None
+) -> float:
+    """Return the length of all spans, or of those of a use, or of an attempt."""
+    return math.fsum(
+        span.seconds
+        for span in spans
+        if use in (None, span.use) and attempt in (None, span.attempt)
+    )
+
+
 def totals(spans: Sequence[Span]) -> dict[str, float]:
     """Return the seconds of each use by its name, and their sum without stops as ``wall``."""
-    seconds = {u.value: math.fsum(s.seconds for s in spans if s.use is u) for u in Use}
-    wall = math.fsum(s.seconds for s in spans if s.use is not Use.STOPPED)
+    seconds = {use.value: seconds_of(spans, use) for use in Use}
+    wall = seconds_of(span for span in spans if span.use is not Use.STOPPED)
     return {**seconds, "wall": wall}
 
 
@@ -107,20 +223,15 @@ def goodput_of(
 ) -> dict[str, float]:
     """Return the parts of the wall time, in seconds, that add up to it; ``docs/report.md`` has
     the definitions."""
-    seconds: dict[tuple[Use, int | None], float] = {}
-    for span in spans:
-        key = span.use, span.attempt
-        seconds[key] = seconds.get(key, 0.0) + span.seconds
     parts = dict.fromkeys(GOODPUT, 0.0)
-    for (use, _), length in seconds.items():
-        if use is not Use.STOPPED:
-            parts[_PARTS[use]] += length
+    parts |= {part: seconds_of(spans, use) for use, part in _PARTS.items()}
     for one in attempts:
-        useful = seconds.get((Use.USEFUL, one.number), 0.0)
+        useful = seconds_of(spans, Use.USEFUL, one.number)
         saving = min(one.saving_seconds, useful)
         a_step = one.speed[0].seconds_per_step if one.speed else 0.0
         skipped = min(one.skipped_updates * a_step, useful - saving)
-        stalled = min(one.stalled_seconds, seconds.get((Use.LOST, one.number), 0.0))
+        lost = seconds_of(spans, Use.LOST, one.number)
+        stalled = min(one.stalled_seconds, lost)
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped
@@ -129,16 +240,21 @@ def goodput_of(
     return parts
 
 
-def kept_steps(
-    attempts: Sequence[TimedAttempt], *, completed: bool
-) -> dict[int, float]:
+def share_of(parts: Mapping[str, float]) -> float | None:
+    """Return the useful share, which is called goodput; None if no time passed."""
+    wall = sum(parts.values())
+    return parts["useful"] / wall if wall > 0 else None
+
+
+def kept_steps(story: Story) -> dict[int, float]:
     """Return the last step of each attempt, by its number, that no later attempt repeated. If the
     job did not complete, steps after its last checkpoint are not kept either."""
     kept: dict[int, float] = {}
     bound = math.inf
-    if not completed:
-        bound = max((step for a in attempts for step, _ in a.checkpoints), default=0)
-    for attempt in reversed(attempts):
+    if story.status != "completed":
+        saved = (step for one in story.attempts for step, _ in one.checkpoints)
+        bound = max(saved, default=0)
+    for attempt in reversed(story.attempts):
         kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
         bound = min(bound, attempt.start_step)
     return kept
@@ -186,68 +302,21 @@ def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
     return max(saved or done, default=None)
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Something that happened at one moment (``time``: seconds since the epoch). ``kind`` is
-    ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``."""
-
-    kind: str
-    time: float
-    text: str
-    attempt: int
-    device: str
-
-    @property
-    def is_inside_a_step(self) -> bool:
-        """Memory ran out inside a step, and the attempt went on."""
-        return self.kind == "oom" and self.text.startswith("inside")
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Samples of memory on one device, oldest first. ``sampled`` is False if there are only the
-    figures that the trainer reported now and then."""
-
-    device: str
-    samples: tuple[Sample, ...] = field(repr=False)
-    sampled: bool = True
-
-    def most(self, name: str) -> int | None:
-        """Return the highest value of one figure, None if there is none."""
-        values = (getattr(sample, name) for sample in self.samples)
-        return max((value for value in values if value is not None), default=None)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A scalar over steps, as (step, value) that one attempt reported. ``lost``: a later attempt
-    repeated these steps, or no checkpoint holds them."""
-
-    name: str
-    attempt: int
-    points: tuple[tuple[int, float], ...] = field(repr=False)
-    lost: bool = False
+# --- memory, scalars, marks -----------------------------------------------------------------------
 
 
 def memory_of(
-    samples: Sequence[Sample],
-    entries: Sequence[Entry],
-    attempts: Sequence[TimedAttempt],
+    sources: Sources, attempts: Sequence[TimedAttempt]
 ) -> tuple[DeviceMemory, ...]:
     """Return memory over time, device by device in the order in which they were used."""
-    sampled = {sample.attempt for sample in samples}
+    sampled = {sample.attempt for sample in sources.samples}
     devices = {a.number: a.device for a in attempts if a.number not in sampled}
+    every = [*sources.samples, *_reported(sources.entries, devices)]
     grouped: dict[str, list[Sample]] = {}
-    for sample in sorted(
-        [*samples, *_reported(entries, devices)], key=lambda s: (s.time, s.attempt)
-    ):
+    for sample in sorted(every, key=lambda one: (one.time, one.attempt)):
         grouped.setdefault(sample.device, []).append(sample)
     return tuple(
-        DeviceMemory(
-            device,
-            tuple(own),
-            any(sample.attempt in sampled for sample in own),
-        )
+        DeviceMemory(device, tuple(own), any(one.attempt in sampled for one in own))
         for device, own in grouped.items()
     )
 
@@ -255,40 +324,31 @@ def memory_of(
 def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[Sample]:
     """Yield the figures that the trainer reported in attempts without samples."""
     for entry in entries:
-        match entry:
-            # of several ranks, the first one's memory is drawn
-            case Entry(
-                time, events.MemoryReported(rank=None | 0) as event, int(number)
-            ):
-                if number in devices and event.figures:
-                    yield Sample(
-                        time,
-                        number,
-                        devices[number],
-                        allocated=event.allocated,
-                        reserved=event.reserved,
-                        resident=event.resident,
-                    )
+        event, number = entry.event, entry.attempt or 0
+        if not isinstance(event, events.MemoryReported) or number not in devices:
+            continue
+        # of several ranks, the first one's memory is drawn
+        if event.figures and not event.rank:
+            yield Sample(
+                entry.time,
+                number,
+                devices[number],
+                allocated=event.allocated,
+                reserved=event.reserved,
+                resident=event.resident,
+            )
 
 
-def curves_of(
-    entries: Sequence[Entry],
-    attempts: Sequence[TimedAttempt],
-    kept: Mapping[int, float],
-) -> tuple[Curve, ...]:
+def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curve, ...]:
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
-    known = {attempt.number for attempt in attempts}
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
-        match entry.event:
-            case (
-                events.Progress(step=int(step), metrics=metrics)
-                | events.EpochEnded(step=int(step), metrics=metrics)
-            ) if entry.attempt in known:
-                for name, value in metrics.items():
-                    if (number := finite(value)) is not None:
-                        own = points.setdefault((name, entry.attempt), [])
-                        own.append((step, number))
+        event, number = entry.event, entry.attempt or 0
+        if isinstance(event, (events.Progress, events.EpochEnded)) and number in kept:
+            for name, metric in event.metrics.items():
+                value = finite(metric)
+                if value is not None and event.step is not None:
+                    points.setdefault((name, number), []).append((event.step, value))
     curves = []
     for (name, attempt), own in points.items():
         good = [point for point in own if point[0] <= kept[attempt]]

@@ -16,9 +16,9 @@ from robust_train import readable
 from robust_train.files import replacing, strict_json
 from robust_train.model.json import finite
 from robust_train.report import charts, wording
-from robust_train.report.facts import USES, Use
+from robust_train.report.facts import USES, Story, Use
 from robust_train.report.sources import Sources
-from robust_train.report.story import Story, story_of
+from robust_train.report.story import story_of
 
 log = logging.getLogger("robust_train")
 

@@ -22,7 +22,12 @@ from robust_train.readable import (
 )
 from robust_train.readable import number as number_text
 from robust_train.report.sources import Entry, Sources, attempts_of
-from robust_train.report.wording import action_in_words, outcome_in_words, speed_text
+from robust_train.report.wording import (
+    action_in_words,
+    batch_in_words,
+    outcome_in_words,
+    speed_text,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -44,8 +49,7 @@ def announce(number: int, spec: AttemptSpec) -> None:
     if not spec.has_batch:
         log.info("attempt %d on %s", number, where)
         return
-    size = f"micro-batch {spec.batch_size} × accumulation {spec.gradient_accumulation_steps}"
-    chosen = "micro-batch auto" if spec.searches else size + by_processes(spec.ranks)
+    chosen = "micro-batch auto" if spec.searches else batch_in_words(spec)
     if spec.gradient_checkpointing:
         chosen += ", gradient checkpointing"
     effective = spec.effective_batch_size

@@ -163,11 +163,6 @@ class TimedAttempt(Attempt):
         return {
             **super().as_json(),
             "seconds": round(self.ended - self.started, 3),
-            "ended": self.ended,
-            "training_began": self.training_began,
-            "progress": self.progress,
-            "checkpoints": self.checkpoints,
-            "stalled_seconds": self.stalled_seconds,
         }
 
 
@@ -177,16 +172,15 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
     for entry in entries:
         if isinstance(entry.event, JobStarted) or not launches:
             launches.append(Launch(entry.time, entry.time))
-        launch = replace(launches[-1], end=entry.time)
-        match entry.event:
-            case JobEnded(status=status, reason=reason):
-                launch = replace(launch, status=status, reason=reason)
-            case DeviceAcquired(wait_seconds=seconds):
-                launch = replace(
-                    launch,
-                    device_acquired=entry.time,
-                    device_wait_seconds=max(seconds, 0.0),
-                )
+        launch, event = replace(launches[-1], end=entry.time), entry.event
+        if isinstance(event, JobEnded):
+            launch = replace(launch, status=event.status, reason=event.reason)
+        elif isinstance(event, DeviceAcquired):
+            launch = replace(
+                launch,
+                device_acquired=entry.time,
+                device_wait_seconds=max(event.wait_seconds, 0.0),
+            )
         launches[-1] = launch
     return tuple(launches)
 
@@ -213,35 +207,34 @@ def _attempt(
     checkpoints: list[tuple[int, float]] = []
     began, ended, stalled = None, entries[-1].time, 0.0
     for entry in entries:
-        match entry.event:
-            case AttemptStarted(spec=spec, resume_checkpoint=path):
+        event, time = entry.event, entry.time
+        match event:
+            case AttemptStarted():
+                path = event.resume_checkpoint
                 start_step = saved.get(path or "", 0)
-                attempt = Attempt(number, spec, entry.time, path, start_step=start_step)
-            case AttemptEnded(record=record):
-                attempt, ended = replace(record, number=number), entry.time
-            case DecidedAgain(action=action, reason=reason) if attempt is not None:
-                attempt = replace(attempt, action=action, reason=reason)
-            case event if attempt is not None and attempt.seconds is None:
-                attempt = attempt.after(event)
-        match entry.event:
-            case Progress(step=step):
-                progress.append((step, entry.time))
-            case CheckpointSaved(step=int(step)) as saved_now if (
-                saved_now.loss != "diverged"
-            ):
-                checkpoints.append((step, entry.time))
+                attempt = Attempt(number, event.spec, time, path, start_step=start_step)
+                continue
+            case AttemptEnded():
+                attempt, ended = replace(event.record, number=number), time
+                continue
+            case Progress():
+                progress.append((event.step, time))
+            case CheckpointSaved(step=int(step)) if event.loss != "diverged":
+                checkpoints.append((step, time))
             case TrainingStarted():
-                began = entry.time
-            case Stalled(seconds=stalled):
-                pass
+                began = time
+            case Stalled():
+                stalled = event.seconds
+        if attempt is not None and isinstance(event, DecidedAgain):
+            attempt = replace(attempt, action=event.action, reason=event.reason)
+        elif attempt is not None and attempt.seconds is None:
+            attempt = attempt.after(event)
     if attempt is None:
         return None
-    if began is None and progress:
-        began = progress[0][1]
     return TimedAttempt(
         **vars(attempt),
         ended=ended,
-        training_began=began,
+        training_began=progress[0][1] if began is None and progress else began,
         progress=tuple(progress),
         checkpoints=tuple(checkpoints),
         stalled_seconds=stalled,

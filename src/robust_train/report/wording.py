@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import Speed
+from robust_train.model.spec import AttemptSpec, Speed
 from robust_train.readable import (
     by_processes,
     duration,
@@ -18,7 +17,7 @@ from robust_train.readable import (
     ordinal,
     percent,
 )
-from robust_train.report.facts import OOM, DeviceMemory, Mark, Span, Use
+from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, Use, seconds_of
 from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
@@ -83,39 +82,26 @@ _GROWTH = {
 }
 
 
-@dataclass(frozen=True)
-class Advice:
-    """One thing that was tight, advice, and overrides for the next run."""
-
-    finding: str
-    steps: tuple[str, ...] = ()
-    overrides: str | None = None
-
-
-def sentence_of(
-    status: str,
-    reason: str | None,
-    attempts: Sequence[TimedAttempt],
-    seconds: Mapping[str, float],
-    marks: Sequence[Mark],
-) -> str:
+def sentence_of(story: Story) -> str:
     """Return how the job ended, which attempts failed before, and the share of useful time."""
-    wall = seconds["wall"]
-    parts = [_ending(status, reason, attempts, wall)]
-    has_ended = status in ("completed", "failed", "interrupted", "pruned")
+    attempts, wall = story.attempts, story.seconds["wall"]
+    is_completed = story.status == "completed"
+    parts = [_ending(story)]
+    has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
     if more := len(troubles[_MOST_TROUBLES:]):
         troubles[_MOST_TROUBLES:] = [f"{more} more failed attempt{'s' * (more > 1)}"]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
-    if inside := _inside_steps(marks):
+    if inside := _inside_steps(story):
         parts.append(
             f"Memory ran out {inside} inside a step, which was repeated in smaller parts."
         )
-    if status == "completed" and len(attempts) > 1 and wall > 0:
-        parts.append(f"{percent(seconds['useful'] / wall)} of the time was useful.")
+    if is_completed and len(attempts) > 1 and wall > 0:
+        useful = percent(story.seconds["useful"] / wall)
+        parts.append(f"{useful} of the time was useful.")
     has_saved = any(attempt.checkpoints for attempt in attempts)
-    if status == "completed" and has_saved and not attempts[-1].is_guarded:
+    if is_completed and has_saved and not attempts[-1].is_guarded:
         parts.append("Its checkpoints were not guarded.")
     if differed := sum(attempt.differed_steps for attempt in attempts):
         parts.append(
@@ -125,24 +111,22 @@ def sentence_of(
     return " ".join(parts)
 
 
-def _inside_steps(marks: Sequence[Mark]) -> str:
+def _inside_steps(story: Story) -> str:
     """Return how often memory ran out inside a step; empty for never."""
-    count = sum(mark.is_inside_a_step for mark in marks)
+    count = sum(mark.is_inside_a_step for mark in story.marks)
     return {0: "", 1: "once"}.get(count, f"{count} times")
 
 
-def _ending(
-    status: str, reason: str | None, attempts: Sequence[TimedAttempt], wall: float
-) -> str:
+def _ending(story: Story) -> str:
+    status, attempts = story.status, story.attempts
     last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
-    lines = (reason or "").strip().splitlines()
-    why = "" if reason is None else f": {''.join(lines[:1])}"
-    took = duration(wall)
+    lines = (story.reason or "").strip().splitlines()
+    why = "" if story.reason is None else f": {''.join(lines[:1])}"
+    took = duration(story.seconds["wall"])
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
-        return (
-            f"Completed in {took}{which}, on {last.spec.where} with {_setting(last)}."
-        )
+        batch = batch_in_words(last.spec)
+        return f"Completed in {took}{which}, on {last.spec.where} with {batch}."
     if status == "no_device":
         return _sentence(f"Found no device in {took}{why}")
     if status == "interrupted":
@@ -158,13 +142,13 @@ def _ending(
     return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
 
 
-def _setting(attempt: TimedAttempt) -> str:
+def batch_in_words(spec: AttemptSpec) -> str:
     """Return ``micro-batch 16 × accumulation 4 × 2 processes``."""
-    if attempt.batch_size is None:
+    if not spec.has_batch:
         return "an unknown micro-batch"
-    accumulation = attempt.spec.gradient_accumulation_steps
+    accumulation = spec.gradient_accumulation_steps
     steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
-    return f"micro-batch {attempt.batch_size}{steps}{by_processes(attempt.spec.ranks)}"
+    return f"micro-batch {spec.batch_size}{steps}{by_processes(spec.ranks)}"
 
 
 def _at(last: TimedAttempt | None) -> str:
@@ -216,30 +200,22 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def advice_of(
-    attempts: Sequence[TimedAttempt],
-    devices: Sequence[DeviceMemory],
-    marks: Sequence[Mark],
-    spans: Sequence[Span],
-    seconds: Mapping[str, float],
-    stability: str | None = None,
-) -> tuple[Advice, ...]:
+def advice_of(story: Story) -> tuple[Advice, ...]:
     """Return findings and advice, most promising first; none if nothing was tight."""
     return (
-        *_what_worked(attempts, spans),
-        *_failures(attempts),
-        *_splits(marks),
-        *(finding for device in devices for finding in _tightness(device)),
-        *_growth(stability or ""),
-        *(Advice(_sentence(one)) for one in speed_advice(attempts)),
-        *_times(attempts, seconds),
+        *_what_worked(story),
+        *_failures(story.attempts),
+        *_splits(story),
+        *(finding for device in story.memory for finding in _tightness(device)),
+        *_growth(story.stability or ""),
+        *(Advice(_sentence(one)) for one in speed_advice(story.attempts)),
+        *_times(story),
     )
 
 
-def _what_worked(
-    attempts: Sequence[TimedAttempt], spans: Sequence[Span]
-) -> Iterator[Advice]:
+def _what_worked(story: Story) -> Iterator[Advice]:
     """Advise to begin with the size that fitted."""
+    attempts = story.attempts
     last = attempts[-1] if attempts else None
     if last is None or last.outcome != "completed" or last.batch_size is None:
         return
@@ -251,9 +227,7 @@ def _what_worked(
         and a.batch_size != last.batch_size
     }
     if failed:
-        lost = sum(
-            s.seconds for s in spans if s.use is Use.LOST and s.attempt in failed
-        )
+        lost = sum(seconds_of(story.spans, Use.LOST, number) for number in failed)
         sizes = ", ".join(dict.fromkeys(failed.values()))
         effective = {a.spec.effective_batch_size for a in attempts}
         same = ": the effective batch is the same" if len(effective) == 1 else ""
@@ -291,9 +265,10 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
 
 
-def _splits(marks: Sequence[Mark]) -> Iterator[Advice]:
-    changes = [m.text for m in marks if m.kind == "batch" and " at step " in m.text]
-    if (inside := _inside_steps(marks)) and changes:
+def _splits(story: Story) -> Iterator[Advice]:
+    texts = [mark.text for mark in story.marks if mark.kind == "batch"]
+    changes = [text for text in texts if " at step " in text]
+    if (inside := _inside_steps(story)) and changes:
         yield Advice(
             f"Memory ran out {inside} inside a step; the last change was: {changes[-1]}.",
             ("set training.batch_size to a size that fits: then no step is repeated",),
@@ -339,13 +314,12 @@ def _growth(stability: str) -> Iterator[Advice]:
             yield Advice(f"Memory was {stability}.", (step,))
 
 
-def _times(
-    attempts: Sequence[TimedAttempt], seconds: Mapping[str, float]
-) -> Iterator[Advice]:
-    wall, lost, wait = seconds["wall"], seconds["lost"], seconds["wait"]
+def _times(story: Story) -> Iterator[Advice]:
+    wall, lost, wait = (story.seconds[name] for name in ("wall", "lost", "wait"))
     # checkpoints do not help attempts that never trained
     trained = any(
-        a.training_began is not None and a.outcome != "completed" for a in attempts
+        a.training_began is not None and a.outcome != "completed"
+        for a in story.attempts
     )
     if trained and lost > max(_MUCH_LOST * wall, _LEAST_SECONDS):
         yield Advice(

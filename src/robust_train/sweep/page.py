@@ -13,11 +13,10 @@ from robust_train.folder.lock import is_held
 from robust_train.model.json import as_json
 from robust_train.readable import duration
 from robust_train.report.charts import loss_of_jobs
-from robust_train.report.facts import Use
+from robust_train.report.facts import Advice, Story, Use
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
-from robust_train.report.story import Story, story_of
-from robust_train.report.wording import Advice
+from robust_train.report.story import story_of
 from robust_train.sweep.record import (
     ENDED,
     SWEEP_FILE,
