@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from another_user import as_another_user, needs_root
+from robust_train.folder.provenance import Provenance
+from robust_train.gpu.bounded import ask
 from robust_train.model.errors import EXIT_TRY_LATER, limit_reached
 
 
@@ -33,6 +38,19 @@ def test_each_limit_is_named_and_may_pass(number, words):
     limit = limit_reached(OSError(number, "words of the system"))
     assert words in str(limit)
     assert limit.exit_code == EXIT_TRY_LATER
+
+
+@needs_root
+def test_without_room_for_a_thread_no_record_costs_a_job_and_the_limit_is_named(tmp_path):
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        assert Provenance(tmp_path, ()).short() is None
+        with pytest.raises(RuntimeError) as refused:
+            ask(os.getpid, 1.0)
+        assert "ulimit -u is 1)" in str(limit_reached(refused.value))
+
+    with as_another_user(fill):
+        pass
 
 
 def test_other_errors_are_no_limits():

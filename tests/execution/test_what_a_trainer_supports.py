@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.trainers import TrainerRef
 from robust_train.model.events import Event, Failed, TrainerSupports
+from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec
 
 
@@ -37,7 +39,11 @@ class Declares:
         return logs_all_keys(cfg) or reads_nothing(cfg)
 
 
-def events_of(trainer: object, folder: Path) -> list[Event]:
+def events_of(
+    trainer: object,
+    folder: Path,
+    begins: Callable[[Callable[[], None]], object] = lambda stop: None,
+) -> list[Event]:
     cfg = complete({"device": "cpu", "memory": {"sample_interval_ms": 0}})
     events: list[Event] = []
     request = AttemptRequest(
@@ -56,7 +62,7 @@ def events_of(trainer: object, folder: Path) -> list[Event]:
         request,
         lambda: trainer,
         events.append,
-        stopping=lambda stop: nullcontext(),
+        stopping=lambda stop: nullcontext(begins(stop)),
         process_ends=False,
     )
     return events
@@ -91,3 +97,9 @@ def test_a_feature_that_does_not_exist_is_refused_in_a_line(tmp_path):
     (ending,) = (one for one in events if isinstance(one, Failed))
     line = "supports='gradient_checkpoint': no such feature; did you mean gradient_checkpointing?"
     assert ending.failure.message == line
+
+
+def test_a_signal_that_waited_for_an_attempt_to_begin_ends_it_in_order(tmp_path):
+    events = events_of(reads_nothing, tmp_path, begins=lambda stop: stop())
+    (ending,) = (one for one in events if isinstance(one, Failed))
+    assert ending.failure.kind is FailureKind.INTERRUPTED

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -21,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from another_user import ANOTHER_USER, as_another_user, needs_root
+from another_user import ANOTHER_USER, as_another_user, hide_processes_of_others, needs_root
 from robust_train.cli.main import main
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible
@@ -554,6 +556,24 @@ def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(
         assert "it belongs to user 65534" in capsys.readouterr().err
     assert main(["queue", "cancel", "\x1b[2J", "--dir", str(base)]) == 1
     assert all(c.isprintable() or c == "\n" for c in capsys.readouterr().err)
+
+
+@needs_root
+def test_where_proc_hides_processes_a_job_of_another_user_is_not_taken_for_ended(
+    base: Path,
+) -> None:
+    job = queue_of(base)
+    assert job.wait(REQUEST) == (A,)
+
+    def look() -> None:
+        assert not os.path.exists(f"/proc/{os.getppid()}")
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main(["queue", "--dir", str(base)]) == 0
+        assert "running" in shown.getvalue()
+        assert "has ended" not in shown.getvalue()
+
+    with as_another_user(look, as_root=hide_processes_of_others):
+        job.release()
 
 
 @needs_root

@@ -165,3 +165,10 @@ def test_the_command_goes_on_in_that_folder_whatever_it_is_called(
     override = OverridesParser.create().parse_override(last)
     value = override.value()
     assert (override.key_or_group, getattr(value, "text", value)) == ("hydra.sweep.dir", folder)
+
+
+def test_a_command_with_a_line_break_is_not_kept_for_readers_drop_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "a = 1\nb = 2"])
+    assert sweep_resume_command(Path("/a"), "/my work") is None

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from another_user import ANOTHER_USER
 from robust_train.cli.main import main
 from robust_train.folder.run_list import find_runs
 from robust_train.launcher.detach import OUTPUT_FILE
@@ -61,9 +62,17 @@ def end(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
     wait_until(lambda: not any(run.alive for run in find_runs()), "its attempt has ended, too")
 
 
-def test_a_script_goes_on_by_one_word_wherever_that_is_said(here: Path, tmp_path: Path):
+def test_a_script_goes_on_by_one_word_wherever_that_is_said(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     end(start(here, "mine"), signal.SIGINT)
     (here / "go").touch()
+    if os.geteuid() == 0:
+        state = next(here.rglob("state.json"))
+        os.chown(state, ANOTHER_USER, -1)
+        assert main(["resume", "mine"]) == 1, "a file of another user may name any command"
+        assert "began this" in capsys.readouterr().err
+        os.chown(state, 0, -1)
     resumed = warm.robust_train("resume", "mine", environ=dict(os.environ), cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert "completed" in resumed.stdout

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
 
 ANOTHER_USER = 65534
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
+def hide_processes_of_others() -> None:
+    """Have this process alone see a ``/proc`` that is mounted with ``hidepid=2``."""
+    assert ctypes.CDLL(None).unshare(_NEW_MOUNTS) == 0
+    hide = "mount --make-rprivate / && mount -t proc -o hidepid=2 proc /proc"
+    subprocess.run(["sh", "-c", hide], check=True)
+
+
 @contextlib.contextmanager
-def as_another_user(act: Callable[[], object]) -> Iterator[int]:
-    """A process of another user that has done something, and lives as long as the block."""
+def as_another_user(
+    act: Callable[[], object], *, as_root: Callable[[], object] = lambda: None
+) -> Iterator[int]:
+    """A process of another user that has done something, and lives as long as the block.
+
+    ``as_root`` is what it does before it becomes that user.
+    """
     done, says_so = os.pipe()
     goes, go = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(go)
+        as_root()
         os.setgroups([])
         os.setgid(ANOTHER_USER)
         os.setuid(ANOTHER_USER)

@@ -78,12 +78,15 @@ class AttemptRequests:
         if self._run.is_main:
             self._run.at_boundary = self._at_boundary
             self._run.send(AttemptProcess(os.getpid()))
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                log.warning("this attempt takes no requests: %s", error)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._run.is_main:
+        if self._thread.ident is not None:
             self._thread.join(_JOIN_SECONDS)  # a disk may hang
         if self._stop_watching is not None:
             self._stop_watching()

@@ -101,8 +101,10 @@ def run_attempt(
         )
     error: BaseException | None = None
     ending: Finished | Failed
-    with stopping(stop_trainer(run)):
+    with contextlib.ExitStack() as signals:
         try:
+            # a signal may be waiting to stop it at once
+            signals.enter_context(stopping(stop_trainer(run)))
             with AttemptRequests(run, run.run_dir, tick):
                 try:
                     result = call_trainer(load(), request.cfg, request.config, run)

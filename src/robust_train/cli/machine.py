@@ -22,6 +22,7 @@ from robust_train.folder.run_list import find_live_runs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     find_holders,
+    is_hidden,
     is_there,
     sees_host_pids,
     send_signal,
@@ -362,8 +363,7 @@ def _about_launcher(job: QueuedJob) -> list[str]:
             return [f"its record names pid {job.pid}, {whose}"]
     if not job.is_here:
         return [f"its launcher (pid {job.pid} there) is in another container"]
-    is_hidden = psutil.pid_exists(job.pid) and not os.path.exists(f"/proc/{job.pid}")
-    if is_hidden or is_there(job.pid, job.started):  # /proc is mounted with hidepid
+    if is_hidden(job.pid) or is_there(job.pid, job.started):
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
     if left := processes_of(job.id, job.owner):

@@ -46,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         if (limit := limit_reached(error)) is not None:
             print(f"robust-train: {limit}", file=sys.stderr)
             return limit.exit_code
+        if not isinstance(error, OSError):
+            raise
         if error.filename is not None or error.errno not in (errno.EPIPE, *_FULL):
             raise
         # what is not written yet has nowhere to go

@@ -10,6 +10,8 @@ from pathlib import Path
 from robust_train.cli.command import Answer, CommandFailed
 from robust_train.folder.lock import is_held
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
+from robust_train.folder.state import STATE_FILE
+from robust_train.gpu.processes import user_name
 from robust_train.launcher.detach import OUTPUT_FILE, past_logout
 from robust_train.model.errors import EXIT_TRY_LATER
 from robust_train.sweep.record import SWEEP_FILE, read_table
@@ -64,13 +66,24 @@ def _of_job(run: KnownRun) -> str:
         raise CommandFailed(f"{run.id} has completed: nothing is left to do")
     if (sweep := _sweep_of(run)) is not None:
         return _of_sweep(sweep)
+    _refuse_anothers(run.run_dir / STATE_FILE)
     if run.state is None or run.state.resume_command is None:
         raise CommandFailed(
             f"{run.id} has no command to repeat: it was a call of launch(), its ranks were started "
-            "by torchrun or the like, or the command held a secret, which is not kept; repeat it "
-            f"yourself with the run folder {run.run_dir}"
+            "by torchrun or the like, or the command held a secret or a line break, which is not "
+            f"kept; repeat it yourself with the run folder {run.run_dir}"
         )
     return run.state.resume_command
+
+
+def _refuse_anothers(file: Path) -> None:
+    """Refuse to run the command in a file of another user's, which may be any command."""
+    if file.exists() and (owner := file.stat().st_uid) != os.geteuid():
+        who = user_name(owner)
+        raise CommandFailed(
+            f"{file.parent}: {who} began this, and resuming runs a command of the folder: "
+            f"only {who} can"
+        )
 
 
 def _sweep_of(run: KnownRun) -> Path | None:
@@ -81,6 +94,7 @@ def _sweep_of(run: KnownRun) -> Path | None:
 
 def _of_sweep(folder: Path) -> str:
     """Return the command that resumes a sweep."""
+    _refuse_anothers(folder / SWEEP_FILE)
     table = read_table(folder)
     if is_held(folder):
         raise CommandFailed(f"{folder}: this sweep is alive")

@@ -148,11 +148,13 @@ class Provenance:
         self._thread = threading.Thread(
             target=self._write, name="environment", daemon=True
         )
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # no room for one more thread
+            self._thread.start()
 
     def short(self) -> dict[str, Json] | None:
         """Return the part for ``summary.json``; None if it takes too long."""
-        self._thread.join(_LAST_CHANCE_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(_LAST_CHANCE_SECONDS)
         return self._short
 
     def _write(self) -> None:
@@ -240,7 +242,7 @@ _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
     """Return the shell command that resumes this process's job from any working directory; None
-    if it holds a secret, for a part of a sweep, or where no command started the job.
+    if it holds what is not kept, for a part of a sweep, or where no command started the job.
 
     ``is_named``: the program that calls ``launch`` names the run folder itself.
     """
@@ -266,7 +268,7 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
 
 
 def sweep_resume_command(folder: Path, cwd: str) -> str | None:
-    """Return the shell command that resumes this process's sweep; None if it holds a secret."""
+    """Return the shell command that resumes this process's sweep; None as above."""
     return _with_folder("hydra.sweep.dir", folder, cwd)
 
 
@@ -280,8 +282,10 @@ def resumed_by_hand(run_dir: Path) -> str:
 
 
 def repeated_with(folder: str) -> str:
-    """Return how a command that held a secret is repeated; ``folder`` is the words for that."""
-    return f"the same command (its secret is not kept) with {folder}"
+    """Return how a command that is not kept is repeated; ``folder`` is the words for that."""
+    return (
+        f"the same command (not kept: it holds a secret or a line break) with {folder}"
+    )
 
 
 def _of_run(words: Sequence[str]) -> int:
@@ -302,11 +306,11 @@ def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
 
 
 def _from(cwd: str, words: list[str], *before: str) -> str | None:
-    if public_command(words) != words:
-        return None
     # the interpreter by its path, for another PATH would find another one
     same = shlex.join([*before, sys.executable, *words[1:]])
-    return f"cd {shlex.quote(cwd)} && {same}"
+    same = f"cd {shlex.quote(cwd)} && {same}"
+    # whoever reads the files drops control characters: it would be another command
+    return same if public_command(words) == words and same.isprintable() else None
 
 
 def command() -> list[str]:

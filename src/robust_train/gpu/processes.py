@@ -145,6 +145,17 @@ def is_there(pid: int, started: float) -> bool:
     return status != psutil.STATUS_ZOMBIE and started_at(pid) == started
 
 
+def is_hidden(pid: int) -> bool:
+    """Return whether /proc, mounted with hidepid, does not show a process of another user."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not os.path.exists(f"/proc/{pid}")
+    except (ProcessLookupError, OverflowError):
+        pass
+    return False
+
+
 def user_name(uid: int) -> str:
     """Return the name of a user, or the number if there is none."""
     try:

@@ -44,9 +44,15 @@ class LimitReached(ConfigError):
     exit_code = EXIT_TRY_LATER
 
 
+# of `threading`, which does not pass on the system's error
+_NO_THREAD = "can't start new thread"
+
+
 def limit_reached(error: BaseException) -> LimitReached | None:
     """Return what to raise where files or processes have run out; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        number = errno.EAGAIN
     if number == errno.ENFILE:
         return LimitReached("too many files are open on this machine; try later")
     if number == errno.EMFILE:
