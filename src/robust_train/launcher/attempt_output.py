@@ -93,7 +93,7 @@ class OutputStream:
             self._ours.write(self._decode(data))
 
     def settle(self) -> None:
-        """Let an unfinished line scroll away."""
+        """Let an unfinished line scroll up."""
         if self._target is not None:
             screen.settle(self._target, source=self)
 
@@ -114,7 +114,7 @@ class OutputPump:
         )
         self._log: AttemptLog | None = None
         self._tail = b""
-        # what is not shown yet: a process may die in words that we can do better; None: all is
+        # output held back, because a clearer message may replace it; None: nothing is
         self.held: list[tuple[OutputStream, bytes]] | None = None
 
     @property

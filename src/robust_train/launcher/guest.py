@@ -150,8 +150,7 @@ class Rank:
         self, beginning: Beginning, policy: PolicySettings, group: Group
     ) -> Retry:
         """Return what was decided after the last start, and send it to the other ranks."""
-        # the engine decides on devices and the number of ranks: no other has to be named than one
-        # on which all ranks stay
+        # the engine decides on devices and the number of ranks: all ranks stay where they are
         stays = replace(
             policy.config,
             device="cpu",

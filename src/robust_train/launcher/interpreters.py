@@ -131,7 +131,7 @@ class Interpreter:
         self._send(begin, descriptors)
 
     def read(self, most: int | None = None) -> Iterator[Event]:
-        """Yield the events of its attempt that have arrived; see to answers of its own."""
+        """Yield the events of its attempt that have arrived; handle its own answers."""
         for event in read_events(self.channel, most):
             if not isinstance(event, Prepared):
                 yield event
@@ -257,7 +257,7 @@ class Interpreters:
         return left
 
     def end(self, one: Interpreter) -> None:
-        """End an interpreter that is of no use."""
+        """End an interpreter that is no longer needed."""
         self.signal(one, signal.SIGKILL)
         self.forget(one)
 

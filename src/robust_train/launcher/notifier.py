@@ -115,7 +115,7 @@ class Notifier:
         self._lock = threading.Lock()  # in-process attempts: their thread ticks
 
     def poll(self, state: RunState) -> None:
-        """Notify of what is new in a job's state, and see to the deliveries under way."""
+        """Notify of what is new in a job's state, and check the deliveries under way."""
         if not (self._settings.command or self._settings.urls):
             return
         with self._lock:

@@ -59,7 +59,7 @@ AFTER_FAILURE_SECONDS = 10.0
 
 _MOST_EVENTS = 1000
 _LAST_REPORT_SECONDS = 1.0
-"""Time of the other ranks after a failure: for a report of their own that explains more."""
+"""Time of the other ranks after a failure: to report something that explains more."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
 _LONGEST_BETWEEN_LOOKS = 60.0
@@ -250,7 +250,7 @@ class ProcessExecutor:
         return replace(wanted, trainer=self._trainer, cfg=self._cfg)
 
     def _on_death_at_import(self, returncode: int) -> None:
-        """See to an import that has ended its process.
+        """Handle an import that has ended its process.
 
         Raises:
             ConfigError: a limit of this process leaves no room for it.
@@ -414,7 +414,7 @@ class RunningAttempt:
             self._send_stop()
 
     def _poll(self, wakeup: int) -> bool:
-        """Wait for something to happen and see to it; return whether the attempt is over."""
+        """Wait for something to happen and handle it; return whether the attempt is over."""
         interpreters = self._interpreters
         running = [one.channel.fileno() for one in self._processes if one.is_running]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
@@ -581,7 +581,7 @@ class RunningAttempt:
         return f"stopping: {what}, at most {self._grace_seconds:g} s; {again} again to kill"
 
     def _kill_in(self, seconds: float) -> None:
-        """Have it killed after so long, unless that is due earlier."""
+        """Kill it after this many seconds, unless that is due earlier."""
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def _signal_all(self, signum: int) -> None:

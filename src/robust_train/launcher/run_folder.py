@@ -226,7 +226,7 @@ class RunFolder:
     def decided(
         self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
     ) -> None:
-        """Record an attempt's end and what comes next; answer what it has not answered."""
+        """Record an attempt's end and what comes next; answer the requests it left open."""
         self.record(AttemptEnded(attempt), attempt.number)
         size = self.state.requested_micro_batch
         if isinstance(decision, Retry) and attempt.stopped_for is not None:

@@ -148,7 +148,7 @@ class Attempt:
                 total = (
                     self.total_steps if event.total_steps is None else event.total_steps
                 )
-                # a metric may be anything
+                # a metric may be of any type
                 loss = finite(event.metrics.get("loss", self.loss))
                 after = replace(self, end_step=event.step, total_steps=total, loss=loss)
                 return after._started_before(event.step) if self.step is None else after

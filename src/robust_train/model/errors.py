@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from robust_train.model.failure import Failure
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""With these Slurm and submitit announce that a job will be taken off its node."""
+"""Slurm and submitit send these before they take a job off its node."""
 
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -49,7 +49,7 @@ _NO_THREAD = "can't start new thread"
 
 
 def limit_reached(error: BaseException) -> LimitReached | None:
-    """Return what to raise where files or processes have run out; None for any other error."""
+    """Return what to raise where files or processes have run out; None if it is another error."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN
@@ -89,15 +89,15 @@ _PASSING = (
 
 
 def unusable_folder(problem: str, error: OSError) -> ConfigError:
-    """Return what to raise for a run folder that ``error`` keeps from being used: what a disk
-    recovers from is no mistake of the configuration."""
+    """Return what to raise for a run folder that ``error`` keeps from being used: a problem of
+    the disk that may pass is not a mistake in the configuration."""
     if error.errno in _PASSING:
         return RunFolderUnavailable(f"{problem}; the same command may succeed later")
     return ConfigError(problem)
 
 
 class UserError(RuntimeError):
-    """Raised by a trainer for what its user can mend: the message is shown without a traceback."""
+    """Raised by a trainer for its user's mistakes: the message is shown without a traceback."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -108,7 +108,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class NoDevice(RuntimeError):
-    """No device in time, and the CPU is not allowed."""
+    """No device became free in time, and the CPU is not allowed."""
 
 
 class TrainerFailed(RuntimeError):
@@ -137,8 +137,8 @@ class JobInterrupted(KeyboardInterrupt):
 
 
 class Spoiled(RuntimeError):
-    """Raised in a trainer where what it trains is of no use any more: it has diverged, or was
-    computed wrongly; ``failure`` has since when."""
+    """Raised in a trainer when what it trains is no longer usable: it has diverged, or was computed
+    wrongly; ``failure`` has the step."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)

@@ -468,8 +468,8 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class Slow(Event):
-    """What costs the attempt the ``share`` of its time for ten minutes by now; all empty once
-    nothing does any more."""
+    """What has cost the attempt this ``share`` of its time for ten minutes; all empty once
+    nothing does."""
 
     name = "slow"
     what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`

@@ -17,7 +17,7 @@ class FailureKind(str, Enum):
     SETUP = "setup"  # CUDA works with no GPU of this machine, or of this model
     DISK_FULL = "disk_full"
     COMM = "comm"
-    DIVERGED = "diverged"  # the loss is of no use any more
+    DIVERGED = "diverged"  # the loss is no longer usable
     INTERRUPTED = "interrupted"
     BUG = "bug"
     UNKNOWN = "unknown"  # written by a newer version
@@ -38,7 +38,7 @@ class FailureKind(str, Enum):
 
     @property
     def follows_from_others(self) -> bool:
-        """Whether a rank reports it where another rank has failed, so that it is not the cause."""
+        """Whether a rank reports this when another rank has failed, so that it is not the cause."""
         return self in (FailureKind.COMM, FailureKind.INTERRUPTED)
 
 

@@ -62,7 +62,7 @@ Group = tuple[GpuInfo, ...]
 
 @dataclass(frozen=True)
 class SkippedGpu:
-    """A GPU that could not be read: its NVML index, its UUID where known, and why."""
+    """A GPU that could not be read: its NVML index, its UUID if known, and why."""
 
     index: int
     reason: str
@@ -76,13 +76,13 @@ class Inventory:
     # those that answered, MIG slices in place of their parent, ordered by PCI address
     gpus: tuple[GpuInfo, ...] = ()
     skipped: tuple[SkippedGpu, ...] = ()  # those that did not, with reasons
-    # a sentence where there is nothing to list (library missing, driver and library differ, no
+    # a sentence if there is nothing to list (library missing, driver and library differ, no
     # GPUs), else None
     problem: str | None = None
     driver_version: str | None = None  # of the NVIDIA driver, None if unknown
     # the newest CUDA that the driver supports, None if unknown
     cuda_version: str | None = None
-    # False where the driver hangs, so that nothing is known of the GPUs
+    # False if the driver hangs, so that nothing is known of the GPUs
     answered: bool = True
     may_have_gpus: bool = True  # False without any driver, and where it lists no GPU
 
@@ -110,10 +110,10 @@ class Inventory:
 
 
 def gpus_of(group: Group, rank: int | None) -> Group:
-    """Return the GPU of ``rank``; all of them where it is not known which is meant."""
+    """Return the GPU of ``rank``; all of them if the rank is unknown."""
     return group if rank is None else group[rank : rank + 1]
 
 
 def device_name(gpus: Group) -> str:
-    """Return ``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` where there are none."""
+    """Return ``cuda:0,cuda:1`` as ``nvidia-smi`` counts, ``cpu`` if there are none."""
     return ",".join(f"cuda:{gpu.index}" for gpu in gpus) or "cpu"

@@ -74,7 +74,7 @@ def _value(hint: Any, value: Json, where: str) -> Any:
         return Path(value)
     if kind is float and type(value) is int and abs(value) < _LARGEST:
         return float(value)
-    if type(value) is kind:  # exactly: a bool is no int
+    if type(value) is kind:  # exactly: a bool is not an int
         return value
     raise MalformedEvent(
         f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}"
@@ -104,7 +104,7 @@ def fields_as_json(value: object) -> dict[str, Json]:
 
 
 def finite(value: object) -> float | None:
-    """Return ``value`` if it is a number that can be drawn, else None; booleans are no numbers."""
+    """Return ``value`` if it is a number that can be drawn, else None; booleans are not numbers."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # a comparison with NaN is false
         return float(value) if -_DRAWABLE < value < _DRAWABLE else None

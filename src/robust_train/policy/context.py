@@ -102,7 +102,7 @@ class FailureContext:
 
     @property
     def failed_gpus(self) -> Group:
-        """The GPU on which it failed; all of the attempt's where that is not known."""
+        """The GPU on which it failed; all of the attempt's if that is unknown."""
         return self.attempt.failed_gpus
 
     @property
@@ -113,7 +113,7 @@ class FailureContext:
 
     @property
     def failed_before_training(self) -> bool:
-        """Whether it certainly failed outside of a step, so that the batch is no matter.
+        """Whether it certainly failed outside of a step, so that the batch does not matter.
 
         For a trainer that reports nothing only the stack is evidence.
         """
@@ -129,7 +129,7 @@ class FailureContext:
 
     @property
     def nothing_was_reported(self) -> bool:
-        """Whether no attempt reported anything that shows a step: the batch may be no matter."""
+        """Whether no attempt reported anything that shows a step: the batch may not matter."""
         return not any(one.has_begun for one in self.history)
 
     @property
@@ -149,9 +149,9 @@ class FailureContext:
     def since_progress(self) -> tuple[Attempt, ...]:
         """The attempts from the last one whose checkpoints came to a later step than before.
 
-        Without steps a second checkpoint counts, and one under a new name: what is written over
-        once may be what the attempt resumed from. A script that starts over each time looks the
-        same, so it counts some times in a row only.
+        Without steps a second checkpoint counts, and one under a new name: a file that is
+        overwritten once may be what the attempt resumed from. A script that starts over each time
+        looks the same, so it counts some times in a row only.
         """
         furthest, begins_at, presumed = -1, 0, 0
         names: set[str | None] = {None}
@@ -358,7 +358,7 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
         is_theirs = taken >= _NOTABLE_BYTES and left + taken >= asked
     if not is_theirs:
         return 0, 0
-    # what came back at its end is what it had; who does not know what it lacks needs some more
+    # what came back at its end is what it held; without a request's size it needs a margin
     used = max(after - left, attempt.memory.get("max_allocated", 0))
     needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
     return taken, min(needed, before)
@@ -386,7 +386,7 @@ _CANNOT_ACCUMULATE = (
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
-    # none is ours: it failed on another node
+    # no GPU is ours: it failed on another node
     if len(offers) < len(leaving) or not leaving:
         return None
     best = iter(offers)

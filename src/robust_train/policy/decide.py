@@ -194,7 +194,7 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
     specs = retry.spec, context.last
     splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
-    # have the others' samples as well
+    # fewer GPUs take over the samples of the others
     return len(splits) == 1 and retry.action != "fewer_gpus"
 
 

@@ -110,7 +110,7 @@ def killed_worker_again(context: FailureContext) -> Retry | None:
 
 
 def less_for_workers(context: FailureContext) -> Retry | None:
-    """Half the micro-batch where memory was what a data-loader worker died of."""
+    """Halve the micro-batch where memory was what a data-loader worker died of."""
     is_memory = context.evidence.clue in (Clue.KILLED, Clue.SHARED_MEMORY)
     if not is_memory and context.evidence.library != "kernel":
         return None
@@ -118,7 +118,7 @@ def less_for_workers(context: FailureContext) -> Retry | None:
 
 
 def halve_batch(context: FailureContext) -> Retry | None:
-    """Half the micro-batch on the same device, while that can help."""
+    """Halve the micro-batch on the same device, while that can help."""
     if not context.has_smaller or context.failed_before_training:
         return None
     if _confirmed_by_another_gpu(context):
@@ -130,7 +130,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
 
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
-    """Half the micro-batch on the same device because the user asks for it."""
+    """Halve the micro-batch on the same device because the user asks for it."""
     action = "halve_batch_on_request"
     why, size = "requested by 'robust-train halve-batch': ", context.last.batch_size
     problem = f"micro-batch {size} is the smallest already"
@@ -215,7 +215,7 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def half_after_internal_errors(context: FailureContext) -> Retry | None:
-    """Retry half the micro-batch once: cuBLAS and cuDNN often report a lack of memory so."""
+    """Retry with half the micro-batch once: cuBLAS and cuDNN often report a lack of memory so."""
     earlier = context.earlier_at_same_step
     if context.evidence.library not in ("cublas", "cudnn") or not earlier:
         return None
@@ -543,7 +543,7 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         there = earlier.failed_gpus
         if not here or not there or here.intersection(uuids(there)):
             continue
-        # it shows how much others had, not how much the step needs
+        # that shows how much others took, not how much the step needs
         if blamed_on_others(earlier)[0]:
             continue
         had_no_less = min(gpu.free_bytes for gpu in there) >= had

@@ -99,7 +99,7 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
         spec, ending = attempt.spec, ending_of(attempt)
         if attempt.is_retried:
             ending += f" → {action_in_words(attempt.action)}"
-        of_batch: list[object] = [None for _ in sizes]
+        of_batch: list[object] = [None] * len(sizes)
         if spec.has_batch:
             of_batch = [
                 " → ".join(map(str, attempt.sizes)),

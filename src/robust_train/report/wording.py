@@ -169,9 +169,9 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
     ]
     if steps:
         step, is_guarded = steps[-1]
-        said = f" The last checkpoint holds step {step}, from which the job can resume."
+        text = f" The last checkpoint holds step {step}, from which the job can resume."
         bad = " It is not guarded: a loss that is not finite may spoil those that are kept."
-        return said if is_guarded else said + bad
+        return text if is_guarded else text + bad
     return " No checkpoint was saved." if attempts else ""
 
 
