@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import importlib.util
 import json
@@ -41,6 +42,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from robust_train import compat  # noqa: E402
 from robust_train.attempt.sampler import Sampler  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
@@ -53,13 +55,15 @@ from robust_train.host.allocator import VARIABLE, allocator_settings  # noqa: E4
 from robust_train.memory.clearing import release_memory, return_memory  # noqa: E402
 from robust_train.memory.cuda import alloc_retries  # noqa: E402
 from robust_train.memory.stats import memory_in_use  # noqa: E402
-from robust_train.model.failure import FailureKind  # noqa: E402
+from robust_train.model.errors import UserError  # noqa: E402
+from robust_train.model.failure import Clue, FailureKind  # noqa: E402
 from robust_train.readable import GIB, MIB, first_line  # noqa: E402
 from robust_train.step.batcher import MicroBatcher  # noqa: E402
 from robust_train.step.oom_handler import retry_on_oom  # noqa: E402
 from robust_train.step.probing import optimizer_bytes  # noqa: E402
 
 EVIDENCE = ROOT / "docs" / "gpu"
+TIMED = ("vit_base_patch16_224", "resnet50")
 SHRINK = 1
 """Sizes are divided by it where a stand-in runs the probes without a GPU."""
 
@@ -262,9 +266,12 @@ def segments() -> Check:
     """Whether the allocator's segments are those that this process was started with."""
     torch.ones(1, device="cuda")
     found = torch.cuda.memory_snapshot()
-    wanted = "expandable_segments:True" in os.environ.get(VARIABLE, "")
     seen = bool(found[0].get("is_expandable")) if found else None
-    return equal("segments are expandable", wanted, seen)
+    return equal("segments are expandable", wants_expandable(), seen)
+
+
+def wants_expandable() -> bool:
+    return "expandable_segments:True" in os.environ.get(VARIABLE, "")
 
 
 def probe_step() -> Checks:
@@ -396,6 +403,85 @@ def probe_retry() -> Checks:
     yield below(
         "retry_on_oom: gradients differ by", 1e-5, largest_difference(found, expected)
     )
+    model = nn.Linear(side(8192), side(8192), bias=False, device="cuda")
+    rows = torch.randn(8, side(8192), device="cuda")
+
+    def step(batch_size: int) -> None:
+        model.zero_grad()
+        model(rows[:batch_size]).mean().backward()
+
+    def peak_of(work: Callable[[int], None]) -> int:
+        work(8)
+        torch.cuda.reset_peak_memory_stats()
+        work(8)
+        return torch.cuda.max_memory_allocated()
+
+    more = peak_of(retry_on_oom()(step)) - peak_of(step)
+    yield below("retry_on_oom: more memory in a call", 1, more / MIB, " MiB")
+
+
+def probe_rewind() -> Checks:
+    """Statistics that are frozen in the first step and trained later go back with a repeated one;
+    an optimizer that steps within the backward pass is refused."""
+    limit_to(4 * GIB)
+    x = torch.randn(32, 32, side(64), side(64), device="cuda")
+    norm = nn.BatchNorm2d(32)
+    net = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), norm).cuda()
+    start, seen = copy.deepcopy(net.state_dict()), []
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        return Late.apply(net(part)).square().mean()
+
+    for size, most in ((8, None), (32, 8)):
+        net.load_state_dict(start)
+        batcher = MicroBatcher(size)
+        for is_trained in (False, True):
+            net.train(is_trained)
+            Late.most = most if is_trained else None
+            batcher.backward(loss_of, x, net)
+        assert norm.running_var is not None
+        seen.append(norm.running_var.clone())
+    differ = largest_difference(seen[1:], seen[:1])
+    yield below("frozen at first: statistics differ by", 1e-5, differ)
+    net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    try:
+        MicroBatcher(8).backward(loss_of, x, net)
+        refused = False
+    except UserError:
+        refused = True
+    yield equal("a step within the backward pass is refused", True, refused)
+
+
+def probe_shared() -> Checks:
+    """A tensor in another process, which expandable segments may not allow."""
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    given, answers = context.SimpleQueue(), context.SimpleQueue()
+    child = context.Process(target=_reads, args=(given, answers), daemon=True)
+    child.start()
+    mine = torch.ones(1, device="cuda")
+    try:
+        given.put(mine)
+        seen = answers.get()
+    except RuntimeError as error:
+        child.kill()
+        seen = str(error)
+    child.join()
+    if seen == "1.0":
+        yield figure("a tensor in another process", "is shared")
+    elif wants_expandable():
+        clue = classify_failure(RuntimeError(seen)).evidence.clue
+        yield equal("the error is known as the segments'", Clue.SEGMENTS, clue)
+    else:
+        yield Check("a tensor in another process", "is shared", first_line(seen), False)
+
+
+def _reads(given: Any, answers: Any) -> None:
+    try:
+        answers.put(str(given.get().item()))
+    except Exception as error:
+        answers.put(str(error) or type(error).__name__)
 
 
 def probe_optimizer() -> Checks:
@@ -467,10 +553,9 @@ def probe_sticky() -> Checks:
             yield not_checked("fault", f"the kernel does not compile: {error}")
             return
         yield equal("kind of an illegal address", FailureKind.DEVICE_FAULT, kind)
-    # CUDA answers nothing any more, so the figures are the process's
-    yield equal(
-        "figures after a fault", ["max_resident", "resident"], sorted(memory_in_use())
-    )
+    # the allocator may still count, or the figures are the process's
+    figures = sorted(memory_in_use())
+    yield Check("figures after a fault", "some", ", ".join(figures), bool(figures))
     try:
         return_memory()
         yield equal("return_memory after a fault", "returns", "returns")
@@ -553,6 +638,15 @@ def probe_buffers() -> Checks:
     )
     # the layers are so small that a step takes as long as its host does
     yield below("host time added to a step", 0.5, after - before, " ms")
+    torch.cuda.set_sync_debug_mode("error")  # whatever waits for the GPU raises
+    try:
+        ours()
+        waits = "nothing"
+    except RuntimeError as error:
+        waits = first_line(error)[:120]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    yield equal("what waits for the GPU in a step", "nothing", waits)
 
 
 def probe_ranks() -> Checks:
@@ -642,6 +736,27 @@ def probe_sampler() -> Checks:
         sampler.stop()
     yield below(
         "a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %"
+    )
+
+
+def probe_history() -> Checks:
+    """What recording the allocator's history costs a step that takes as long as its host does."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(64))).cuda()
+    x = torch.randn(1, 64, device="cuda")
+
+    def step() -> None:
+        net(x).mean().backward()
+        net.zero_grad()
+
+    milliseconds(step, 20)
+    rows = []
+    for _ in range(7):
+        alone = milliseconds(step, 50)
+        compat.record_allocator_history(torch, 20_000)
+        rows.append(milliseconds(step, 50) / alone)
+        compat.end_allocator_history(torch)
+    yield below(
+        "recording the history costs", 2, 100 * (statistics.median(rows) - 1), " %"
     )
 
 
@@ -751,12 +866,18 @@ def probe_attempt() -> Checks:
         ("mask", gpu().uuid),
         ("uuid", gpu().uuid),
         ("count", 1),
-        ("fraction", 0.95),
         ("expandable", True),
     ):
         yield equal(f"an attempt's {name}", expected, seen.get(name))
+    if not hasattr(torch.cuda, "get_per_process_memory_fraction"):
+        yield not_checked("an attempt's fraction", "this torch does not say")
+        return
+    yield equal("an attempt's fraction", 0.95, seen.get("fraction"))
     mine = job("sees", *NO_WAIT, exported="per_process_memory_fraction:0.25")
-    fraction = (mine["result"] or {}).get("fraction")
+    if mine["result"] is None:  # torch before 2.9 knows no such setting
+        yield not_checked("fraction where 0.25 is exported", mine["reason"])
+        return
+    fraction = mine["result"].get("fraction")
     yield equal("fraction where 0.25 is exported", 0.25, fraction)
 
 
@@ -871,7 +992,7 @@ def probe_speed() -> Checks:
     if importlib.util.find_spec("timm") is None:
         yield not_checked("train_robust.py ÷ train.py", "timm is not installed")
         return
-    for model in ("vit_base_patch16_224", "resnet50"):
+    for model in TIMED:
         seconds: dict[str, list[float]] = {"train.py": [], "train_robust.py": []}
         for script in (*seconds, *seconds):
             folder = Path(tempfile.mkdtemp())
@@ -918,7 +1039,9 @@ def probe_pytest() -> Checks:
         yield Check("pytest -m gpu", "exit code 0", said[:120], done.returncode == 0)
 
 
-BOTH = frozenset(("step", "retry", "optimizer", "fraction", "tight", "graph", "clear"))
+BOTH = frozenset(
+    ("step", "retry", "shared", "optimizer", "fraction", "tight", "graph", "clear")
+)
 """Probes that run with expandable segments and without."""
 
 PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
@@ -929,6 +1052,8 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "second": (probe_second, 60),
     "generator": (probe_generator, 60),
     "retry": (probe_retry, 60),
+    "rewind": (probe_rewind, 60),
+    "shared": (probe_shared, 60),
     "optimizer": (probe_optimizer, 60),
     "fraction": (probe_fraction, 60),
     "tight": (probe_tight, 60),
@@ -937,6 +1062,7 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "buffers": (probe_buffers, 60),
     "ranks": (probe_ranks, 120),
     "sampler": (probe_sampler, 60),
+    "history": (probe_history, 60),
     "clear": (probe_clear, 60),
     "teardown": (probe_teardown, 100),
     "doctor": (probe_doctor, 100),

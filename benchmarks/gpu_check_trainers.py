@@ -19,11 +19,13 @@ def sees(cfg: Any, run: Any) -> dict[str, Any]:
     run.progress(1)
     if not torch.cuda.is_initialized():
         return {"device": cfg.device}
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1)
     return {
         "mask": os.environ["CUDA_VISIBLE_DEVICES"],
         "uuid": f"GPU-{torch.cuda.get_device_properties(0).uuid}",
         "count": torch.cuda.device_count(),
-        "fraction": torch.cuda.get_per_process_memory_fraction(0),
+        # torch divides the limit in bytes by what the GPU has
+        "fraction": round(fraction(0), 3),
         "expandable": bool(torch.cuda.memory_snapshot()[0].get("is_expandable")),
     }
 

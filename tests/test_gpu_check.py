@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import failing_trainers
 from cuda_on_the_cpu import cuda_on_the_cpu
 from robust_train.cli.doctor import probe_here
 from robust_train.memory import stats as in_use
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
+from simulated_nvml import Gpu
 from world import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks/gpu_check.py")
@@ -143,7 +147,10 @@ def h200(monkeypatch):
 
 @pytest.mark.parametrize(
     "probe",
-    ["nvml", "second", "generator", "retry", "optimizer", "fraction", "tight", "graph"],
+    [
+        *("nvml", "second", "generator", "retry", "rewind", "optimizer"),
+        *("fraction", "tight", "graph"),
+    ],
 )
 def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     checks = list(gpu_check.PROBES[probe][0]())
@@ -180,7 +187,7 @@ def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
     monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **named: ended)
     checks = list(gpu_check.probe_sticky())
     assert [check.passed for check in checks] == [True] * 4
-    assert checks[1].seen == "['max_resident', 'resident']"
+    assert checks[1].seen == "max_resident, resident"
 
 
 @pytest.mark.parametrize("compiled", [lambda *args: lambda args: None, lambda *args: 1 / 0])
@@ -292,6 +299,162 @@ def test_a_child_that_cannot_hold_memory_is_a_difference(h200, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("probe", ["buffers", "sampler", "clear"])
+@pytest.mark.parametrize("probe", ["step", "buffers", "sampler", "history", "clear"])
 def test_a_probe_that_measures_ends_on_a_stand_in_for_the_gpu(h200, probe):
     assert list(gpu_check.PROBES[probe][0]())
+
+
+def test_every_probe_is_run_by_a_test_or_needs_the_driver():
+    """A typo in one would waste somebody's first GPU."""
+    text = Path(__file__).read_text()
+    assert [
+        name
+        for name in gpu_check.PROBES
+        if f'"{name}"' not in text and f"probe_{name}(" not in text
+    ] == []
+
+
+def rank_on_a_stand_in(rank: int, how: str, folder: str) -> None:
+    """One of the check's two processes."""
+    gpu_check.GIB, gpu_check.SHRINK = MIB, 64
+    with cuda_on_the_cpu():
+        RANK(rank, how, folder)
+
+
+RANK = gpu_check._rank
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_gradients_of_one_step_on_a_stand_in_for_the_gpu(monkeypatch):
+    monkeypatch.setattr(gpu_check, "_rank", rank_on_a_stand_in)
+    checks = list(gpu_check.probe_ranks())
+    assert len(checks) == 12, checks
+    assert all(check.passed for check in checks if "gradients" in check.what)
+
+
+@pytest.mark.slow
+def test_a_tensor_in_another_process_is_shared_or_refused_for_its_segments(h200, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert [check.seen for check in gpu_check.probe_shared()] == ["is shared"]
+    refusal = RuntimeError("pidfd_getfd: Operation not permitted")
+    monkeypatch.setattr(torch, "ones", mock.Mock(side_effect=refusal))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(RuntimeError, match="pidfd"):
+        list(gpu_check.probe_shared())
+
+
+def test_a_killed_process_s_memory_is_waited_for(h200, monkeypatch):
+    """The probe that holds most of a GPU in another process."""
+
+    @contextlib.contextmanager
+    def holding(gib, **environ):
+        assert environ["PYTORCH_CUDA_ALLOC_CONF"].startswith("expandable_segments:")
+        yield True
+
+    monkeypatch.setattr(gpu_check, "holding", holding)
+    assert [check.passed for check in gpu_check.probe_teardown()] == [True] * 4
+
+
+def test_what_another_process_holds_is_held_until_the_end_of_the_block(monkeypatch, tmp_path):
+    stand_in = tmp_path / "torch.py"
+    stand_in.write_text(
+        "uint8 = 0\ndef empty(*sizes, dtype, device): ...\n"
+        "class cuda:\n    synchronize = staticmethod(lambda: None)\n"
+    )
+    with gpu_check.holding(3, PYTHONPATH=str(tmp_path)) as is_held:
+        assert is_held
+
+
+@pytest.mark.slow
+def test_a_job_that_others_crowd_out_waits_for_room(h200, monkeypatch, cuda_machine_with):
+    total = 139 * 1024
+    machine = cuda_machine_with(Gpu(uuid="GPU-0000", total_mib=total, free_mib=total))
+    for name, value in machine.environ.items():
+        monkeypatch.setenv(name, value)
+
+    @contextlib.contextmanager
+    def holding(gib):
+        assert gib > 100
+        machine.update(0, free_mib=100)
+        yield True
+        machine.update(0, free_mib=total)
+
+    start = gpu_check.start_job
+    support = Path(failing_trainers.__file__).parent
+    monkeypatch.setenv("PYTHONPATH", str(support))
+
+    def start_job(folder, trainer, *rest, **named):
+        assert trainer == "fills_eight_gib"
+        rest = (*rest, "trainer._target_=failing_trainers.is_crowded_out")
+        return start(folder, trainer, *rest, **named)
+
+    monkeypatch.setattr(gpu_check, "GIB", GIB)
+    monkeypatch.setattr(gpu_check, "holding", holding)
+    monkeypatch.setattr(gpu_check, "start_job", start_job)
+    checks = list(gpu_check.probe_crowded())
+    assert [(one.what, one.seen) for one in checks if not one.passed] == []
+
+
+class Timed:
+    """A job that takes so many seconds a step."""
+
+    def __init__(self, seconds: float) -> None:
+        Path(os.environ["TIMED_FILE"]).write_text(str(seconds)) if seconds else None
+
+    def communicate(self) -> tuple[str, str]:
+        return "", "no such model"
+
+
+@pytest.mark.parametrize(
+    ("robust", "marks"), [(0.1, ["figure", "ok"]), (0.2, ["figure", "DIFFERS"]), (0, ["DIFFERS"])]
+)
+def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, marks):
+    monkeypatch.setattr(gpu_check, "TIMED", ("resnet50",))
+
+    def start_job(folder, trainer, device, *, script):
+        assert device == ("device=cuda:0" if script == "train.py" else "device=auto")
+        return Timed(0.1 if script == "train.py" else robust)
+
+    monkeypatch.setattr(gpu_check, "start_job", start_job)
+    assert [check.mark for check in gpu_check.probe_speed()] == marks
+
+
+@pytest.mark.parametrize(
+    ("code", "last", "mark"),
+    [
+        (0, "16 passed, 2 skipped in 90 s", "ok"),
+        (1, "1 failed, 15 passed in 90 s", "DIFFERS"),
+        (0, "18 skipped, 3000 deselected in 9 s", "not checked"),
+        (5, "no tests ran in 0.1 s", "not checked"),
+        (2, "1 error in 3 s", "DIFFERS"),
+    ],
+)
+def test_gpu_tests_that_did_not_run_have_checked_nothing(monkeypatch, code, last, mark):
+    done = types.SimpleNamespace(returncode=code, stdout=f"...\n{last}\n", stderr="")
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **named: done)
+    assert [check.mark for check in gpu_check.probe_pytest()] == [mark]
+
+
+def test_trainers_of_the_check_run_on_a_stand_in_for_the_gpu(h200, monkeypatch, tmp_path):
+    trainers = gpu_check.gpu_check_trainers
+    for name in ("ready", "go", "timed"):
+        monkeypatch.setenv(f"{name.upper()}_FILE", str(tmp_path / name))
+    monkeypatch.setenv("TIMED_SMALL", "1")
+    monkeypatch.setenv("TIMED_MODEL", "resnet10t")
+    monkeypatch.setattr(trainers, "GIB", MIB)
+    segments = [{"is_expandable": True, "segment_pool_id": (0, 0)}]
+    (tmp_path / "go").touch()
+    batcher = gpu_check.MicroBatcher(64)
+    run = types.SimpleNamespace(
+        attempt=1, backward=batcher.backward, progress=lambda *args, **named: None
+    )
+    cfg = types.SimpleNamespace(device="cuda:0", training=types.SimpleNamespace(batch_size=64))
+    assert trainers.fills_eight_gib(cfg, run) == 32
+    assert (tmp_path / "ready").exists()
+    assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text())
+    with mock.patch.object(torch.cuda, "memory_snapshot", return_value=segments):
+        h200.fraction = 0.9499999
+        seen = trainers.sees(cfg, run)
+    assert (seen["fraction"], seen["expandable"], seen["count"]) == (0.95, True, 1)
+    with pytest.raises(RuntimeError, match="illegal"):
+        trainers.faults_once(cfg, run)

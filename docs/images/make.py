@@ -2,8 +2,8 @@
 
 Needs Chromium, nbconvert and ipykernel.
 
-The run trains the built-in model on the CPU, on a terminal, under a real limit of memory
-(RLIMIT_DATA) that half of the batch fits into and the whole does not.
+The run trains the built-in model on the CPU, whatever the machine has, on a terminal, under a real
+limit of memory (RLIMIT_DATA) that half of the batch fits into and the whole does not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+import real_gpus  # noqa: E402
 from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
 
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
@@ -130,6 +131,7 @@ def notebook(scratch: str) -> None:
 
 
 def main() -> None:
+    real_gpus.hide()
     with tempfile.TemporaryDirectory() as scratch:
         for number, limit_mib in enumerate(range(1100, 500, -50)):
             folder = Path(scratch) / str(number) / "cnn_digits"

@@ -4,6 +4,7 @@ with their real signatures. Code for a GPU runs to its end without one."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ class Gpu:
         self.reserved = self.retries = self.workspaces_cleared = 0
         self.is_broken = False
         self._before = 0
+        gc.collect()  # what is freed later would count as given back
         self._before = self.allocated()
 
     def answer(self) -> None:
@@ -82,7 +84,14 @@ class Gpu:
         sizes = ("memory_allocated", "max_memory_allocated", "memory_reserved")
         does_nothing = (
             *("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"),
-            *("set_device", "manual_seed_all", "set_rng_state_all", "set_rng_state", "init"),
+            *(
+                "set_sync_debug_mode",
+                "set_device",
+                "manual_seed_all",
+                "set_rng_state_all",
+                "set_rng_state",
+                "init",
+            ),
         )
         return {
             **dict.fromkeys(sizes, allocated),
@@ -98,6 +107,7 @@ class Gpu:
             "get_rng_state_all": lambda: [torch.get_rng_state()],
             "is_bf16_supported": lambda including_emulation=True: True,
             "memory_snapshot": lambda *args, **named: [],
+            "get_per_process_memory_fraction": lambda device=None: self.fraction,
             "memory_stats_as_nested_dict": statistics,
             "mem_get_info": lambda device=None: (TOTAL - self.allocated(), TOTAL),
             "set_per_process_memory_fraction": limit,
@@ -198,6 +208,7 @@ def cuda_on_the_cpu() -> Iterator[Gpu]:
             (torch.profiler, "profile", profile),
             (torch._C, "_cuda_clearCublasWorkspaces", gpu.clear_workspaces),
             (torch._C, "_cuda_hasPrimaryContext", lambda index: True),
+            (torch.cuda.memory, "_record_memory_history", lambda **named: None),
             (torch, "autocast", lambda kind, *rest, **named: autocast("cpu", *rest, **named)),
             (torch.amp, "GradScaler", lambda kind, **named: scaler("cpu", **named)),
         ):

@@ -48,6 +48,22 @@ def fails_by_script_when_told(cfg, run):
     return fails_by_script(cfg, run)
 
 
+def is_crowded_out(cfg, run):
+    """Waits for the go file; its first attempt then gets the driver's own error."""
+    Path(os.environ["READY_FILE"]).touch()
+    while not Path(os.environ["GO_FILE"]).exists():
+        time.sleep(0.01)
+    run.progress(1)
+    if run.attempt == 1:
+        raise RuntimeError(
+            "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of "
+            "139.00 GiB of which 96.00 MiB is free. Including non-PyTorch memory, this process has "
+            "4.00 GiB memory in use. 132.05 GiB allowed; Of the allocated memory 3.75 GiB is "
+            "allocated by PyTorch, and 0.00 MiB is reserved by PyTorch but unallocated."
+        )
+    return "has room"
+
+
 class _KillsItsWorker:
     def __len__(self):
         return 8

@@ -36,13 +36,18 @@ def prepare(config: pytest.Config) -> None:
         os.environ.setdefault(_CHOSEN, _idlest())
         os.environ[_MASK] = os.environ[_CHOSEN]
         return
-    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    if str(_HIDING) not in paths:
-        os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(_HIDING), *paths)))
+    hide()
     # the loader has read the variable when this process began; those of xdist begin later
     if not config.getoption("numprocesses", None) and any(map(_is_there, _LIBRARIES)):
         config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def hide() -> None:
+    """Hide the driver from all programs that this one starts."""
+    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    if str(_HIDING) not in paths:
+        os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(_HIDING), *paths)))
 
 
 def mask() -> dict[str, str]:
