@@ -180,9 +180,8 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World
     plain = asked(live, "memory", "clear", "--run", str(live.run_dir))
     assert plain["held"] == []
     forced = asked(live, "memory", "clear", "--force", "--run", plain["run"])
-    assert forced["dropped"] >= 128 * MIB
     assert forced["before"]["allocated"] - forced["after"]["allocated"] > 100 * MIB
-    assert "KEPT[0] (global of module trainer_that_holds_memory)" in forced["held"][0]
+    assert "MiB float32" in forced["held"][0]
     reset = asked(live, "memory", "reset")
     assert reset["after"]["peak"] < reset["before"]["peak"]
     limited = asked(live, "memory", "fraction", "0.9")

@@ -49,7 +49,6 @@ def test_an_oom_on_the_gpu_leaves_a_snapshot_that_opens(own_trainers: World):
         found = json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
         assert found["snapshot"] == f"oom-attempt-{attempt}.pickle"
         assert found["tensors"][0]["device"] == "cuda:0"
-        assert found["tensors"][0]["owner"].startswith("kept[")
 
 
 def test_a_leak_on_the_gpu_is_found_and_sampled(own_trainers: World):

@@ -157,7 +157,7 @@ class AttemptMemory:
                 failure = classify_failure(error)
                 if failure.kind.is_memory:
                     self._run.record_memory("out of memory")
-                    self._write_oom(error, failure)
+                    self._write_oom(failure)
         finally:
             if self._sampler is not None:
                 self._sampler.stop()
@@ -195,7 +195,7 @@ class AttemptMemory:
         """Record what filled the memory; once an attempt, because it takes time."""
         self._reserve.release()
         if not self._has_written_oom:
-            self._write_oom(error, failure)
+            self._write_oom(failure)
 
     def clean_up(self, error: BaseException | None) -> None:
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
@@ -282,13 +282,13 @@ class AttemptMemory:
             return "resident", resident_bytes()[0]
         return "resident", 0
 
-    def _write_oom(self, error: BaseException, failure: Failure) -> None:
+    def _write_oom(self, failure: Failure) -> None:
         if not self._settings.snapshot_on_oom:
             return
         self._has_written_oom = True
         run = self._run
         event = write_out_of_memory(
-            run.run_dir, error, failure, attempt=run.attempt, step=run.last_step
+            run.run_dir, failure, attempt=run.attempt, step=run.last_step
         )
         if event is not None:
             run.send(event)

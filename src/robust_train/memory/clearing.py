@@ -10,12 +10,13 @@ import ctypes
 import gc
 import logging
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from robust_train.compat import clear_cublas_workspaces
 from robust_train.memory import tensors
-from robust_train.memory.cuda import holds_graphs, memory_segments, started_torch
+from robust_train.memory.cuda import holds_graphs, started_torch
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
 from robust_train.readable import MIB, first_line, mib
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TOP = 10
-_MOST_PASSES = 5
 _TOLERATED_SHARE = 0.01
 # below this are generators' states, counters and the like
 _TOLERATED_BYTES = 64 * 1024
@@ -74,8 +74,7 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
     torch = started_torch()
     if torch is not None:
         try:
-            segments = memory_segments(torch) if workspaces else None
-            if segments is not None and not holds_graphs(segments):
+            if workspaces and holds_graphs() is False:
                 clear_cublas_workspaces(torch)
             # what other processes have released becomes cache, which the next call returns
             torch.cuda.ipc_collect()
@@ -167,11 +166,9 @@ class Cleared:
 
     before: MemoryStats  # the current device's figures before
     after: MemoryStats  # and after
-    # of tensors that no program could reach any more; only with ``force``
-    dropped_bytes: int = 0
-    # the largest tensors that are still alive, with the variables that hold them; only with `force`
-    held: tuple[tensors.HeldTensor, ...] = ()
-    done: tuple[str, ...] = ()  # sentences about what else was done
+    # the largest tensors that are still alive; only with `force`
+    held: tuple[tensors.LiveTensor, ...] = ()
+    done: str = ""  # what else was done
 
     @property
     def freed(self) -> int:
@@ -184,16 +181,13 @@ class Cleared:
         what, verb = "no CUDA in this process; host memory", "resident"
         if self.after.on_gpu:
             what, verb = self.after.device, "reserved"
-        parts = [
+        text = (
             f"{what}: {mib(self.freed, 1)} released, "
-            f"{self.before.reserved / MIB:.1f} → {mib(self.after.reserved, 1)} {verb}",
-            *self.done,
-        ]
-        if self.dropped_bytes:
-            parts.append(f"{mib(self.dropped_bytes, 1)} of unreachable tensors dropped")
-        if self.held:
-            parts.append("still held are " + "; ".join(map(str, self.held)))
-        return "; ".join(parts)
+            f"{self.before.reserved / MIB:.1f} → {mib(self.after.reserved, 1)} {verb}"
+        )
+        held = "; ".join(map(str, self.held))
+        largest = f"the largest tensors left: {held}" if held else ""
+        return "; ".join(filter(None, (text, self.done, largest)))
 
 
 def clear_gpu_memory(force: bool = False) -> Cleared:
@@ -205,15 +199,14 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     Args:
         force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
             frozen, the collector's own list of garbage, and the frames of the last uncaught
-            exception; then name the largest tensors that are left, and the variables that hold
-            them. That takes some seconds if large libraries are loaded.
+            exception; then name the largest tensors that are left. That takes some seconds if large
+            libraries are loaded.
     """
     before = get_gpu_memory_stats()
-    done: list[str] = []
-    dropped = _drop_unreachable(done) if force else 0
+    if force:
+        _drop_unreachable()
     return_memory(workspaces=True)
-    held = tensors.largest_alive(_TOP) if force else []
-    return _cleared(before, dropped, held, done)
+    return _cleared(before, held=tensors.largest_alive(_TOP) if force else ())
 
 
 # The other name that people know `clear_gpu_memory` by
@@ -251,44 +244,24 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     return_memory(workspaces=True)
     weights = "weights on the host" if keep_weights else "weights dropped"
     done = f"gradients and optimizer state ({optimizers} found) dropped, {weights}"
-    return _cleared(before, 0, [], [done])
+    return _cleared(before, done=done)
 
 
 def _cleared(
-    before: MemoryStats, dropped: int, held: list[tensors.HeldTensor], done: list[str]
+    before: MemoryStats, held: Iterable[tensors.LiveTensor] = (), done: str = ""
 ) -> Cleared:
-    after = get_gpu_memory_stats()
-    cleared = Cleared(before, after, dropped, tuple(held), tuple(done))
+    cleared = Cleared(before, get_gpu_memory_stats(), tuple(held), done)
     log.info("%s", cleared.description)
     return cleared
 
 
-def _drop_unreachable(done: list[str]) -> int:
-    """Drop what only the interpreter itself holds; return the bytes of tensors among it."""
-    gc.collect()
-    frozen = gc.get_freeze_count()
-    # before anything is dropped, and with the frozen ones, which the collector otherwise leaves out
+def _drop_unreachable() -> None:
+    """Drop what only the interpreter itself holds."""
     gc.unfreeze()
-    before = _tensor_bytes()
-    if frozen:
-        done.append(f"{frozen} objects frozen by gc.freeze are collected again")
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         clear_frames(error)
-        done.append(
-            f"the frames of the last uncaught {type(error).__name__} were emptied"
-        )
     # with DEBUG_SAVEALL its user wants to look into it
-    if gc.garbage and not gc.get_debug() & gc.DEBUG_SAVEALL:
-        done.append(f"{len(gc.garbage)} objects removed from gc.garbage")
+    if not gc.get_debug() & gc.DEBUG_SAVEALL:
         gc.garbage.clear()
-    # finalizers may free what refers to further garbage
-    for _ in range(_MOST_PASSES):
-        if not gc.collect():
-            break
-    return max(before - _tensor_bytes(), 0)
-
-
-def _tensor_bytes() -> int:
-    counted = tensors.bytes_on(tensors.live_tensors())
-    return sum(counted.get(device, 0) for device in tensors.training_devices())
+    gc.collect()  # finalizers may free what refers to further garbage, which is collected next

@@ -151,9 +151,12 @@ def memory_segments(torch: Any) -> list[Any] | None:
         return None
 
 
-def holds_graphs(segments: Iterable[Any]) -> bool:
-    """Return whether a CUDA graph was captured, whose memory comes back to no one."""
-    return any(_is_private(segment) for segment in segments)
+def holds_graphs() -> bool | None:
+    """Return whether a CUDA graph was captured, whose memory comes back to no one; None if that is
+    not known, as without CUDA."""
+    torch = started_torch()
+    segments = None if torch is None else memory_segments(torch)
+    return None if segments is None else any(map(_is_private, segments))
 
 
 def unused_blocks(segments: Iterable[Any], index: int) -> tuple[int, float]:

@@ -1,8 +1,8 @@
 """What fills this process's memory: recorded when it runs out, and at a user's request.
 
-A ``.json`` names the largest tensors and the variables that hold them. If CUDA is in use, a
-``.pickle`` is torch's memory snapshot, for the viewer at pytorch.org/memory_viz. Requests reach a
-live run, which carries them out between two steps.
+A ``.json`` names the largest tensors. If CUDA is in use, a ``.pickle`` is torch's memory snapshot,
+for the viewer at pytorch.org/memory_viz. Requests reach a live run, which carries them out between
+two steps.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def record_history_after_an_oom(run_dir: Path) -> Callable[[], None] | None:
 
 def write_out_of_memory(
     run_dir: Path,
-    error: BaseException,
-    failure: Failure,  # what ``error`` was classified as
+    failure: Failure,
     *,
     attempt: int,
     step: int | None,  # the last one that was reported
@@ -77,7 +76,7 @@ def write_out_of_memory(
         file, snapshot = path.name, _dump_snapshot(path.with_suffix(".pickle"))
         asked = failure.evidence.requested_bytes
         devices = ["cpu"] if failure.kind is FailureKind.HOST_OOM else None
-        tensors = largest_alive(_TOP, devices, error=error)
+        tensors = largest_alive(_TOP, devices)
         content = {
             "time": round(time.time(), 3),
             "attempt": attempt,
@@ -170,7 +169,6 @@ def perform(
         answer = {
             "sentence": cleared.description,
             "freed": cleared.freed,
-            "dropped": cleared.dropped_bytes,
             "held": [str(tensor) for tensor in cleared.held],
         }
     elif verb == "memory_reset":

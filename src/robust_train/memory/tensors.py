@@ -1,16 +1,15 @@
-"""Which tensors are alive, which variables hold them, and their way to the host."""
+"""Which tensors are alive, which of them a failure holds or training changes, and their way to the
+host."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import inspect
-import itertools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -20,11 +19,6 @@ from robust_train.model.json import Json
 from robust_train.readable import mib
 
 StorageKey = tuple[str, int]  # A storage: its device and its address there
-Reached = tuple[Any, str, str]  # A value, the way to write it, and where that begins
-
-_MOST_VALUES = 5000
-_MOST_DEPTH = 4
-_PLAIN = (str, bytes, int, float, type(sys), type)
 
 
 def live_objects(base: Any) -> list[Any]:
@@ -81,43 +75,36 @@ def training_devices() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-# --- which variables lead to them ---
+# --- the largest ---
 
 
 @dataclass(frozen=True)
-class HeldTensor:
+class LiveTensor:
     """A tensor that is alive."""
 
     bytes: int  # of its storage, which it may share with others
     shape: tuple[int, ...]  # its own
     dtype: str  # `float32`
     device: str  # `cuda:0`, `cpu`
-    # `kept[0] (global of module x)`; None if no variable of a known function leads there
-    owner: str | None
     has_graph: (
         bool  # it keeps the graph that it was computed by, and what that has saved
     )
 
     def __str__(self) -> str:
         graph = " with the graph it was computed by" if self.has_graph else ""
-        held = "" if self.owner is None else f", held by {self.owner}"
-        return f"{mib(self.bytes, 1)} {self.dtype} {self.shape} on {self.device}{graph}{held}"
+        return f"{mib(self.bytes, 1)} {self.dtype} {self.shape} on {self.device}{graph}"
 
-    def as_json(self) -> TensorFacts:
+    def as_json(self) -> dict[str, Json]:
         """Return the fields in JSON's types."""
         return {**vars(self), "shape": list(self.shape)}
 
 
-TensorFacts = dict[str, Json]  # The fields of `HeldTensor`
-
-
 def largest_tensors(
     top: int = 20, *, devices: Collection[str] | None = None
-) -> list[TensorFacts]:
+) -> list[dict[str, Json]]:
     """Return the largest tensors that are alive, the largest first, in JSON's types.
 
-    Tensors that share a storage count once. ``owner`` is the variable of a running function, or the
-    global, that leads to a tensor; None if there is none.
+    Tensors that share a storage count once.
 
     Args:
         top: how many at most.
@@ -130,124 +117,30 @@ def largest_alive(
     top: int,
     devices: Collection[str] | None = None,
     known: Collection[StorageKey] = (),
-    error: BaseException | None = None,
-) -> list[HeldTensor]:
-    """Return :func:`largest_tensors` as values, without those in ``known`` storages.
-
-    With ``error`` only those that variables of failed and running functions lead to. That neither
-    searches the heap nor allocates much, so it can be called when memory has run out.
-    """
-    failed = [] if error is None else list(frames_of(error))
-    held = variables_of([*failed, *running_frames()])
+) -> list[LiveTensor]:
+    """Return :func:`largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
-    tensors = (
-        live_tensors() if error is None else [tensor for tensor, _ in held.values()]
-    )
-    by_storage: dict[StorageKey, Any] = {}
-    for tensor in tensors:
-        key = storage_of(tensor)
-        if key is None or key[0] not in wanted or key in known:
-            continue
-        # of the tensors that share a storage, one that a variable holds
-        if key not in by_storage or id(tensor) in held:
-            by_storage[key] = tensor
-    by_size = sorted(
-        by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes()
-    )
-    return [
-        HeldTensor(
-            bytes=tensor.untyped_storage().nbytes(),
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            device=str(tensor.device),
-            owner=held.get(id(tensor), (tensor, None))[1],
-            has_graph=tensor.grad_fn is not None,
-        )
-        for tensor in by_size[:top]
-    ]
-
-
-def variables_of(frames: Iterable[FrameType]) -> dict[int, tuple[Any, str]]:
-    """Return the tensors that the variables of functions lead to, by id, each with the shortest way
-    there: ``kept[0] (local variable of train, train.py:12)``. Looks at a few thousand values."""
-    torch = sys.modules.get("torch")
-    return {
-        id(value): (value, f"{name} ({where})")
-        for value, name, where in reach(_variables(frames), parts_of)
-        if torch is not None and isinstance(value, torch.Tensor)
+    by_storage = {storage_of(tensor): tensor for tensor in live_tensors()}
+    sizes = {
+        key: tensor.untyped_storage().nbytes()
+        for key, tensor in by_storage.items()
+        if key is not None and key[0] in wanted and key not in known
     }
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:top]
+    return [_described(by_storage[key]) for key in largest]
 
 
-def reach(
-    roots: Iterable[Reached],
-    parts: Callable[[Any], Iterable[tuple[Any, str]]],
-    most_steps: int = _MOST_DEPTH,
-) -> Iterator[Reached]:
-    """Yield what is a few steps away from ``roots``, each once, by the shortest way: it is the one
-    that a person recognises. ``parts`` returns the parts of a value, each with how to write it."""
-    seen: set[int] = set()
-    todo = deque((*root, 0) for root in roots)
-    while todo and len(seen) < _MOST_VALUES:
-        value, name, where, depth = todo.popleft()
-        if id(value) in seen or isinstance(value, _PLAIN):
-            continue
-        seen.add(id(value))
-        yield value, name, where
-        if depth == most_steps:
-            continue
-        # memory may have run out, so the values that wait are few as well
-        room = max(_MOST_VALUES - len(todo), 0)
-        with contextlib.suppress(Exception):  # another thread may change it meanwhile
-            for part, step in itertools.islice(parts(value), room):
-                todo.append((part, name + step, where, depth + 1))
-
-
-def parts_of(value: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the parts of a value, each with the way to write it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        if value.is_leaf and value.grad is not None:
-            yield value.grad, ".grad"
-    elif torch is not None and isinstance(value, torch.nn.Module):
-        tensors = (*value.named_parameters(), *value.named_buffers())
-        yield from ((tensor, f".{name}") for name, tensor in tensors)
-    elif isinstance(value, dict):
-        for key, item in dict.items(value):
-            is_plain = isinstance(key, (str, int, float, bool))
-            yield item, f"[{key!r}]" if is_plain else f"[{type(key).__name__}]"
-    elif isinstance(value, (list, tuple, set, deque)):
-        yield from ((item, f"[{index}]") for index, item in enumerate(value))
-    else:
-        own = object.__getattribute__(value, "__dict__")
-        yield from ((item, f".{name}") for name, item in own.items())
-
-
-def _variables(frames: Iterable[FrameType]) -> Iterator[Reached]:
-    """Yield the local variables of the functions, then the globals of their modules."""
-    modules: dict[str, Mapping[str, Any]] = {}
-    for frame in frames:
-        module, code = str(frame.f_globals.get("__name__")), frame.f_code
-        if _is_ours(module):
-            continue
-        modules[module] = frame.f_globals
-        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or a class
-            continue
-        where = f"local variable of {code.co_name}, {code.co_filename}:{frame.f_lineno}"
-        variables = frame.f_locals
-        yield from [(value, name, where) for name, value in list(variables.items())]
-        if sys.version_info < (3, 13):
-            # the frame keeps this copy, and with it all that the function drops later
-            variables.clear()
-    for module, content in modules.items():
-        where = f"global of module {module}"
-        yield from [(value, name, where) for name, value in list(content.items())]
-
-
-def _is_ours(module: str) -> bool:
-    """Return whether a module is the launcher's; the built-in trainer counts as a user's."""
-    return module.startswith("robust_train.") and not module.startswith(
-        "robust_train.vision."
+def _described(tensor: Any) -> LiveTensor:
+    return LiveTensor(
+        tensor.untyped_storage().nbytes(),
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        str(tensor.device),
+        has_graph=tensor.grad_fn is not None,
     )
+
+
+# --- what a failure holds ---
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:
@@ -272,23 +165,6 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
             current.__context__,
             *getattr(current, "exceptions", ()),
         ]
-
-
-def running_frames() -> list[FrameType]:
-    """Return the frames of all functions of users and libraries that run, in every thread."""
-    # a list that holds its own function's frame would keep itself, and so all of these, alive
-    return [
-        frame
-        for top in sys._current_frames().values()
-        for frame, _ in traceback.walk_stack(top)
-        if not _is_ours(str(frame.f_globals.get("__name__")))
-    ]
-
-
-def reached_by_running(base: Any) -> list[Any]:
-    """Return the objects of a type that variables of running functions lead to."""
-    found = reach(_variables(running_frames()), parts_of)
-    return [value for value, _, _ in found if isinstance(value, base)]
 
 
 # --- which of them learn ---

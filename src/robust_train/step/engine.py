@@ -258,7 +258,7 @@ class Step(Generic[T]):
                 self._items = items
                 agreed = self._agree(returns_more=returns_more)
             loss = self._shared.sum_gradients(agreed, loss)
-        self._start.end(is_complete=True)
+        self._start.end()
         self._shared.share_buffers()
         grown = self._size.step_done()
         if grown is not None:
@@ -308,10 +308,10 @@ class Step(Generic[T]):
 
     def cannot_repeat(self) -> str | None:
         """Return why memory that runs out now has to end the attempt; None if it does not."""
-        if holds_graphs():
+        if cuda.holds_graphs():
             return "a CUDA graph was captured, which holds its memory"
         if self._start is not None and self._start.is_lost:
-            return "the step has begun to write to a large buffer that steps before left alone"
+            return "it has written to a large buffer that no step before has changed"
         return None
 
     def say_why(self, reason: str) -> None:
@@ -438,10 +438,3 @@ class Step(Generic[T]):
         failed = 0 if theirs is None else theirs.size
         self._size.agree(agreed.size, failed=failed, is_known=mine is not None)
         return agreed
-
-
-def holds_graphs() -> bool:
-    """Return whether a CUDA graph was captured: its memory cannot be freed."""
-    torch = cuda.started_torch()
-    segments = None if torch is None else cuda.memory_segments(torch)
-    return cuda.holds_graphs(segments or ())

@@ -51,7 +51,7 @@ class OOMHandler:
                     raise
 
     After a failed try its frames are emptied, gradients are as they were before it, and what it
-    still holds beyond one percent of the memory at the start is logged with the holders' names.
+    still holds beyond one percent of the memory at the start is logged.
 
     Args:
         initial_batch_size: micro-batch of the first try.

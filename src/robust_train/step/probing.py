@@ -18,7 +18,7 @@ from torch import Tensor
 from robust_train.failures import classify_failure
 from robust_train.host import memory as host
 from robust_train.memory.clearing import clear_frames, return_memory
-from robust_train.memory.tensors import reached_by_running
+from robust_train.memory.tensors import live_objects
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.policy.sizes import (
     BatchSearch,
@@ -243,12 +243,11 @@ def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
     """Return the bytes of optimizer state that the first step is going to make, and those that a
     step takes beside the state, for its own time.
 
-    Optimizers are those that variables of running functions lead to; an optimizer that is made
-    later is taken to be Adam.
+    An optimizer that is made later is taken to be Adam.
     """
     optimizers = {
         id(parameter): optimizer
-        for optimizer in reached_by_running(torch.optim.Optimizer)
+        for optimizer in live_objects(torch.optim.Optimizer)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }

@@ -5,10 +5,12 @@ Here are also the generators' states in a checkpoint, and what a function trains
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
@@ -23,17 +25,20 @@ from robust_train.compat import (
     tensors_of,
     version_of,
 )
-from robust_train.memory.tensors import leaves_of, parts_of, reach
+from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
 from robust_train.readable import MIB
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
 
+_MOST_VALUES = 5000
+_MOST_STEPS = 4
 _MOST_ITEMS = 100  # longer lists hold samples
-_LARGEST_KEPT = MIB  # copy of a buffer that does not change
-# kernels write them around the version counter, and a frozen layer may be trained later
-_ALWAYS_CHANGE = ("running_mean", "running_var")
+_PLAIN = (str, bytes, int, float, type(sys), type)
+# bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
+# version counter, and a frozen layer may be trained later
+_ALWAYS_COPIED = MIB
 
 
 # --- random generators ---
@@ -118,35 +123,48 @@ def modules_of(function: Any) -> list[nn.Module]:
     These are the variables it closes over, its defaults, the globals it names, the object it is a
     method of, and what these hold in attributes, lists and dictionaries a few steps away.
     """
-    reached = reach([(function, "", "")], _parts_of)
-    return [value for value, _, _ in reached if isinstance(value, nn.Module)]
+    return [value for value in _reached(function) if isinstance(value, nn.Module)]
 
 
 def generators_of(function: Any, models: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the user's generators among the variables of a function or attributes of its owner,
     and among the attributes of models."""
-    near = reach([(function, "", "")], _parts_of, most_steps=2)
-    held = [value for value, _, _ in near]
+    held = list(_reached(function, most_steps=2))
     held += [value for model in models for value in vars(model).values()]
     found = {id(v): v for v in held if isinstance(v, torch.Generator)}
     return list(found.values())
 
 
-def _parts_of(value: Any) -> list[tuple[Any, str]]:
+def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
+    """Yield what is a few steps away from a function, each once, the nearest first."""
+    seen: set[int] = set()
+    todo = deque([(function, 0)])
+    while todo and len(seen) < _MOST_VALUES:
+        value, steps = todo.popleft()
+        if id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        seen.add(id(value))
+        yield value
+        if steps < most_steps:
+            with contextlib.suppress(
+                Exception
+            ):  # another thread may change it meanwhile
+                todo += [(part, steps + 1) for part in _parts_of(value)]
+
+
+def _parts_of(value: Any) -> Any:
     if isinstance(value, FunctionType):
-        held = _named_in(value)
-    elif isinstance(value, MethodType):
-        held = [value.__self__, value.__func__]
-    elif isinstance(value, functools.partial):
-        held = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, (dict, list, tuple, set)):
-        # longer ones hold samples
-        return list(parts_of(value)) if len(value) <= _MOST_ITEMS else []
-    elif isinstance(value, (nn.Module, Tensor)) or _is_from_torch(value):
-        return []
-    else:
-        return list(parts_of(value))
-    return [(item, "") for item in held]
+        return _named_in(value)
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, (nn.Module, Tensor)) or _is_from_torch(value):
+        return ()
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        items = dict.values(value) if isinstance(value, dict) else value
+        return items if len(value) <= _MOST_ITEMS else ()
+    return object.__getattribute__(value, "__dict__").values()
 
 
 def _is_from_torch(value: Any) -> bool:
@@ -208,79 +226,52 @@ class _Buffer:
     tensor: Tensor | None = None
     version: int = -1
     values: Tensor | None = None
-    changes: bool | None = None
-    """Whether steps change it; None before the first one is complete."""
+    changes: bool = False  # a step has changed it
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is copied at a step's start and restored: unless it never changes."""
-        if self.changes is False:
-            self.changes = self._has_changed()
-        return self.changes is not False
+    def keep(self) -> bool:
+        """Look at it at a step's start; return whether its values are to be copied.
+
+        Quantized weights are buffers too: a large one is copied once a step has changed it.
+        """
+        now = self.home.get(self.name)
+        if self.tensor is not None:
+            version = -1 if now is None else version_of(now)
+            self.changes |= now is not self.tensor or version != self.version
+        self.tensor, self.version = now, -1 if now is None else version_of(now)
+        return now is not None and (self.changes or now.nbytes <= _ALWAYS_COPIED)
 
     @property
     def is_lost(self) -> bool:
-        """Whether this step has written to it, the first one to do so, and there is no copy."""
-        return (
-            self.changes is False
-            and self.values is None
-            and self.tensor is not None
-            and version_of(self.tensor) != self.version
-        )
-
-    def learn(self) -> None:
-        """Record after a complete step whether the step has changed it."""
-        if self.changes is not None:
-            return
-        # writing through .data leaves the version as it was
-        self.changes = self._has_changed() or not (
-            self.tensor is None
-            or self.values is None
-            or torch.equal(self.tensor.cpu(), self.values)
-        )
-        # quantized weights are buffers too; a small one may still begin to change
-        if not self.changes and self.values is not None:
-            self.values = self.values if self.values.nbytes <= _LARGEST_KEPT else None
-
-    def _has_changed(self) -> bool:
-        now = self.home.get(self.name)
-        return now is not self.tensor or (
-            now is not None and version_of(now) != self.version
-        )
+        """Whether this step has written to it, and there is no copy."""
+        is_copied = self.values is not None or self.tensor is None
+        return not is_copied and version_of(self.tensor) != self.version
 
 
 def _keep(buffers: Iterable[_Buffer]) -> None:
-    """Copy what may change: on the host until that is known, then into the last copy's memory."""
+    """Copy what may change, into the last copy's memory if there is one."""
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for buffer in buffers:
-        if not buffer.is_due:
-            continue
-        buffer.tensor = now = buffer.home.get(buffer.name)
-        if now is None:
+        is_copied, now, values = buffer.keep(), buffer.tensor, buffer.values
+        if now is None or not is_copied:
             buffer.values = None
-            continue
-        buffer.version = version_of(now)
-        if buffer.changes is None:
-            buffer.values = now.detach().to("cpu", copy=True)
-        elif buffer.values is None or _layout(buffer.values) != _layout(now):
+        elif values is None or _layout(values) != _layout(now):
             buffer.values = now.detach().clone()
         else:
-            targets.append(buffer.values)
+            targets.append(values)
             sources.append(now)
     copy_all(targets, sources)
 
 
 def _restore(buffers: Iterable[_Buffer]) -> None:
     """Put the tensors and values of the step's start back."""
-    changed = [buffer for buffer in buffers if buffer.is_due]
     kept = [
         (b.tensor, b.values)
-        for b in changed
+        for b in buffers
         if b.tensor is not None and b.values is not None
     ]
     copy_all([tensor for tensor, _ in kept], [values for _, values in kept])
-    for buffer in changed:
+    for buffer in buffers:
         buffer.home[buffer.name] = buffer.tensor
         buffer.version = -1 if buffer.tensor is None else version_of(buffer.tensor)
 
@@ -289,7 +280,7 @@ _Watched = tuple[list[nn.Parameter], list[_Buffer]]
 
 
 class Watch:
-    """Remembers which buffers each model's forward pass changes, without keeping it alive."""
+    """Remembers the buffers of each model, and which of them change, without keeping it alive."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = (
@@ -306,7 +297,7 @@ class Watch:
                     "step after run.backward, or call loss.backward() yourself"
                 )
             buffers = [
-                _Buffer(own, name, changes=name in _ALWAYS_CHANGE or None)
+                _Buffer(own, name)
                 for _, own in map(tensors_of, model.modules())
                 for name, buffer in own.items()
                 if buffer is not None
@@ -392,14 +383,11 @@ class StepStart:
         _restore(self._buffers)
         self._generators.restore()
 
-    def end(self, *, is_complete: bool = False) -> None:
+    def end(self) -> None:
         """Add the gradients that were laid aside; a second call does nothing."""
         if not self.is_open:
             return
         self.is_open = False
-        if is_complete:
-            for buffer in self._buffers:
-                buffer.learn()
         with torch.no_grad():
             for parameter, before in self._aside:
                 new = parameter.grad
