@@ -19,7 +19,7 @@ from command_world import SCRIPTS, CommandWorld, argv, script
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
-from robust_train.launcher.inputs import adds_up_means, values_used
+from robust_train.launcher.inputs import adds_up_means, ignores_checkpoint, values_used
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Progress, TrainingStarted
 from robust_train.model.spec import AttemptSpec
@@ -113,6 +113,23 @@ def test_only_transformers_own_trainer_may_add_up_means(tmp_path: Path, source: 
     cwd = f"trainer.cwd={tmp_path}"
     config = checked(composed(["trainer=command", argv("python", "train.py"), cwd]))
     assert adds_up_means(config) == adds_up
+
+
+@pytest.mark.parametrize(
+    ("source", "resumes", "ignores"),
+    [
+        ("trainer = SFTTrainer(args=args)\ntrainer.train()", "--resume_from_checkpoint", True),
+        ("trainer.train()", "--resume", False),
+        ("trainer.train(args.resume_from_checkpoint)", "--resume_from_checkpoint", False),
+    ],
+)
+def test_a_transformers_script_that_ignores_its_checkpoint_is_known_before_it_starts(
+    tmp_path: Path, source: str, resumes: str, ignores: bool
+):
+    (tmp_path / "train.py").write_text(source)
+    cfg = composed(["trainer=command", argv("python", "train.py"), f"trainer.cwd={tmp_path}"])
+    cfg.trainer.resume_argv = [resumes, "{checkpoint}"]
+    assert ignores_checkpoint(checked(cfg)) == ignores
 
 
 def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(

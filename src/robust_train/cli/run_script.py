@@ -160,7 +160,7 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
     from robust_train.config.values import is_secret
     from robust_train.launcher import detach
     from robust_train.launcher.hydra_state import remove_refused, run_folder
-    from robust_train.launcher.inputs import values_used
+    from robust_train.launcher.inputs import ignores_checkpoint, values_used
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
@@ -186,6 +186,12 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
         if arguments.resume_argv and "checkpoint" not in used:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
+            )
+        if ignores_checkpoint(config):
+            log.warning(
+                "trainer.train() does not read --resume_from_checkpoint, so each attempt would "
+                "begin again: write "
+                "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
             )
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(folder, OmegaConf.to_yaml(cfg), shown)

@@ -108,7 +108,8 @@ _LINE_PREFIX = re.compile(
     r"|\[\d+(?:,\d+)?\](?:<std\w+>)?:\s?"  # mpirun
     r"|\((?:\w+ )?\w+[ =]?pid=\d+[^)]*\)\s?"  # Ray, vLLM
     r"|(?:INFO|WARNING|ERROR) [\d-]+ [\d:.,]+ \[?[\w./]+:\d+\]\s?"
-    r"|\[[\d:., TZ+/-]{8,35}\]:?\s?)+",  # a time
+    r"|\[[\d:., TZ+/-]{8,35}\]:?\s?"  # a time
+    r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\s)+",  # a container's log
     re.IGNORECASE,
 )
 _FINAL_LINE = re.compile(

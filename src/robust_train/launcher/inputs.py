@@ -45,6 +45,7 @@ _TRANSFORMERS_TRAINER = re.compile(
     r"from transformers[\w.]* import (?:\([^)]*|[^(\n]*)\b(?:Seq2Seq)?Trainer\b"
     r"|\btransformers\.(?:Seq2Seq)?Trainer\b"
 )
+_RESUME = "resume_from_checkpoint"
 _BEYOND_ANY = 999_999_937
 _LARGEST_PROGRAM_BYTES = 1 << 20
 
@@ -84,15 +85,27 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> frozenset[str]:
 def adds_up_means(config: RobustConfig) -> bool:
     """Return whether a file that the script's command names trains with transformers' ``Trainer``
     as it is, which adds up the means of micro-batches for models that ignore their number."""
-    trainer = config.trainer
-    texts = (
-        _program_text(Path(trainer.cwd or ".", word)) for word in trainer.argv or ()
-    )
     return any(
         _TRANSFORMERS_TRAINER.search(text)
         and not re.search(r"model_accepts_loss_kwargs|robust_train\.integrations", text)
-        for text in texts
+        for text in _program_texts(config)
     )
+
+
+def ignores_checkpoint(config: RobustConfig) -> bool:
+    """Return whether a file that the script's command names keeps transformers' option for the
+    checkpoint among its arguments, where ``trainer.train()`` does not look."""
+    return any(f"--{_RESUME}" in one for one in config.trainer.resume_argv) and any(
+        re.search(r"\btrainer\.train\(\s*\)", text) and _RESUME not in text
+        for text in _program_texts(config)
+    )
+
+
+def _program_texts(config: RobustConfig) -> list[str]:
+    trainer = config.trainer
+    return [
+        _program_text(Path(trainer.cwd or ".", word)) for word in trainer.argv or ()
+    ]
 
 
 def _program_text(path: Path) -> str:
