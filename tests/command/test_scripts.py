@@ -200,6 +200,30 @@ def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
         assert actions == ["retry", "give_up"]
 
 
+LACKS_A_FILE = """
+import json, os, pathlib, signal, sys
+if len(sys.argv) > 1:
+    folder = pathlib.Path(sys.argv[1])
+    sys.exit(folder.name == "step_2" and (folder / "optimizer").read_text())
+for step in (1, 2):
+    folder = pathlib.Path(f"step_{step}")
+    folder.mkdir()
+    (folder / "model").write_text("weights")
+    with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
+        print(json.dumps({"event": "checkpoint", "path": str(folder)}), file=events)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_after_a_folder_in_which_a_script_finds_a_file_missing_comes_the_one_before(
+    scripts: CommandWorld,
+):
+    (scripts.folder / "train.py").write_text(LACKS_A_FILE)
+    ended = scripts.run("--resume-argv", "{checkpoint}", "--", sys.executable, "train.py")
+    assert ended.returncode == 0, ended.output
+    assert "step_2 cannot be read: again from the checkpoint before it" in ended.stdout
+
+
 WRITTEN_OVER = """
 import io, json, os, time, zipfile
 whole = io.BytesIO()

@@ -55,6 +55,22 @@ def test_a_shells_word_for_sigkill_is_understood() -> None:
     assert classify_exit(done.returncode, oom_killed=True).kind is FailureKind.HOST_OOM
 
 
+def test_of_torchruns_failures_the_root_cause_is_shown() -> None:
+    output = (
+        'Traceback (most recent call last):\n  File "run.py", line 3, in <module>\n'
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
+        "train.py FAILED\n-----\nFailures:\n[1]:\n  rank      : 0 (local_rank: 0)\n"
+        "  exitcode  : -15 (pid: 17)  (SIGTERM)\n  error_file: <N/A>\n-----\n"
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+        "  exitcode  : -9 (pid: 18)  (SIGKILL)\n  error_file: <N/A>\n"
+        "  traceback : Signal 9 (SIGKILL) received by PID 18\n=====\n"
+    )
+
+    failure = classify_exit(1, output)
+
+    assert failure.message.endswith(": ChildFailedError: rank 1: exit code -9 (pid: 18) (SIGKILL)")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGXCPU"])
 def test_signals_that_ask_to_stop_are_interruptions(name: str) -> None:
     program = f"import signal; signal.signal(signal.{name}, signal.SIG_DFL)\n"

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +75,11 @@ PLACES = {
         "--batch-size 16 --resume-argv '--init_from=resume' --checkpoint out/ckpt.json",
         "python overwrites.py --batch_size={batch_size} "
         "--accumulation_steps={gradient_accumulation_steps}",
+    ),
+    "folders": Program(
+        "folders.py",
+        f"--batch-size 16 {RESUMES} 'out/step_*'",
+        "python folders.py --batch-size {batch_size} --accumulate {gradient_accumulation_steps}",
     ),
     "own Ctrl-C": Program(
         "own_ctrl_c.py",
@@ -241,6 +246,8 @@ FAST = {
     ("no accumulation", "out of memory"),
     ("config file", "out of memory"),
     ("overwrites", "kill of the launcher"),
+    ("folders", "kill"),
+    ("folders", "stop"),
     ("own Ctrl-C", "stop"),
     ("spawns", "kill of a child"),
     ("environment", "kill"),
@@ -283,6 +290,16 @@ def test_what_happens_to_a_program_does_not_change_what_it_learns(
         assert case.resumed(ended) == (program.saves or by_stop), ended.output
         if not case.resumed(ended):
             assert "from the last checkpoint" not in ended.stdout
+
+
+def test_a_first_folder_that_was_cut_off_is_not_resumed_from(scripts: CommandWorld):
+    case = Case(scripts, "folders")
+    case.program = replace(case.program, command=f"{case.program.command} --every 8")
+
+    ended = killed(case)
+
+    assert "the script was ended while it wrote it; it is not used" in ended.output
+    assert not case.resumed(ended)
 
 
 @pytest.mark.parametrize(

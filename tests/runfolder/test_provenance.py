@@ -37,6 +37,9 @@ def test_secrets_are_left_out():
         "training.num_tokens=5",
         "model.tokenizer=gpt2",
         "data.image_key=pixels",
+        "--dist-url",
+        "tcp://127.0.0.1:23456",
+        "--tracking-uri=http://mlflow:5000",
         "trainer.argv=[python,train.py,--batch_size,'{batch_size}']",
     ]
     assert public_command(harmless) == harmless

@@ -123,6 +123,10 @@ _SEPARATOR = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
+# torch elastic's, on one line
+_ROOT_CAUSE = re.compile(
+    r"Root Cause .*?\brank +: (\d+) .*?\bexitcode +: (.*?) +error_file"
+)
 _FRAME = re.compile(
     r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first"
 )
@@ -218,10 +222,12 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
                 break
             message.append(further)
         text = f"{header} {one_line(message)}" if header else one_line(message)
+        cause = _ROOT_CAUSE.search(text)
+        shown = f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
         return ErrorReport(
             (name,),
             text.strip(),
-            line.strip()[:_LINE_LIMIT],
+            shown.strip()[:_LINE_LIMIT],
             unwrapped=one_line(message, ""),
         )
     return None

@@ -160,11 +160,18 @@ def _bad_part(file: Path) -> str | None:
     return None
 
 
-def pass_over_damaged(folder: Path, job: str, path: Path) -> bool:
+def pass_over_damaged(
+    folder: Path, job: str, path: Path, *, lacks_file: bool = False
+) -> bool:
     """Have no attempt resume from a checkpoint that its script could not read, if there is one
-    before it; return whether there is. One that can be read here is not damaged."""
+    before it; return whether there is. One that can be read here is not damaged, unless it is a
+    folder that ``lacks_file``."""
     with contextlib.suppress(OSError):
-        if whole_by_form(path) and damage_in(path, reads=True) is None:
+        if (
+            not lacks_file
+            and whole_by_form(path)
+            and damage_in(path, reads=True) is None
+        ):
             return False
         own = of_job(folder, job)
         before = (one for one in own if one.path != path and one.loss not in USELESS)

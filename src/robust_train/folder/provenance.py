@@ -57,6 +57,8 @@ _HARMLESS = re.compile(_NUMBER, re.I)
 _INSIDE = re.compile(rf"{_NAME}[\w-]*[\"']?\s*[:=,]\s*(?!{_NUMBER}\s*[\s,}}\]])", re.I)
 # forms that the detectors lack: of Hugging Face, of OpenAI's projects
 _TOKEN = re.compile(r"\b(?:hf_|sk-)[\w-]{16}")
+# where ranks meet, or a service is: no more than a host and a port
+_ADDRESS = re.compile(r"\w+://[\w.:\[\]-]*/?|(?:file|sqlite)://[^@?]*")
 # what the shortest token consists of
 _OPAQUE = re.compile(r"[\w.+~=-]{16}|-----BEGIN")
 
@@ -69,8 +71,10 @@ def public_command(words: Sequence[str]) -> list[str]:
         name, is_pair, value = word.partition("=")
         is_name = bool(is_pair) or word.startswith("-")
         is_named = is_name and bool(_NAMED.search(name))
-        is_hidden = is_named and not _HARMLESS.fullmatch(value)
-        if hides_next and not word.startswith("-"):
+        is_hidden = is_named and not (
+            _HARMLESS.fullmatch(value) or _ADDRESS.fullmatch(value)
+        )
+        if hides_next and not (word.startswith("-") or _ADDRESS.fullmatch(word)):
             shown.append("…")
         elif is_pair and (is_hidden or _holds_secret(value)):
             shown.append(f"{name}=…")

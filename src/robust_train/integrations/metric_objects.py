@@ -8,13 +8,13 @@ means or a maximum too, and their latest value is the whole batch's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from robust_train.compat import METRIC_NOTES, tree_leaves
 from robust_train.config.trainers import require
@@ -29,6 +29,8 @@ _Metric: Any = require(
 
 _MOST_BYTES = 64 * MIB
 """Of what the parts of a batch give, kept until the last one; more stays as the parts left it."""
+
+_CALLS = ("forward", "update")
 
 Call = tuple[Any, str, tuple[Any, ...], dict[str, Any]]
 """A metric, the method that was called, and its arguments."""
@@ -114,50 +116,32 @@ class MetricObjects:
 
     @contextlib.contextmanager
     def _noted(self, metric: Any, calls: list[Call]) -> Iterator[None]:
-        update, handles = metric.update, _Hooks(self, metric, calls).register()
-
-        def noted(*args: Any, **named: Any) -> Any:
-            if self._is_inside:
-                return update(*args, **named)
-            calls.append((metric, "update", *_detached((args, named))))
-            self._is_inside = True
-            try:
-                return update(*args, **named)
-            finally:
-                self._is_inside = False
-
-        metric.update = noted
+        """Note the calls of a metric itself, but none that another metric makes."""
+        attributes = vars(metric)
+        own = {name: attributes[name] for name in _CALLS if name in attributes}
+        attributes.update((name, self._noting(metric, name, calls)) for name in _CALLS)
         try:
             yield
         finally:
-            metric.update = update
-            for handle in handles:
-                handle.remove()
+            for name in _CALLS:
+                del attributes[name]
+            attributes.update(own)
 
+    def _noting(self, metric: Any, name: str, calls: list[Call]) -> Callable[..., Any]:
+        call = getattr(metric, name)
 
-class _Hooks:
-    """Note a call of a metric itself, but of none that another metric calls."""
+        @functools.wraps(call)
+        def noted(*args: Any, **named: Any) -> Any:
+            if self._is_inside:
+                return call(*args, **named)
+            calls.append((metric, name, *_detached((args, named))))
+            self._is_inside = True
+            try:
+                return call(*args, **named)
+            finally:
+                self._is_inside = False
 
-    def __init__(self, owner: MetricObjects, metric: Any, calls: list[Call]) -> None:
-        self._owner, self._metric, self._calls = owner, metric, calls
-        self._is_outermost = False
-
-    def register(self) -> Sequence[RemovableHandle]:
-        metric = self._metric
-        return (
-            metric.register_forward_pre_hook(self._begins, with_kwargs=True),
-            metric.register_forward_hook(self._ends, always_call=True),
-        )
-
-    def _begins(self, metric: Any, args: Any, named: Any) -> None:
-        self._is_outermost = not self._owner._is_inside
-        if self._is_outermost:
-            self._owner._is_inside = True
-            self._calls.append((metric, "__call__", *_detached((args, named))))
-
-    def _ends(self, metric: Any, args: Any, result: Any) -> None:
-        if self._is_outermost:
-            self._owner._is_inside = self._is_outermost = False
+        return noted
 
 
 def _state_of(metric: Any) -> dict[str, Any]:

@@ -526,14 +526,18 @@ class Job:
         """Return the attempt with whether another checkpoint comes before the one that its script
         could not read; nothing resumes from that one any more."""
         failure, path = attempt.failure, attempt.checkpoint or attempt.resumed_from
-        if failure is None or failure.evidence.clue != Clue.DAMAGED or path is None:
+        if failure is None or path is None:
+            return attempt
+        lacks_file = f"No such file or directory: '{path}/" in failure.message
+        if failure.evidence.clue != Clue.DAMAGED and not lacks_file:
             return attempt
         has_begun = attempt.end_step is not None or attempt.saves > 1
         if has_begun or attempt.script is None:
             return attempt
         folder, job = self.run_dir / "checkpoints", self.beginning.job
-        found = pass_over_damaged(folder, job, Path(path))
-        evidence = replace(failure.evidence, has_checkpoint=found)
+        found = pass_over_damaged(folder, job, Path(path), lacks_file=lacks_file)
+        clue = Clue.DAMAGED
+        evidence = replace(failure.evidence, has_checkpoint=found, clue=clue)
         return replace(attempt, failure=replace(failure, evidence=evidence))
 
     def _cuda_versions(self) -> str:

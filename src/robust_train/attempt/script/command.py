@@ -16,7 +16,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from robust_train.config.placeholders import (
 )
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import PROGRAM_FILE
+from robust_train.failures.exits import signal_of
 from robust_train.files import write_json
 from robust_train.folder.checkpoints import (
     SUFFIX,
@@ -108,10 +109,11 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
     program = Program(argv, _environment(values, attempt.events), cwd, stop_signal)
+    returncode = -signal.SIGKILL
     try:
         returncode = program.wait(run, config.stop_grace_seconds, attempt.poll)
     finally:
-        attempt.finish()
+        attempt.finish(was_killed=signal_of(returncode) is not None)
     failure = attempt.failure
     kind, message = (failure.kind, failure.message) if failure else (None, None)
     run.send(ScriptEnded(returncode, program.pid, kind, message))
@@ -181,8 +183,15 @@ class _Attempt:
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
         self._found(self._watch.newest(at_rest=at_rest), at_rest)
 
-    def finish(self) -> None:
+    def finish(self, *, was_killed: bool) -> None:
         """Pass on the rest after the script has ended; remove an empty file of messages."""
+        if was_killed and (cut := self._watch.cut_off()):
+            for path in cut:
+                log.warning(
+                    "checkpoint %s: the script was ended while it wrote it; it is not used",
+                    path,
+                )
+            self._watch.leave_out(cut, self._run.run_dir / _BEFORE)
         self.poll(at_rest=True)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:
@@ -389,22 +398,60 @@ class CheckpointWatch:
         self._pattern = pattern
         self._before = dict(before)
         self._last_seen: dict[str, Stamp] = {}
+        self._rested: set[str] = set()  # what has not changed between two looks
 
     def newest(self, *, at_rest: bool, but: Collection[str] = ()) -> Stamped | None:
         """Return the newest whole match that is the job's own, None if there is none. Only what
         has not changed since the last call counts, unless all is ``at_rest``."""
         seen = stamps(self._pattern)
         last_seen, self._last_seen = self._last_seen, seen
+        self._rested.update(path for path in seen if last_seen.get(path) == seen[path])
         own = {
             path: stamp
             for path, stamp in seen.items()
             if self._before.get(path) != stamp
             and (at_rest or last_seen.get(path) == stamp)
         }
-        for path in sorted(own, key=lambda path: (own[path][0], path), reverse=True):
-            if path not in but and is_whole(Path(path)):
+        ordered = sorted(own, key=lambda path: (own[path][0], path), reverse=True)
+        for number, path in enumerate(ordered, start=1):
+            if (
+                path not in but
+                and is_whole(Path(path))
+                and not _lacks_files(path, ordered[number:])
+            ):
                 return Path(path), own[path]
         return None
+
+    def cut_off(self) -> dict[str, Stamp]:
+        """Return the only folder if it was never at rest: a script that was killed may have left it
+        without some of its files. Of several, :meth:`newest` compares the files."""
+        folders = {
+            path: stamp
+            for path, stamp in stamps(self._pattern).items()
+            if self._before.get(path) != stamp and Path(path).is_dir()
+        }
+        is_first = len(folders) == 1 and not folders.keys() & self._rested
+        return folders if is_first else {}
+
+    def leave_out(self, found: Mapping[str, Stamp], path: Path) -> None:
+        """Take these for none of the job's own until they change; ``path`` keeps that."""
+        self._before |= found
+        write_json(path, self._before)
+
+
+def _lacks_files(path: str, older: Iterable[str]) -> bool:
+    """Return whether a folder has not all the files of the one before it: some are still to be
+    written, or its script was killed meanwhile."""
+    if not Path(path).is_dir():
+        return False
+    before = next((one for one in older if Path(one).is_dir()), path)
+    return bool(_names(before) - _names(path))
+
+
+def _names(folder: str) -> set[str]:
+    """Return the names of the files in a folder; numbers count as one."""
+    inside = (str(file.relative_to(folder)) for file in files_in(Path(folder)))
+    return {re.sub(r"\d+", "0", name) for name in inside}
 
 
 def stamps(pattern: str) -> dict[str, Stamp]:
