@@ -23,6 +23,11 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "examples/README.md": "gallery.md",
+    "examples/nanogpt_like/README.md": "gallery-nanogpt.md",
+    "examples/yolo_like/README.md": "gallery-yolo.md",
+    "examples/transformers_sonnets/README.md": "gallery-transformers.md",
+    "examples/lightning_digits/README.md": "gallery-lightning.md",
 }
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]+`")

@@ -187,6 +187,7 @@ KEYS = {
     "halve-batch": WITHOUT_A_RUN,
     "stop": WITHOUT_A_RUN,
     "sweep best RUN": {"error"},  # not a sweep folder
+    "clean": {"dry_run", "runs", "kept"},
     "ps": {"runs"},
     "ps --goodput": {"jobs", "goodput"},
     "queue": {"directory", "jobs", "excluded"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import asdict, replace
@@ -35,6 +36,27 @@ def died(run_dir: Path, name: str = "clip", *, with_the_host: bool = False) -> s
     content = asdict(replace(state, state="running", updated=before))
     (run_dir / "state.json").write_text(json.dumps(content))
     return state.id
+
+
+def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name, status in (("a", "completed"), ("b", "failed"), ("mine", "completed")):
+        ended(tmp_path / name, name, status)
+    own = tmp_path / "mine" / "thesis.tex"
+    own.touch()
+    os.utime(own, (0, 0))
+    assert main(["clean"]) == 0
+    assert "30 days ago" in capsys.readouterr().out
+    assert main(["clean", "--days", "0"]) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert main(["clean", "--days", "0", "--yes", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [run["run_dir"] for run in answer["runs"]] == [str(tmp_path / "a")]
+    assert answer["kept"] == [f"{own.parent} stays: {own} is older than the job"]
+    assert [(tmp_path / name).exists() for name in ("a", "b", "mine")] == [False, True, True]
+    assert main(["clean", "--days", "0", "--yes", "--all"]) == 0
+    assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
 
 
 def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from robust_train.model.errors import EXIT_FAILED
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 from robust_train.readable import aligned, cell_text
 
 if TYPE_CHECKING:
@@ -95,6 +96,20 @@ def load(reference: str) -> Any:
     return getattr(importlib.import_module(f"robust_train.cli.{module}"), name)
 
 
+def confirmed(question: str, arguments: argparse.Namespace) -> bool:
+    """Return whether the user, or ``--yes``, agrees. Raises CommandFailed without a terminal."""
+    if arguments.yes:
+        return True
+    if arguments.json or not sys.stdin.isatty():
+        problem = "not a terminal: pass --yes, or --dry-run to only list them"
+        raise CommandFailed(problem, EXIT_BAD_CONFIG)
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
+
+
 class CommandFailed(Exception):
     """The command was not carried out: why, and what helps, in one line."""
 
@@ -115,15 +130,17 @@ class Table:
         return aligned([self.columns, *self.rows])
 
     def print(self) -> None:
-        """Print with rules on a terminal, plain in a pipe."""
-        if not sys.stdout.isatty():
-            print("\n".join(self.plain_lines()))
+        """Print plain columns; on a terminal that is too narrow long cells fold."""
+        lines = self.plain_lines()
+        width = shutil.get_terminal_size().columns
+        if not sys.stdout.isatty() or max(map(len, lines)) <= width:
+            print("\n".join(lines))
             return
         from rich.console import Console
-        from rich.table import Table as RuledTable
+        from rich.table import Table as FoldedTable
         from rich.text import Text
 
-        table = RuledTable()
+        table = FoldedTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for name, *cells in zip(self.columns, *self.rows, strict=True):
             is_right = any(isinstance(cell, int) for cell in cells)
             # a UUID is there to be copied, so it folds rather than lose its end

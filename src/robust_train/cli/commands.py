@@ -30,6 +30,7 @@ _WAIT = option(
     metavar="SECONDS",
     help="how long to wait for the end of a step (default: 30)",
 )
+_YES = flag("--yes", "-y", help="do not ask")
 _QUEUE_DIR = option("--dir", help="the queue directory, as gpu_queue_dir")
 _FORCE = flag(
     "--force",
@@ -328,7 +329,7 @@ _MACHINE = (
         "end your own CUDA processes",
         "memory:kill",
         (
-            flag("--yes", "-y", help="do not ask"),
+            _YES,
             flag("--dry-run", help="show the processes, end none"),
             option(
                 "--pid",
@@ -385,6 +386,29 @@ _MACHINE = (
 )
 
 _MORE = (
+    Command(
+        "clean",
+        "remove the run folders of old jobs",
+        "clean:clean",
+        (
+            option(
+                "--days",
+                type=_SECONDS,
+                default=30.0,
+                metavar="N",
+                help="only of jobs that ended so many days ago, or earlier (30)",
+            ),
+            flag(
+                "--all",
+                help="also of jobs that did not complete, with their checkpoints",
+            ),
+            _YES,
+            flag("--dry-run", help="show the folders, remove none"),
+            _JSON,
+        ),
+        about="Remove the run folders of jobs that completed long ago: what, how old and how large "
+        "is shown first. A folder with files that are older than its job stays.",
+    ),
     Command(
         "report",
         "write report.html of a run or sweep",

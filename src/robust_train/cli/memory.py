@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 import psutil
 
-from robust_train.cli.command import Answer, CommandFailed, Table
+from robust_train.cli.command import Answer, CommandFailed, Table, confirmed
 from robust_train.cli.machine import machine_memory
 from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import KnownRun, NoLiveRun, NothingAlive, choose_run
@@ -169,7 +169,7 @@ def kill(arguments: Namespace) -> Answer:
     if arguments.dry_run:
         data["processes"] = [{**asdict(process), "result": None} for process in targets]
         return Answer(data, [f"would end {number}; no signal was sent (--dry-run)"])
-    if not arguments.yes and not _confirmed(number, arguments):
+    if not confirmed(f"end {number}?", arguments):
         return Answer(shown=["nothing was ended"], exit_code=EXIT_FAILED)
     try:
         endings = end_all(targets, arguments.grace, _LAST_SECONDS)
@@ -252,19 +252,6 @@ def _still_there(processes: Iterable[CudaProcess], seconds: float) -> list[CudaP
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(_POLL_SECONDS)
-
-
-def _confirmed(number: str, arguments: Namespace) -> bool:
-    if arguments.json or not sys.stdin.isatty():
-        problem = (
-            "not a terminal: pass --yes to end them, or --dry-run to only list them"
-        )
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
-    try:
-        return input(f"end {number}? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        print()
-        return False
 
 
 def _table(processes: Sequence[CudaProcess]) -> Table:
