@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from command_world import CommandWorld, script
+from command_world import CommandWorld
 from robust_train.config.trainers import name_of_program
 
 EVERYTHING = [
@@ -26,20 +26,6 @@ EVERYTHING = [
     "x=1",
     "--",
 ]
-
-
-def test_the_batch_is_filled_in_and_halved(scripts: CommandWorld):
-    words = script("hungry.py", "--batch_size", "{batch_size}")
-    words += ["--accumulate", "{gradient_accumulation_steps}"]
-    ended = scripts.run("--batch-size", "64", "--gradient-accumulation", "2", "--", *words)
-    assert ended.returncode == 0, ended.output
-    assert "trained 16 x 8" in ended.stdout
-    record = [(a["batch_size"], a["effective_batch_size"]) for a in ended.attempts]
-    assert record == [(64, 128), (32, 128), (16, 128)]
-    kept = yaml.safe_load((scripts.run_dir / ".hydra" / "config.yaml").read_text())
-    assert kept["job_name"] == "hungry"
-    assert kept["training"]["batch_size"] == 64
-    assert "running" in (scripts.run_dir / "train_robust.log").read_text()
 
 
 def test_the_programs_arguments_reach_it_as_they_were_typed(scripts: CommandWorld):

@@ -263,6 +263,7 @@ def test_mistakes_in_the_group_robust_are_one_line(world: World, foreign: Path):
         assert ended.stderr.splitlines() == [line]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world: World, foreign: Path):
     ended = _run(world, foreign, sys.executable, "main.py", "-m", "data.batch_size=16,8", "fits=20")
     assert ended.returncode == 0, ended.stdout + ended.stderr

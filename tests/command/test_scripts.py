@@ -38,17 +38,16 @@ def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts: CommandWo
         "--accumulate",
         "${training.gradient_accumulation_steps}",
     )
-    ended = scripts.train(words)
+    ended = scripts.train(words, "training.batch_size=32")
     assert ended.returncode == 0, ended.output
     assert [(a["outcome"], a["batch_size"]) for a in ended.attempts] == [
-        ("host_oom", 64),
         ("host_oom", 32),
         ("completed", 16),
     ]
-    assert "trained 16 x 4" in ended.stdout
-    assert "trained 16 x 4" in (ended.run_dir / "attempt-3.log").read_text().splitlines()
+    assert "trained 16 x 2" in ended.stdout
+    assert "trained 16 x 2" in (ended.run_dir / "attempt-2.log").read_text().splitlines()
     assert "MemoryError" in (ended.run_dir / "attempt-1.log").read_text()
-    assert {a["effective_batch_size"] for a in ended.attempts} == {64}
+    assert {a["effective_batch_size"] for a in ended.attempts} == {32}
 
 
 NO_ACCUMULATION = """
@@ -63,16 +62,21 @@ if size > 16:
 @pytest.mark.parametrize(
     ("options", "rates", "warning"),
     [
-        ((), (0.4, 0.4, 0.4), "--keep-effective-batch"),
-        (("--scale-learning-rate", "sqrt"), (0.4, 0.282843, 0.2), "rate is 0.2 instead of 0.4"),
+        ((), (0.4, 0.4), "--keep-effective-batch"),
+        pytest.param(
+            ("--scale-learning-rate", "linear"),
+            (0.4, 0.2),
+            "rate is 0.2 instead of 0.4",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["not scaled", "square root"],
+    ids=["not scaled", "linear"],
 )
 def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
     scripts: CommandWorld, options: tuple[str, ...], rates: tuple[float, ...], warning: str
 ):
     (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
-    own = ("--batch-size", "64", "--learning-rate", "0.4", *options)
+    own = ("--batch-size", "32", "--learning-rate", "0.4", *options)
     program = (sys.executable, "train.py", "{batch_size}", "{learning_rate}")
     ended = scripts.run(*own, "--", *program)
     assert ended.returncode == 0, ended.output
@@ -80,10 +84,10 @@ def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
         (a["batch_size"], a["gradient_accumulation_steps"], a["effective_batch_size"])
         for a in ended.attempts
     ]
-    assert sizes == [(64, 1, 64), (32, 1, 32), (16, 1, 16)]
-    for size, rate in zip((64, 32, 16), rates, strict=True):
+    assert sizes == [(32, 1, 32), (16, 1, 16)]
+    for size, rate in zip((32, 16), rates, strict=True):
         assert f"trained with {size} at {rate}" in ended.stdout
-    assert "the effective batch size is now 32 instead of 64" in ended.stdout
+    assert "the effective batch size is now 16 instead of 32" in ended.stdout
     assert ended.stdout.count(warning) == 1
 
 
@@ -182,7 +186,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("first_is_whole", [True, False])
+@pytest.mark.parametrize("first_is_whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
     scripts: CommandWorld, first_is_whole: bool
 ):
@@ -376,6 +380,7 @@ sys.exit("never seen")
 """
 
 
+@pytest.mark.slow
 def test_its_memory_over_time_is_that_of_all_that_it_starts(scripts: CommandWorld):
     program = scripts.folder / "waits.py"
     program.write_text(WAITS_TO_BE_SEEN)
@@ -434,9 +439,9 @@ def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
         'if [ {batch_size} -gt 16 ]; then echo \'{"event": "failed", "kind": "device_oom", '
         '"message": "the accelerator is full"}\' >> "{$}ROBUST_TRAIN_EVENTS"; exit 9; fi'
     )
-    ended = scripts.train(["sh", "-c", told])
+    ended = scripts.train(["sh", "-c", told], "training.batch_size=32")
     assert ended.returncode == 0, ended.output
-    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
+    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "completed"]
     assert ended.attempts[0]["message"] == "the accelerator is full"
 
 
@@ -488,23 +493,23 @@ def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(
     attempts = scripts.folder / "attempts"
     scripts.world.environ |= {"BATCH_BUDGETS": '{"0": 8}', "ATTEMPTS_FILE": str(attempts)}
     ended = scripts.train(
-        script("within_a_budget.py", "{batch_size}", "{device}"), "training.batch_size=32"
+        script("within_a_budget.py", "{batch_size}", "{device}"), "training.batch_size=16"
     )
     assert ended.returncode == 0, ended.output
     told = [json.loads(line) for line in attempts.read_text().splitlines()]
     assert [(gpu, device, size) for gpu, device, size, _ in told] == [
-        ("0", "cuda:0", 32),  # many programs read integers there
-        ("0", "cuda:0", 16),
+        ("0", "cuda:0", 16),  # many programs read integers there
         ("0", "cuda:0", 8),
     ]
     assert all(held for *_, held in told), "the script does not hold the reservation"
-    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
+    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "completed"]
     assert "CUDA out of memory" in ended.attempts[0]["message"]
     record = next(e for e in ended.journal if e["event"] == "attempt_ended")["record"]
     evidence = record["failure"]["evidence"]
     assert evidence["requested_bytes"] == 2 * 1024**3
 
 
+@pytest.mark.slow
 @pytest.mark.proves("scripts", "several GPUs", "new attempt")
 def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batch(
     scripts: CommandWorld, gpus: Machine
@@ -522,6 +527,7 @@ def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batc
     assert {a["effective_batch_size"] for a in ended.attempts} == {32}
 
 
+@pytest.mark.slow
 def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
     scripts: CommandWorld,
 ):
@@ -540,6 +546,7 @@ def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
     assert not any(is_running(int(pid)) for pid in (scripts.folder / "pids").read_text().split())
 
 
+@pytest.mark.slow
 def test_a_sweep_of_scripts_has_their_objectives(scripts: CommandWorld):
     code = 'echo \'{"event": "result", "value": ${training.lr}}\' >> "{$}ROBUST_TRAIN_EVENTS"'
     ended = scripts.world.run(
@@ -632,16 +639,6 @@ def test_a_refused_command_leaves_no_folder(words: list[str], scripts: CommandWo
     )
     scripts.world.end(started).was_refused([])
     assert list(scripts.folder.glob("outputs/*")) == []
-
-
-def test_a_file_that_is_no_program_is_refused_in_one_line(scripts: CommandWorld):
-    file = scripts.folder / "no_program"
-    file.write_text("words")
-    file.chmod(0o755)
-    ended = scripts.train([str(file)])
-    assert ended.returncode == 2, ended.output
-    assert "is its first line #!" in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
 
 
 def test_the_command_line_in_the_documentation_is_one(scripts: CommandWorld):

@@ -85,7 +85,14 @@ def test_a_second_signal_kills_at_once(scripts: CommandWorld):
     all_gone(pids)
 
 
-@pytest.mark.parametrize("victim", ["launcher", "server", "attempt", "script"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "server",
+        "script",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("launcher", "attempt")),
+    ],
+)
 def test_no_process_of_the_script_outlives_a_kill(scripts: CommandWorld, victim: str):
     process, pids = _stubborn(scripts, "stop_grace_seconds=0.5", "max_retries=0")
     attempt = parent_of(pids[0])

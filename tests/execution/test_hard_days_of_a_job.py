@@ -116,6 +116,7 @@ def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
     wait_until(lambda: not is_running(server), "the server ends")
 
 
+@pytest.mark.slow
 def test_a_library_that_is_being_imported_ends_with_the_launcher(world: World):
     world.environ["READY_FILE"] = str(world.folder / "ready")
     world.environ["GO_FILE"] = str(world.folder / "go")

@@ -138,7 +138,14 @@ def _kill_reaper(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
     os.kill(pids["reaper"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kill", [_kill_launcher, _kill_attempt, _kill_both, _kill_reaper])
+@pytest.mark.parametrize(
+    "kill",
+    [
+        _kill_both,
+        _kill_reaper,
+        *(pytest.param(kill, marks=pytest.mark.slow) for kill in (_kill_launcher, _kill_attempt)),
+    ],
+)
 def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_the_job(
     world: World, kill: Callable[[subprocess.Popen[str], dict[str, int]], None]
 ):
@@ -158,7 +165,13 @@ def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("ended_by", ["run stop", "queue cancel", "the next launch"])
+@pytest.mark.parametrize(
+    "ended_by",
+    [
+        "run stop",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("queue cancel", "the next launch")),
+    ],
+)
 def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended(
     world: World,
     machine_with: Callable[..., Machine],

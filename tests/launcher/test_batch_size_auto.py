@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from robust_train.folder.journal import read_earlier
@@ -47,6 +48,7 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
     assert read_earlier(first.run_dir / "journal.jsonl")[1] == {found["key"]: size}
 
 
+@pytest.mark.slow
 def test_train_py_finds_a_size_too(world: World):
     small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
     plain = world.run("training.batch_size=auto", *small, script="train.py")

@@ -78,6 +78,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_samples_that_outgrow_memory_at_step_40_of_60_cost_one_step_and_change_nothing():
     ended = preloaded.run(GROWING_SAMPLES, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
