@@ -22,13 +22,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from robust_train import compat
 from robust_train.cli.train import may_set_mode
 from robust_train.config.schema import MemoryConfig
-from robust_train.model.errors import UserError
-from robust_train.step import ranks
 from robust_train.vision.sharding import write_shards
 from world import ROOT
 
@@ -146,36 +144,6 @@ def test_collectives_are_counted(tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_group_that_counts_no_collectives_has_nobody_refused(tmp_path, monkeypatch):
-    """As XPUs' do, and one with several backends for what goes over another than the first."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        group = ranks.Ranks()
-        monkeypatch.setattr(ranks, "here", lambda: group)
-        step = ranks.SharedStep([])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "collectives_begun", lambda group: 0)
-            step.begin_part(training=True)
-            group.figures(0)
-            group.ledger.sent += 1
-            step.end_part(ran_out=False)
-        step.begin_part(training=True)
-        group.figures(0)
-        dist.all_reduce(torch.ones(1))
-        with pytest.raises(UserError, match="a collective of your own"):
-            step.end_part(ran_out=False)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_waits_for_cuda_is_not_called_before():
-    if not torch.cuda.is_initialized():
-        called = []
-        compat.when_cuda_starts(torch, lambda: called.append(1))
-        assert not called
-
-
 def name_of(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return f"{name_of(node.value)}.{node.attr}"
@@ -264,14 +232,6 @@ def test_a_fused_optimizer_leaves_an_update_out_by_a_figure(kind):
             optimizer.step()
         assert torch.equal(weight, torch.ones(3)) == is_bad
     assert not hasattr(optimizer, "found_inf")
-
-
-def test_hooks_of_others_keep_ours_away():
-    theirs = register_optimizer_step_post_hook(lambda *_: None)
-    try:
-        assert compat.watch_optimizer_steps(lambda: None) is None
-    finally:
-        theirs.remove()
 
 
 def test_exit_handlers_run_as_at_an_interpreters_end():

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from simulated_nvml import GPU_IS_LOST, Machine
 from two_gpu_machine import A, B
 from world import World, wait_until
-
-MakeMachine = Callable[..., Machine]
 
 
 def visible_to_trainer(world: World, *arguments: str) -> str:
@@ -33,20 +30,12 @@ def test_the_gpu_with_the_most_free_memory_is_the_only_one_the_trainer_sees(worl
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_device_of_ones_own_choice_is_used(world: World):
-    assert visible_to_trainer(world, "auto_device=false", "device=cuda:1") == B
-    assert visible_to_trainer(world, "auto_device=false", "device=cpu") == ""
-    assert visible_to_trainer(world, "auto_device=false", "device=GPU-bbbb") == B
-
-
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("arguments", "visible"),
     [
         (["device=cpu"], ""),
         (["device=cuda:1"], B),
-        (["device=cuda"], A),
-        (["device=cuda", "auto_device=false"], A),
+        (["device=GPU-bbbb", "auto_device=false"], B),
         (["device=cuda:1", "auto_device=true"], A),
     ],
 )
@@ -115,14 +104,6 @@ def test_a_mask_is_never_widened(world: World):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_gpus_hidden_on_purpose_mean_the_cpu(world: World):
-    world.environ["CUDA_VISIBLE_DEVICES"] = ""
-    ended = world.train("what_it_was_given")
-    assert ended.summary["result"]["device"] == "cpu"
-    assert " warning: " not in ended.output
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_gpus_hidden_by_mistake_mean_a_warning_that_names_the_variable(world: World):
     world.environ["CUDA_VISIBLE_DEVICES"] = "GPU-cccc"
     ended = world.train("what_it_was_given")
@@ -132,7 +113,7 @@ def test_gpus_hidden_by_mistake_mean_a_warning_that_names_the_variable(world: Wo
     assert "GPU-cccc" in warning
 
 
-def test_halves_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, two_gpus: Machine):
+def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, two_gpus: Machine):
     attempts = world.folder / "attempts"
     go = world.folder / "go"
     world.environ |= {
@@ -141,7 +122,7 @@ def test_halves_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, 
         "GO_FILE": str(go),
     }
     process = world.start(
-        "trainer._target_=trainers.within_a_budget", "training.batch_size=64", "min_batch_size=16"
+        "trainer._target_=trainers.within_a_budget", "training.batch_size=64", "min_batch_size=32"
     )
     wait_until(attempts.exists, "the first attempt")
     two_gpus.update(1, free_mib=23000)  # somebody else's job ended on the other GPU
@@ -151,17 +132,16 @@ def test_halves_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, 
     rows = [(a["gpu_uuid"], a["batch_size"], a["action"]) for a in ended.attempts]
     assert rows == [
         (A, 64, "halve_batch"),
-        (A, 32, "halve_batch"),
-        (A, 16, "switch_gpu"),
-        (B, 16, "cpu_fallback"),
+        (A, 32, "switch_gpu"),
+        (B, 32, "cpu_fallback"),
         (None, 64, "none"),
     ]
     assert {a["effective_batch_size"] for a in ended.attempts} == {64}
     outcomes = [a["outcome"] for a in ended.attempts]
-    assert outcomes == ["device_oom"] * 4 + ["completed"]
+    assert outcomes == ["device_oom"] * 3 + ["completed"]
     lines = [line.split()[:2] for line in attempts.read_text().splitlines()]
-    assert lines == [[A, "64"], [A, "32"], [A, "16"], [B, "16"], ["cpu", "64"]]
-    assert "23000 MiB free" in ended.attempts[2]["reason"]
+    assert lines == [[A, "64"], [A, "32"], [B, "32"], ["cpu", "64"]]
+    assert "23000 MiB free" in ended.attempts[1]["reason"]
 
 
 def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
@@ -182,21 +162,14 @@ def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["gpu_wait_timeout_minutes=0.01", "gpu_check_interval_seconds=0.1"],
-        ["wait_for_gpu=false"],
-    ],
-)
-def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(
-    world: World, arguments: list[str]
-):
-    arguments = ["min_gpu_memory_mb=22000", *arguments]
-    ended = world.train("what_it_was_given", *arguments)
+def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world: World):
+    too_much = "min_gpu_memory_mb=22000"
+    in_time = ("gpu_wait_timeout_minutes=0.01", "gpu_check_interval_seconds=0.1")
+    ended = world.train("what_it_was_given", too_much, *in_time)
     assert ended.summary["result"]["visible"] == ""
     assert " warning: no GPU" in ended.output
-    ended = world.train("what_it_was_given", "allow_cpu_fallback=false", *arguments)
+    never = ("allow_cpu_fallback=false", "wait_for_gpu=false")
+    ended = world.train("what_it_was_given", too_much, *never)
     assert ended.returncode == 75, ended.output
     assert ended.summary["status"] == "no_device"
     assert ended.attempts == []
@@ -214,8 +187,7 @@ def test_a_request_that_no_gpu_could_ever_meet_fails_at_once(world: World):
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_waiting_at_once(world: World, signum: int, code: int):
+def test_a_signal_ends_the_waiting_at_once(world: World):
     process = world.start(
         "trainer._target_=trainers.what_it_was_given",
         "min_gpu_memory_mb=22000",
@@ -223,9 +195,9 @@ def test_a_signal_ends_the_waiting_at_once(world: World, signum: int, code: int)
     )
     journal = world.run_dir / "journal.jsonl"
     wait_until(journal.exists, "the job has started")
-    process.send_signal(signum)
+    process.send_signal(signal.SIGINT)
     ended = world.end(process)
-    assert ended.returncode == code, ended.output
+    assert ended.returncode == 130, ended.output
     assert ended.summary["status"] == "interrupted"
     assert ended.attempts == []
     assert "Traceback" not in ended.output

@@ -8,12 +8,12 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+import warm
 from world import ROOT, World, wait_until
 
 _NAMESPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
@@ -50,12 +50,8 @@ def test_the_manifests_commands_are_composed(tmp_path: Path) -> None:
     container = _kubernetes()["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["python", "train_robust.py"]
     for arguments in (container["args"], _arguments_of_skypilot()):
-        shown = subprocess.run(
-            [sys.executable, ROOT / "train_robust.py", *arguments, "--cfg", "job"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        words = (str(ROOT / "train_robust.py"), *arguments, "--cfg", "job")
+        shown = warm.run(words, os.environ, tmp_path)
         assert shown.returncode == 0, shown.stderr
         assert yaml.safe_load(shown.stdout)["allow_cpu_fallback"] is False
 

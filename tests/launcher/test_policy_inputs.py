@@ -75,7 +75,7 @@ def test_a_size_is_searched_for_once_on_each_kind_of_device_and_run_folder():
     assert (sizes(resumed), resumed.spec.searches) == ((8, 8), False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(
     share=st.integers(1, 200),
     ranks=st.sampled_from((1, 2, 3)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from robust_train.config.composition import complete
 from robust_train.folder.state import read_state
 from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu, Machine
-from world import World, wait_until
+from world import World
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
 
@@ -77,20 +76,6 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
     assert "speed: " in ended.output
 
 
-def test_ctrl_c_stops_all_ranks_at_the_same_step_with_a_checkpoint(world: World):
-    process = world.start(*ranks(3, "stops_when_asked"))
-    journal = world.run_dir / "journal.jsonl"
-    wait_until(lambda: journal.is_file() and '"progress"' in journal.read_text(), "training")
-    process.send_signal(signal.SIGINT)
-    ended = world.end(process)
-    assert ended.returncode == 130, ended.output
-    stopped = [int((world.run_dir / f"rank-{rank}-stopped").read_text()) for rank in range(3)]
-    assert len(set(stopped)) == 1
-    assert ended.summary["status"] == "interrupted"
-    assert ended.summary["checkpoint"] == str(world.run_dir / "checkpoints" / "last")
-    assert (world.run_dir / "checkpoints" / "last").read_text() == str(stopped[0])
-
-
 def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(world: World):
     started = time.monotonic()
     ended = world.run(*ranks(3, "has_a_bug_on_rank_1"))
@@ -103,22 +88,6 @@ def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(
     assert frames
     assert all("rank_trainers.py" in frame for frame in frames), "nothing of the agent is shown"
     assert time.monotonic() - started < 300, "the others never end by themselves"
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_is_a_hang_of_the_group_which_goes_on_from_the_checkpoint(world: World):
-    stalls = ("stall_timeout_minutes=0.05", "retry_pause_seconds=0.1")
-    ended = world.run(*ranks(2, "is_stopped_on_rank_1", *stalls))
-    assert ended.returncode == 0, ended.output
-    assert ended.summary["result"] == "from the checkpoint"
-    message = ended.attempts[0]["message"]
-    assert "rank 1 is stopped by a signal" in message
-    assert "rank 0 at rank_trainers.py:" in message
-    assert "in _meets_the_others" in message
-    stacks = (world.run_dir / "attempt-1.stacks").read_text()
-    assert "\nrank 0 (process " in f"\n{stacks}"
-    warned = [e for e in ended.journal if e["event"] == "no_progress"]
-    assert [event["limit_seconds"] for event in warned] == [3.0]
 
 
 @pytest.mark.slow

@@ -65,10 +65,3 @@ def test_a_child_that_the_kernel_killed_for_memory_is_tried_again_with_less(
     assert [attempt["outcome"] for attempt in ended.attempts] == ["host_oom", "completed"]
     assert "OOM killer" in ended.attempts[0]["message"]
     assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 32]
-
-
-def test_a_child_that_somebody_killed_is_not_tried_with_less(world: World, cgroup: Cgroup):
-    overrides = ("trainer._target_=trainers.dies_of_sigkill", "max_retries=0")
-    process = world.start(*overrides, preexec_fn=cgroup.enter)
-    ended = world.end(process)
-    assert [attempt["outcome"] for attempt in ended.attempts] == ["interrupted"]

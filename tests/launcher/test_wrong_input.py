@@ -25,7 +25,6 @@ VARIANTS = [
 ]
 OF_THE_CONFIGURATION = [
     (["training.batch_size=many"], ["training.batch_size=many", "an integer"]),
-    (["auto_device=perhaps"], ["auto_device=perhaps", "true or false"]),
     (["model=transformer"], ["model=transformer", "cnn", "lora", "linear_probe"]),
     (["model=lora", "model.lora_rr=4"], ["model.lora_rr=4", "did you mean model.lora_r?"]),
     (["training.lr=[1"], ["training.lr=[1", "not an override"]),
@@ -37,12 +36,9 @@ OF_THE_CONFIGURATION = [
     (["isolation=docker"], ["isolation=docker", "process, none"]),
     (["min_batchsize=8"], ["min_batchsize=8", "did you mean min_batch_size?"]),
     (["epochs=3"], ["epochs=3", "did you mean training.epochs?"]),
-    (["epoch=3"], ["epoch=3", "did you mean training.epochs?"]),
     (["lora_r=3", "model=lora"], ["lora_r=3", "did you mean model.lora_r?"]),
     (["batch_size=8"], ["batch_size=8", "did you mean training.batch_size?"]),
-    (["traning.epochs=3"], ["traning.epochs=3", "did you mean training.epochs?"]),
     (["dataset=imagenet"], ["dataset=imagenet", "digits", "flowers102"]),
-    (["model=lora", "model.lora_r=abc"], ["model.lora_r=abc", "an integer"]),
     (["training.gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0"]),
     (["training.batch_size=atuo"], ["training.batch_size=atuo", "an integer or auto"]),
     (["training.lr=-1"], ["training.lr=-1", "more than 0"]),
@@ -52,7 +48,6 @@ OF_THE_CONFIGURATION = [
     (["memory.fraction=0"], ["memory.fraction=0", "more than 0"]),
     (["memory.empty_cache_treshold=0.1"], ["did you mean memory.empty_cache_threshold?"]),
     (["memory.empty_cache_threshold=50"], ["empty_cache_threshold=50", "from 0 to 1"]),
-    (["memory.empty_cache_frequency=-1"], ["empty_cache_frequency=-1", "0 or more"]),
     (["memory.log_frequency=often"], ["log_frequency=often", "an integer"]),
     (["memory.sample_interval_ms=1"], ["sample_interval_ms=1", "10 or more"]),
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
@@ -183,6 +178,7 @@ def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world: World):
     assert ended.summary["attempts"] == []
 
 
+@pytest.mark.slow
 def test_a_library_that_crashes_for_lack_of_room_adds_no_words_of_its_own(world: World):
     code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
     (world.folder / "falls_over.py").write_text(code)

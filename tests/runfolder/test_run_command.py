@@ -185,6 +185,7 @@ def test_stop_a_second_time_has_to_be_meant(host: Host):
     assert not is_running(status["attempt_pid"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
     world = host.world("first")
     process = world.start(
@@ -445,24 +446,3 @@ def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(
         assert sweeps.summary(number - 1)["checkpoint"].endswith("when-told")
     stopped = ["interrupted"] * len(numbers)
     assert sweeps.column("status") == stopped + ["not_started"] * (3 - len(numbers))
-
-
-@pytest.mark.slow
-def test_a_job_of_several_ranks_takes_requests(host: Host):
-    world = host.world("first")
-    process = world.start(
-        "training.epochs=2000",
-        "training.checkpoint_every_minutes=600",
-        "num_gpus=2",
-        "device=cpu",
-        "auto_device=false",
-        "training.batch_size=32",
-    )
-    host.started.append(process)
-    wait_until(lambda: host.told("ps", "--live")["runs"], "it is alive")
-    wait_until(lambda: host.told("status").get("step"), "it trains", 120)
-    assert host.told("status")["ranks"] == 2
-    assert Path(host.told("checkpoint", "--wait", "120")["path"]).is_file()
-    assert host.told("halve-batch", "--wait", "120")["after"] == {"micro_batch": 16}
-    host.told("stop")
-    assert world.end(process).returncode == 143

@@ -109,13 +109,3 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorl
     assert json.loads((sweeps.folder / "0" / "job.json").read_text())["launches"] == 0
     assert not (sweeps.folder / "2").exists()
     assert not (sweeps.folder / "3").exists()
-
-
-@pytest.mark.slow
-def test_a_plain_sweep_has_its_table_too(sweeps: SweepWorld):
-    arguments = sweeps.arguments("fails_at_2", "training.seed=1,2,3")
-    arguments.remove("isolation=none")
-    ended = sweeps.world.run(*arguments, script="train.py")
-    assert ended.returncode == 1, ended.output
-    assert sweeps.column("status") == ["completed", "failed", "completed"]
-    assert sweeps.column("result") == [1.0, None, 3.0]

@@ -72,6 +72,7 @@ def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps: S
     assert _study(sweeps)[2].value == 102.0
 
 
+@pytest.mark.slow
 def test_a_study_whose_last_line_is_torn_goes_on(sweeps: SweepWorld):
     assert sweeps.world.run(*_search(sweeps, "number_of_the_job", 2)).returncode == 0
     with (sweeps.folder / "study.jsonl").open("a") as file:
@@ -185,12 +186,6 @@ def test_the_search_space_has_hydras_syntax(override: str, expected: str):
     from robust_train.sweep.search import distribution
 
     assert str(distribution(OverridesParser.create().parse_override(override))) == expected
-
-
-def test_a_study_can_be_read_by_optunas_own_tools(sweeps: SweepWorld):
-    assert sweeps.world.run(*_search(sweeps, "number_of_the_job", 1)).returncode == 0
-    lines = (sweeps.folder / "study.jsonl").read_text().splitlines()
-    assert all("op_code" in json.loads(line) for line in lines)
 
 
 def _is_pruned_well(sweeps: SweepWorld, number: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from simulated_nvml import Gpu
 from sweep_world import RECORDING, SweepWorld
 
@@ -41,6 +43,7 @@ def test_without_n_jobs_there_is_a_job_for_each_gpu(sweeps: SweepWorld, machine_
     assert "3 jobs, 2 at once" in ended.output
 
 
+@pytest.mark.slow
 def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps: SweepWorld):
     project = sweeps.world.folder / "project"
     (project / "conf").mkdir(parents=True)

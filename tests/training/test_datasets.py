@@ -101,7 +101,7 @@ def test_a_split_leaves_every_class_something_to_train_on():
     ("dataset", "write"),
     [
         ("flowers102", write_flowers102),
-        ("cub200", write_cub200),
+        pytest.param("cub200", write_cub200, marks=pytest.mark.slow),
         pytest.param("image_folder", write_image_folder, marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_world import TINY_VIT, WatchedRun, config, train
@@ -130,31 +129,6 @@ def test_a_loss_is_sent_once_even_if_reports_are_dropped(tmp_path, every):
         assert sent == [1.0, *(mark - 1.0 for mark in marks)]
 
 
-def test_the_effective_batch_is_micro_batch_times_accumulation(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    overrides = ("training.batch_size=32", "training.gradient_accumulation_steps=4")
-    cfg = config("model.width=8", "training.epochs=1", *overrides)
-    result = train(cfg, WatchedRun(tmp_path))
-    assert "Effective batch size: 128" in caplog.messages
-    assert result["steps"] == 12
-
-
-@pytest.mark.parametrize(
-    ("choice", "override"),
-    [
-        ("model=lora", "model.lora_r=abc"),
-        ("model=lora", "model.lora_rr=4"),
-        ("model=cnn", "model.lora_r=4"),
-        ("dataset=digits", "dataset.test_fraction=0.5"),
-        ("dataset=cub200", "dataset.rooot=data"),
-        ("dataset=flowers102", "dataset.download=perhaps"),
-    ],
-)
-def test_a_mistyped_key_or_value_is_rejected_by_hydra(choice, override):
-    with pytest.raises(ConfigCompositionException):
-        config(choice, override)
-
-
 @pytest.mark.parametrize(
     ("package", "name", "overrides"),
     [
@@ -207,6 +181,7 @@ print('LATE', len(set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [(), pytest.param(("model=lora", "dataset=flowers102"), marks=pytest.mark.slow)]
 )

@@ -103,14 +103,6 @@ def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch(
     assert list(plan.steps(epoch, done * plan.effective_batch)) == steps[done:]
 
 
-def test_smaller_micro_batches_make_the_same_steps():
-    def samples_of_steps(micro_batch, accumulation):
-        plan = BatchPlan(50, micro_batch, accumulation, seed=3)
-        return [[i for chunk in step for i in chunk] for step in plan.steps(2)]
-
-    assert samples_of_steps(16, 1) == samples_of_steps(4, 4) == samples_of_steps(2, 8)
-
-
 def test_the_order_differs_from_epoch_to_epoch_and_from_seed_to_seed():
     orders = {tuple(BatchPlan(30, 4, 1, seed).order(epoch)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(orders) == 4

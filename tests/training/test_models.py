@@ -58,7 +58,7 @@ def test_the_cnn_takes_images_of_any_size(size, channels):
         pytest.param("linear_probe", "test_resnet", marks=pytest.mark.slow),
         pytest.param("lora", "test_vit", marks=pytest.mark.slow),
         pytest.param("full_finetune", "test_convnext", marks=pytest.mark.slow),
-        ("full_finetune", "test_resnet"),
+        pytest.param("full_finetune", "test_resnet", marks=pytest.mark.slow),
     ],
 )
 def test_every_model_learns(tmp_path, model, backbone):

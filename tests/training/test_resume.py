@@ -21,7 +21,6 @@ from robust_train.vision.models import SmallCnn
 # 23 steps an epoch
 DIGITS = ("model.width=8", "training.epochs=2")
 ONE_EPOCH = ("model.width=8", "training.epochs=1")
-NO_DROPOUT = (*ONE_EPOCH, "model.dropout=0")
 
 
 def stopped(cfg, folder, **when):
@@ -55,13 +54,12 @@ def test_two_runs_give_the_same_weights_and_another_seed_others(tmp_path, whole)
     assert difference(whole.weights, other) > 1e-3
 
 
-@pytest.mark.parametrize("step", [11, 23])
-def test_a_stopped_and_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path, whole, step):
-    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_step=step)
-    assert run.of("checkpoint")[-1]["step"] == step
+def test_a_stopped_and_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path, whole):
+    run = stopped(config(*DIGITS), tmp_path / "run", stop_at_step=11)
+    assert run.of("checkpoint")[-1]["step"] == 11
     resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
     weights = trained_weights(train(config(*DIGITS), resumed))
-    assert resumed.of("training_started") == [{"event": "training_started", "step": step}]
+    assert resumed.of("training_started") == [{"event": "training_started", "step": 11}]
     assert difference(whole.weights, weights) == 0
 
 
@@ -189,15 +187,6 @@ def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, memory_for):
     weights = trained_weights(train(config(*ONE_EPOCH), resumed))
     assert {size for is_training, size in sizes if is_training} == {15, 16}
     assert difference(limited, weights) == 0
-
-
-def test_a_resumed_run_that_was_given_another_batch_size_uses_that(tmp_path, memory_for):
-    memory_for(training=20)
-    run = stopped(config(*ONE_EPOCH), tmp_path, stop_at_step=11)
-    sizes = memory_for()
-    cfg = config(*ONE_EPOCH, "training.batch_size=32", "training.gradient_accumulation_steps=2")
-    train(cfg, WatchedRun(tmp_path, resume=run.last_checkpoint))
-    assert max(size for is_training, size in sizes if is_training) == 32
 
 
 def test_where_no_smaller_part_is_allowed_the_step_before_is_saved(tmp_path, memory_for):
