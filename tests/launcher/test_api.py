@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError
 
 import hard_days
 import trainers
+import warm
 from robust_train import (
     AttemptsExhausted,
     ConfigError,
@@ -108,9 +109,7 @@ def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback
         "except JobInterrupted as error:\n    print('caught', error.exit_code)\n"
         "launch(stopped, {'isolation': 'none'})\n"
     )
-    process = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    process = warm.run((str(script),), os.environ, tmp_path)
     assert process.returncode == 143, process.stderr
     assert "caught 143" in process.stdout
     assert "Traceback" not in process.stderr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
+import warm
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
 from robust_train.memory import set_memory_fraction
 from simulated_nvml import MIB
@@ -22,13 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 def python(code: str, **environ: str):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**kept, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = warm.run(("-c", textwrap.dedent(code)), {**kept, **environ})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
