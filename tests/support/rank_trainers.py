@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memory_limit import MIB, limit_growth
-from robust_train.model.errors import Interrupted
 
 WIDE = 1 << 18
 """Numbers of one sample's activation: 1 MiB."""
@@ -63,45 +61,6 @@ def _train(cfg, run):
                 parameter.grad = None
         run.progress(step)
     return [p.item() for p in model.module.weight[0]]
-
-
-def stops_when_asked(cfg, run):
-    """Each rank writes down at which step it stopped; some look sooner after a step than others."""
-    dist.init_process_group("gloo")
-    run.started(0)
-    step = 0
-    while True:
-        if run.stop_requested:
-            (run.run_dir / f"rank-{run.rank}-stopped").write_text(str(step))
-            if run.is_main:
-                time.sleep(1.5)  # longer than what is left to ranks after a failure
-                run.checkpoint_dir.mkdir()
-                (run.checkpoint_dir / "last").write_text(str(step))
-                run.checkpoint_saved(run.checkpoint_dir / "last", step)
-            raise Interrupted(f"stopped after step {step}")
-        step += 1
-        dist.all_reduce(torch.ones(1))
-        time.sleep(0.003 * run.rank)
-        run.progress(step)
-
-
-def is_stopped_on_rank_1(cfg, run):
-    """After two steps and a checkpoint; the next attempt returns what that holds."""
-    if run.resume_checkpoint is not None:
-        return Path(run.resume_checkpoint).read_text()
-    dist.init_process_group("gloo")
-    run.started(0)
-    step = 0
-    while True:
-        step += 1
-        _meets_the_others()
-        run.progress(step)
-        if step == 2 and run.is_main:
-            run.checkpoint_dir.mkdir()
-            (run.checkpoint_dir / "last").write_text("from the checkpoint")
-            run.checkpoint_saved(run.checkpoint_dir / "last", step)
-        if step == 2 and run.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _meets_the_others():
