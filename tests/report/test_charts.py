@@ -1,4 +1,4 @@
-"""The data of charts: thinned lines, ticks, figures for people."""
+"""The data of charts: thinned lines, figures for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train import readable
-from robust_train.report.charts import Chart, DrawnMark, Key, Lane, Line, Plot, thinned, ticks
+from robust_train.report.charts import Chart, DrawnMark, Key, Lane, Line, Plot, thinned
 from robust_train.report.html import render
 from robust_train.sweep.page import SweepStory
 
@@ -29,15 +29,6 @@ def test_a_thinned_line_keeps_its_order_its_ends_and_its_extremes(points, most):
     assert all(point in remaining for point in kept), "a subsequence"
     for extreme in (min, max):
         assert extreme(y for _, y in kept) == extreme(y for _, y in points)
-
-
-@given(st.floats(0.01, 1e8))
-def test_a_timeline_has_a_tick_at_zero_and_not_too_many(seconds):
-    marked = ticks(seconds)
-    assert marked[0] == 0
-    assert marked[-1] <= seconds
-    assert len(marked) <= 11
-    assert len(marked) >= 3 or seconds < 0.2
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ _LONGEST_TEXT = 160
 _LOG_RATIO = 30.0
 _COLOURS = 6
 _MARKS_PER_LANE = 250
-_MOST_TICKS = 10
-_ROUND_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
-_ROUND_HOURS = (1, 2, 3, 6, 12, 24)
 
 
 @dataclass(frozen=True)
@@ -136,22 +133,6 @@ class Clock:
         """Return a length of time in percent of the whole."""
         return 100 * min(max(seconds / self.seconds, 0.0), 1.0)
 
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return (percent, text) of round moments."""
-        texts = (duration(at).replace(".0 s", " s") for at in ticks(self.seconds))
-        return [
-            (self.percent(at), text if at else "0")
-            for at, text in zip(ticks(self.seconds), texts, strict=True)
-        ]
-
-
-def ticks(seconds: float) -> list[float]:
-    """Return round moments from 0 to at most ``seconds``."""
-    steps = (*_ROUND_SECONDS, *(3600 * hours for hours in _ROUND_HOURS))
-    days = 86400 * math.ceil(seconds / _MOST_TICKS / 86400)
-    step = next((step for step in steps if seconds / step <= _MOST_TICKS), days)
-    return [step * index for index in range(math.floor(seconds / step) + 1)]
-
 
 def size_text(attempt: TimedAttempt) -> str:
     """Return ``16 × 4``: micro-batch times accumulation, times processes if there are several."""
@@ -174,48 +155,37 @@ def memory_charts(story: Story) -> list[Chart]:
 
 def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     is_cpu = device.device == "cpu"
+    attempts = [one for one in story.attempts if one.device == device.device]
     peaks = {name: device.most(name) or 0 for name in _MEMORY_LINES}
-    drawn = [name for name, peak in peaks.items() if peak]
-    if not is_cpu and len(drawn) > 1 and "resident" in drawn:
-        drawn.remove("resident")  # host memory matters little beside a GPU's
-    # the peak that an attempt reports may lie between two samples
-    own = [
-        a.peak_memory_bytes or 0 for a in story.attempts if a.device == device.device
-    ]
-    trainers = "resident" if is_cpu else "allocated"
-    lines, legend = [], []
-    for name in drawn:
-        label, style = _MEMORY_LINES[name]
-        most = max(peaks[name], *own) if name == trainers and own else peaks[name]
-        legend.append(Key(style, f"{label}, at most {memory(most)}"))
-        x, y = _over_time(device.samples, name, clock)
-        lines.append(Line(label, style, x, y, is_area=name != "reserved"))
+    if not is_cpu and any(peaks[name] for name in _MEMORY_LINES if name != "resident"):
+        peaks["resident"] = 0  # host memory matters little beside a GPU's
     total = device.most("gpu_total")
-    if (
-        total is not None
-        and max((peaks[name] for name in drawn), default=0) > total / 2
-    ):
-        legend.append(Key("level", f"{memory(total)} in all"))
-    else:
+    if total is not None and max(peaks.values()) <= total / 2:
         total = None
+    # the peak that an attempt reports may lie between two samples
+    trainers = "resident" if is_cpu else "allocated"
+    own = [attempt.peak_memory_bytes or 0 for attempt in attempts]
+    lines, legend = [], []
+    for name, peak in peaks.items():
+        if peak:
+            label, style = _MEMORY_LINES[name]
+            most = max([peak, *own]) if name == trainers else peak
+            legend.append(Key(style, f"{label}, at most {memory(most)}"))
+            x, y = _over_time(device.samples, name, clock)
+            lines.append(Line(label, style, x, y, is_area=name != "reserved"))
+    if total is not None:
+        legend.append(Key("level", f"{memory(total)} in all"))
+    bands = [
+        Band(clock(one.started), clock(one.ended), str(one.number))
+        for one in story.attempts
+    ]
+    note = "Only what the trainer reported: these attempts have no samples."
     return Chart(
-        f"Memory on {'the CPU' if is_cpu else device.device}",
-        Plot(
-            "time",
-            "bytes",
-            clock.seconds,
-            lines,
-            [
-                Band(clock(a.started), clock(a.ended), str(a.number))
-                for a in story.attempts
-            ],
-            total,
-        ),
-        legend,
-        _lanes([m for m in story.marks if m.device == device.device], clock),
-        ""
-        if device.sampled
-        else "Only what the trainer reported: these attempts have no samples.",
+        caption=f"Memory on {'the CPU' if is_cpu else device.device}",
+        plot=Plot("time", "bytes", clock.seconds, lines, bands, total),
+        legend=legend,
+        lanes=_lanes([m for m in story.marks if m.device == device.device], clock),
+        note="" if device.sampled else note,
     )
 
 

@@ -150,14 +150,34 @@
         }],
       },
     }, uPlot.join(tables), place);
-    new ResizeObserver(() => place.clientWidth && u.setSize({width: place.clientWidth, height: HEIGHT})).observe(place);
+    return fitted(u, place);
+  }
+
+  function drawAxis(place) {
+    const side = -parseFloat(getComputedStyle(place).marginRight); // room for half a label
+    const u = new uPlot({
+      width: place.clientWidth,
+      height: place.clientHeight,
+      padding: [0, side, 0, side],
+      legend: {show: false},
+      cursor: {show: false},
+      scales: {x: {time: false}},
+      axes: [{...axis(UNITS.time, true), size: place.clientHeight, grid: {show: false}}],
+      series: [{}],
+    }, [[0, Number(place.dataset.high)]], place);
+    return fitted(u, place);
+  }
+
+  function fitted(u, place) {
+    new ResizeObserver(() => place.clientWidth && u.setSize({width: place.clientWidth, height: u.height})).observe(place);
     return u;
   }
 
   const all = [...document.querySelectorAll("figure.chart")].map(draw);
+  const axes = [...document.querySelectorAll(".axis")].map(drawAxis);
   const hint = Object.assign(document.createElement("p"), {className: "quiet hint", textContent: "Drag over a chart to zoom in, double-click to see all of it again."});
   if (all.length) document.querySelector("figure.chart").after(hint);
-  const redraw = () => all.forEach((u) => u.redraw(false, true));
+  const redraw = () => [...all, ...axes].forEach((u) => u.redraw(false, true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   // paper is white: a picture drawn for a dark screen would be pale on it
   for (const [event, isPaper] of [["beforeprint", true], ["afterprint", false]]) {
