@@ -265,6 +265,17 @@ def out_of_memory(day: Day) -> None:
     assert first["ranks"] == 1 or "(rank 1)" in first["reason"]
 
 
+def losses_that_are_not_finite(day: Day) -> None:
+    """In all steps after the first checkpoint: back to it, past the data in between if it can."""
+    ended = day.meets("losses that are not finite")
+    assert ended.returncode == 0, ended.output
+    first, second = ended.attempts
+    assert (first["outcome"], first["action"]) == ("diverged", "before_it_diverged")
+    assert "since step" in first["reason"]
+    assert f"the checkpoint before it is {Path(second['resumed_from']).name}" in first["reason"]
+    assert second["start_step"] <= first["failure"]["evidence"]["good_step"]
+
+
 def hang(day: Day) -> None:
     """Of the last rank: ended without progress, and tried again."""
     ended = day.meets("a hang")
@@ -369,6 +380,13 @@ EVENTS = {
         needs_splitting=True,
         is_held=False,
         words=("stall_timeout_minutes=0.05",),
+    ),
+    "losses that are not finite": Event(
+        losses_that_are_not_finite,
+        needs_splitting=True,
+        is_exact=False,
+        is_held=False,
+        words=("training.log_every_steps=1",),
     ),
     "bug": Event(bug, is_of_processes=True, is_held=False),
 }

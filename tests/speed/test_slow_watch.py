@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +22,17 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.launcher.slow_watch import _on_gpus
 processes.sees_host_pids = lambda: True
 print(json.dumps(_on_gpus(read_inventory().gpus)))
+"""
+
+
+OF_A_NEIGHBOUR = """
+import subprocess, sys, time
+own = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
+print(own.pid, flush=True)
+while not (inventory := read_inventory()).gpus[0].processes:
+    time.sleep(0.02)
+print(json.dumps(_on_gpus(inventory.gpus[:1])))
+own.kill()
 """
 
 
@@ -79,3 +93,20 @@ def test_a_gpu_says_whether_heat_or_power_slows_it_down(
 ):
     machine = machine_with(Gpu(throttle=0x20 | 0x80), Gpu(throttle=0x1), Gpu())
     assert machine.python(OF_A_GPU) == {"GPU 0": "GPU 0 is throttled (too hot, power brake)"}
+
+
+def test_a_neighbour_on_the_same_gpu_is_named_where_the_jobs_own_processes_are_known(
+    machine_with: Callable[..., Machine],
+):
+    machine = machine_with(Gpu(), Gpu())
+    imports = OF_A_GPU[: OF_A_GPU.index("print")]
+    process = machine.start(imports + OF_A_NEIGHBOUR)
+    assert process.stdout is not None
+    own, neighbour = int(process.stdout.readline()), os.getpid()
+    machine.update(1, compute=[(own, 9), (neighbour, 9)])
+    machine.update(0, compute=[(own, 900), (neighbour, 900)])
+    found, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    user = getpass.getuser()
+    text = f"process {neighbour} of {user} computes on GPU 0 too"
+    assert json.loads(found.splitlines()[-1]) == {f"process {neighbour}": text}

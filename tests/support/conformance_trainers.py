@@ -65,6 +65,8 @@ def meets(cfg, run) -> None:
     run.progress = then
     if meeting.what == "out of memory in a step":
         _burn(meeting, most=cfg.training.batch_size // 2)
+    if meeting.what == "losses that are not finite":
+        _spoil(meeting)
 
 
 def _burn(meeting: Meeting, most: int) -> None:
@@ -77,6 +79,17 @@ def _burn(meeting: Meeting, most: int) -> None:
             torch.empty(2**46)
 
     torch.nn.modules.module.register_module_forward_hook(burn)
+
+
+def _spoil(meeting: Meeting) -> None:
+    """Have each forward pass return what is not finite, once a checkpoint is saved."""
+    import torch
+
+    def spoil(module, given, found):
+        is_last = isinstance(module, torch.nn.Linear) and torch.is_grad_enabled()
+        return found * float("nan") if is_last and meeting.is_met else None
+
+    torch.nn.modules.module.register_module_forward_hook(spoil)
 
 
 def ends_with(run, weights) -> None:
@@ -240,6 +253,7 @@ def transformers(cfg, run, samples=24):
         num_train_epochs=EPOCHS,
         learning_rate=0.1,
         save_strategy="no",
+        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
     )

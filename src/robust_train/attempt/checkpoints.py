@@ -10,15 +10,16 @@ import threading
 import zipfile
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from errno import EINVAL, ENOENT, ESTALE
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.cadence import Saving
 from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import (
@@ -29,6 +30,7 @@ from robust_train.folder.checkpoints import (
     Position,
     read_manifests,
     size_of,
+    sync_all,
     write_atomically,
 )
 from robust_train.folder.identity import wait_until_readable
@@ -54,6 +56,36 @@ INDEX = "index.pt"
 STEP = "step"  # of a checkpoint of `run.save`
 
 
+class Owner(Protocol):
+    """The attempt whose checkpoints they are."""
+
+    checkpoint_dir: Path
+    resume_checkpoint: Path | None
+    saving: Saving
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it reports."""
+
+    @property
+    def position(self) -> Position:
+        """Where it is in its data."""
+
+    def checkpoint_saved(
+        self, path: Path, step: int | None, position: Position | None = None
+    ) -> None:
+        """Report a complete checkpoint."""
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A checkpoint that is being written while training goes on."""
+
+    step: int
+    position: Position
+    path: Future[Path]
+
+
 class CheckpointFolder:
     """The checkpoints of a run in its ``checkpoint_dir``, of which the newest ``keep`` are kept:
     files like ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes.
@@ -61,19 +93,21 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        run: Run,
+        run: Owner,
         *,
-        keep: int,
+        keep: int,  # 0: who writes them removes old ones
         write_folder: Callable[[Content, Path], Path] | None = None,
         copies: int = 1,  # of a checkpoint's size that ranks of this host make at the same time
+        suffix: str = ".pt",
     ) -> None:
         self.path = run.checkpoint_dir
-        run.saving.rotates = True
+        run.saving.rotates = keep > 0
         self._run = run
         self._keep = keep
         self._write_folder = write_folder
         self._copies = copies
-        self._writing: tuple[int, Position, Future[Path]] | None = None
+        self._suffix = suffix
+        self._in_flight: _InFlight | None = None
         self._rotating: Future[None] | None = None
         self._buffers: dict[str, Tensor] = {}  # of the last copy, used again
 
@@ -82,7 +116,10 @@ class CheckpointFolder:
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
         at = self._run.position
-        return self._report(self._write(content, step), step, at)
+        path = self._write(content, step)
+        self._report(path, step, at)
+        self._rotate()
+        return path
 
     def save_from_copy(self, content: Content, step: int) -> None:
         """Save while training goes on, if there is memory for a copy: call
@@ -93,19 +130,40 @@ class CheckpointFolder:
         if copy is None:
             self.save(content, step)
             return
-        at = self._run.position
-        self._writing = step, at, _in_background(lambda: self._write(copy, step))
+        writing = _in_background(lambda: self._write(copy, step))
+        self._goes_on(_InFlight(step, self._run.position, writing))
+
+    def adopt(self, path: Path, step: int) -> None:
+        """Report a checkpoint that a framework has written, once it is on the disk as well: its
+        files are in the system's cache, and training goes on meanwhile as above."""
+        self.report_written(wait=True)
+
+        def secure() -> Path:
+            try:
+                sync_all(path)
+            except OSError as error:
+                why = error.strerror or error
+                raise CheckpointError(f"cannot write {path}: {why}") from None
+            return self._checked(path)
+
+        syncing = _in_background(secure)
+        self._goes_on(_InFlight(step, self._run.position, syncing))
+
+    def _goes_on(self, written_meanwhile: _InFlight) -> None:
+        self._in_flight = written_meanwhile
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
         """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
         CheckpointError if it could not be; the earlier ones are untouched."""
-        if self._writing is not None and (wait or self._writing[-1].done()):
-            (step, at, writing), self._writing = self._writing, None
+        one = self._in_flight
+        if one is not None and (wait or one.path.done()):
+            self._in_flight = None
             kept = self._copies * sum(each.nbytes for each in self._buffers.values())
             if kept > LARGEST_COPY * (read_host_memory().available + kept):
                 self._buffers.clear()
-            self._report(writing.result(), step, at, in_background=not wait)
+            self._report(one.path.result(), one.step, one.position)
+            self._rotate(in_background=not wait)
         if wait and self._rotating is not None:
             self._rotating.result()
 
@@ -124,24 +182,26 @@ class CheckpointFolder:
     def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
-            path = self._write_folder(content, path)
-        else:
-            path = write_atomically(content, path.with_suffix(".pt"))
+            return self._checked(self._write_folder(content, path))
+        return self._checked(write_atomically(content, path.with_suffix(self._suffix)))
+
+    def _checked(self, path: Path) -> Path:
         if self._run.is_main and (damage := self._run.saving.damage_in(path)):
             raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
         return path
 
-    def _report(
-        self, path: Path, step: int, at: Position, *, in_background: bool = False
-    ) -> Path:
+    def _report(self, path: Path, step: int, at: Position) -> None:
         if self._run.is_main:
             self._run.checkpoint_saved(path, step, at)
-            rotate = partial(self._run.saving.rotate, "step-*", self._keep)
-            # to remove a large file takes its time, too
-            self._rotating = _in_background(rotate) if in_background else None
-            if not in_background:
-                rotate()
-        return path
+
+    def _rotate(self, *, in_background: bool = False) -> None:
+        if not self._run.is_main or not self._keep:
+            return
+        rotate = partial(self._run.saving.rotate, "step-*", self._keep)
+        # to remove a large file takes its time, too
+        self._rotating = _in_background(rotate) if in_background else None
+        if not in_background:
+            rotate()
 
 
 def _in_background(act: Callable[[], T]) -> Future[T]:
@@ -269,7 +329,11 @@ def named_map(change: Share, content: Content) -> Content:
         name = ".".join(str(getattr(key, "key", key)) for key in keys)
         return change(name, leaf) if isinstance(leaf, Tensor) else leaf
 
-    return dict(tree_map_with_path(changed, content))
+    new = dict(tree_map_with_path(changed, content))
+    for name, part in content.items():
+        if hasattr(part, "_metadata"):  # by which a module knows its state's version
+            new[name]._metadata = part._metadata
+    return new
 
 
 def read_newest(

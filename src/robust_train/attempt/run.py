@@ -19,7 +19,7 @@ from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
-from robust_train.folder.checkpoints import CheckpointError, Position
+from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
 from robust_train.memory.stats import describe_memory
@@ -530,17 +530,36 @@ class Run:
         newest ``training.keep_checkpoints`` stay. A disk that takes none costs a warning. Of
         several ranks the first one saves; sharded tensors are refused.
         """
-        from robust_train.attempt.checkpoints import CheckpointFolder, contents_of
+        from robust_train.attempt.checkpoints import contents_of
 
-        if not self.is_main:
-            return
-        content = contents_of(state, int(step))
-        self.saving.clock.begin(int(step))
+        if self.is_main:
+            content = contents_of(state, int(step))
+            self.save_content(content, int(step), keep=self._keeps)
+
+    def save_content(
+        self, content: Content, step: int, *, keep: int, suffix: str = ".pt"
+    ) -> None:
+        """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
+        self.saving.clock.begin(step)
         self.speed.pause()
+        folder = self._checkpoints(keep, suffix)
+        self._try_to_write(lambda: folder.save_from_copy(content, step))
+
+    def checkpoint_written(self, path: Path, step: int, *, keep: int) -> None:
+        """Report a checkpoint whose files a framework has just written, once they are on the disk;
+        training goes on meanwhile. The newest ``keep`` stay; 0: the framework removes old ones."""
+        if not self.is_main:
+            self.checkpoint_saved(path, step)
+            return
+        folder = self._checkpoints(keep)
+        self._try_to_write(lambda: folder.adopt(path, step))
+
+    def _checkpoints(self, keep: int, suffix: str = ".pt") -> CheckpointFolder:
+        from robust_train.attempt.checkpoints import CheckpointFolder
+
         if self._folder is None:
-            self._folder = CheckpointFolder(self, keep=self._keeps)
-        folder = self._folder
-        self._try_to_write(lambda: folder.save_from_copy(content, int(step)))
+            self._folder = CheckpointFolder(self, keep=keep, suffix=suffix)
+        return self._folder
 
     def load(self, state: MutableMapping[str, Any]) -> int:
         """Restore what :meth:`save` has saved into ``state``, and report that training begins.

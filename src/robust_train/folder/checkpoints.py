@@ -104,7 +104,7 @@ def record_checkpoint(
     ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
     it is not there, or the manifest cannot be written."""
     path = path.absolute()
-    _sync_all(path)
+    sync_all(path)
     # the clock may have been set back
     latest = max((one.time for one in of_job(folder, job)), default=0.0)
     now = round(max(time.time(), latest + 1e-6), 6)
@@ -332,7 +332,7 @@ def _read(file: Path) -> Manifest | None:
     return replace(manifest, path=file.parent / manifest.path)
 
 
-def _sync_all(path: Path) -> None:
+def sync_all(path: Path) -> None:
     """Have a file or folder, all in it and its name survive a power cut."""
     for root, _, names in os.walk(path):
         for name in (*names, ""):

@@ -80,7 +80,7 @@ class RobustLoop:
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
-        run.saving.rotates = run.passes_over = True
+        run.passes_over = True
         self._total: int | None = None
         self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)
@@ -109,6 +109,7 @@ class RobustLoop:
             self.epoch, self.samples = self.epoch + 1, 0
             if self.epoch < count and self._saved_step is None:
                 self.save()
+        self.run.finish_saving()
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of the current epoch that are left; the next one ends the step.
@@ -185,9 +186,7 @@ class RobustLoop:
             self.run.checkpoint_failed(str(error))
             return None
         self._saved_step = self.step
-        self.run.checkpoint_saved(path, self.step)
-        if self.run.is_main:
-            self.run.saving.rotate(f"{_SAVED}*", self._cfg.keep_checkpoints)
+        self.run.checkpoint_written(path, self.step, keep=self._cfg.keep_checkpoints)
         return path
 
     def state_dict(self) -> dict[str, object]:
@@ -210,6 +209,7 @@ class RobustLoop:
         self._loss = None
         if self.run.stop_requested:
             self.save()
+            self.run.finish_saving()
             raise Interrupted(f"stopped after step {self.step}")
         if self.run.checkpoint_due:
             self.save()

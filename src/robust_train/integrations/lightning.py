@@ -134,6 +134,8 @@ def _fit(
         if run.stop_requested:
             raise Interrupted(f"stopped after step {trainer.global_step}") from None
         raise
+    finally:
+        run.finish_saving()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from robust_train.step.rewind import capture_rng, restore_rng
 
 log = logging.getLogger("robust_train.integrations")
 
+_SUFFIX = ".ckpt"
 _NEEDED_BY = "robust_train.integrations.lightning"
 _Checkpoint: Any = require(
     "lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning"
@@ -55,7 +56,6 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._steps = Steps(cfg, run)
         self._restored: Any = None
         self._saved_step: int | None = None
-        run.saving.rotates = True
         self._is_saving = False
         # samples of the step in progress, by their place in the epoch
         self._step = range(0)
@@ -116,16 +116,14 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
         @wraps(write)
         def save_checkpoint(checkpoint: Any, path: Any, **options: Any) -> None:
-            try:
-                write(checkpoint, path, **options)
-            except OSError as error:
-                if not self._is_saving:
-                    raise
-                log.warning(
-                    "checkpoint: %s; training goes on, earlier ones are kept", error
+            if self._is_saving:
+                self._saved_step = checkpoint["global_step"]
+                keep = self._cfg.training.keep_checkpoints
+                self.run.save_content(
+                    checkpoint, self._saved_step, keep=keep, suffix=_SUFFIX
                 )
-                self.run.checkpoint_failed(str(error))
-                return  # the other ranks wait for this one
+                return
+            write(checkpoint, path, **options)
             # nothing resumes from weights alone
             if "optimizer_states" in checkpoint and Path(path).exists():
                 self._saved_step = checkpoint["global_step"]
@@ -239,11 +237,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Save a checkpoint into the run folder, and remove those that are too many."""
         self._is_saving = True
         trainer.save_checkpoint(
-            self.run.checkpoint_dir / f"step-{self.position.step:08d}.ckpt"
+            self.run.checkpoint_dir / f"step-{self.position.step:08d}{_SUFFIX}"
         )
         self._is_saving = False
-        if self.run.is_main:
-            self.run.saving.rotate("step-*.ckpt", self._cfg.training.keep_checkpoints)
 
     def _saved(self) -> int | None:
         """Return the step of the last checkpoint, of which only the first rank knows."""

@@ -131,6 +131,8 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
             save_trainer(trainer)
             callback.saved(trainer.args, trainer.state)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
+    finally:
+        run.finish_saving()
 
 
 class _AlreadyDone(Exception):
@@ -259,7 +261,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def saved(self, args: Any, state: Any) -> None:
         """Report the checkpoint of this step, or that it could not be written."""
         if self._problem is None:
-            self.run.checkpoint_saved(_folder(args, state), state.global_step)
+            self.run.checkpoint_written(_folder(args, state), state.global_step, keep=0)
         else:
             self.run.checkpoint_failed(self._problem)
 
