@@ -69,30 +69,6 @@ _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
 
-def run_rank(
-    rank: Rank, run_first: Callable[[], Summary], explain: Callable[[Summary], object]
-) -> Summary:
-    """Run this rank's part of the job, ``run_first`` as rank 0; return its summary.
-
-    Raises:
-        ConfigError: rank 0 refuses to go on.
-        JobInterrupted: a signal stopped this rank.
-    """
-    with rank.votes:
-        if rank.guest.rank:
-            return rank.follow(explain)
-        refusal = "rank 0 has ended"
-        try:
-            summary = run_first()
-            refusal = str(summary.reason)
-            return summary
-        except BaseException as error:
-            refusal = str(error)
-            raise
-        finally:  # no rank waits for one that will not begin
-            rank.begin({"refusal": refusal})
-
-
 class Rank:
     """This process as one rank of an engine's job; rank 0 is its :class:`.job.Job` as well.
 
@@ -134,6 +110,29 @@ class Rank:
             flags=self.votes,
             on_failure=self._leave,
         )
+
+    def run(
+        self, run_first: Callable[[], Summary], explain: Callable[[Summary], object]
+    ) -> Summary:
+        """Run this rank's part of the job, ``run_first`` as rank 0; return its summary.
+
+        Raises:
+            ConfigError: rank 0 refuses to go on.
+            JobInterrupted: a signal stopped this rank.
+        """
+        with self.votes:
+            if self.guest.rank:
+                return self.follow(explain)
+            refusal = "rank 0 has ended"
+            try:
+                summary = run_first()
+                refusal = str(summary.reason)
+                return summary
+            except BaseException as error:
+                refusal = str(error)
+                raise
+            finally:  # no rank waits for one that will not begin
+                self.begin({"refusal": refusal})
 
     def _leave(self, request: AttemptRequest, event: Failed) -> None:
         """Leave how this rank's part of an attempt failed, for the next start."""

@@ -167,14 +167,14 @@ def run_job(
     guest = guest_rank(os.environ) if remedies else None
     if guest is None:
         return Job(trainer, cfg, run_dir, remedies=remedies, explain=explain).run()
-    from robust_train.launcher.guest import Rank, run_rank
+    from robust_train.launcher.guest import Rank
 
     rank = Rank(guest, trainer, cfg, run_dir)
 
     def run_first() -> Summary:
         return Job(trainer, rank.cfg, rank.run_dir, explain=explain, engine=rank).run()
 
-    return run_rank(rank, run_first, explain)
+    return rank.run(run_first, explain)
 
 
 class Job:

@@ -7,10 +7,9 @@ minutes is named once, until it is over.
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import psutil
 
@@ -18,7 +17,7 @@ from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import list_cuda_processes
 from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
 from robust_train.model.gpu import Group
-from robust_train.model.spec import Speed
+from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import number, percent
 
 MUCH = 0.2
@@ -27,56 +26,32 @@ _POLL_SECONDS = 30.0
 _LEAST_STEPS = 20  # the first ones are slow in their own way
 
 
-@dataclass(frozen=True)
-class Hindrance:
-    """What slows an attempt down, and which share of its time that costs."""
-
-    what: str
-    share: float
-    text: str
-
-
 def hindrances(
-    speed: Mapping[int, Speed],  # of each rank, lately
-    best: float
-    | None,  # seconds a step, of the job's fastest half minute with this micro-batch
+    speeds: Collection[Speed],  # of each rank, lately
+    # seconds a step, of the job's fastest half minute with this micro-batch
+    best: float | None,
     on_gpu: Mapping[str, str],  # what hinders the GPUs just now, by kind
-) -> dict[str, Hindrance]:
+) -> dict[str, Slow]:
     """Return what costs much, by its kind. What was not measured is no cause."""
-    found = []
-    if speed:
-        worst = max(speed.values(), key=lambda one: one.data_share or 0)
-        share = worst.data_share or 0
-        text = f"training waits for data {percent(share)} of the time"
-        found.append(Hindrance("data", share, text))
-    alone = {
-        rank: one.seconds_alone_per_step
-        for rank, one in speed.items()
-        if one.seconds_alone_per_step
-    }
-    if len(alone) > 1:
-        slow = max(alone, key=lambda rank: alone[rank])
-        most = alone.pop(slow)
-        usual = statistics.median(alone.values())
+    waited = max((one.data_share or 0 for one in speeds), default=0)
+    text = f"training waits for data {percent(waited)} of the time"
+    found = [Slow("data", text, waited)]
+    if (slowest := slowest_rank(speeds)) is not None:
+        rank, most, usual = slowest
         text = (
-            f"rank {slow} takes {number(most)} s a step, the others {number(usual)} s"
+            f"rank {rank} takes {number(most)} s a step, the others {number(usual)} s"
         )
-        found.append(Hindrance(f"rank {slow}", 1 - usual / most, text))
-    share = lost_share(speed, best)
-    for what, text in on_gpu.items():
-        found.append(
-            Hindrance(
-                what, share, f"{text}, and {percent(share)} of a step's time is lost"
-            )
-        )
+        found.append(Slow(f"rank {rank}", text, 1 - usual / most))
+    lost = lost_share(speeds, best)
+    how = f", and {percent(lost)} of a step's time is lost"
+    found += [Slow(what, text + how, lost) for what, text in on_gpu.items()]
     return {one.what: one for one in found if one.share > MUCH}
 
 
-def lost_share(speed: Mapping[int, Speed], best: float | None) -> float:
+def lost_share(speeds: Collection[Speed], best: float | None) -> float:
     """Return which share of a step's time the fastest steps did without."""
-    now = [one.seconds_per_step_now for one in speed.values()]
-    known = [seconds for seconds in now if seconds]
-    return 1 - best / max(known) if best and known else 0.0
+    now = max((one.seconds_per_step_now or 0.0 for one in speeds), default=0.0)
+    return 1 - best / now if best and now else 0.0
 
 
 class SlowWatch:
@@ -93,13 +68,13 @@ class SlowWatch:
         self._best: float | None = None
         self._measured_at = self._next_poll = now()
         self._since: dict[str, float] = {}
-        self._told = ""
+        self._sent = ""
 
     def on_event(self, event: Event) -> None:
         """Take an event of the attempt."""
         match event:
             case SpeedMeasured(speed=speed) if speed.steps >= _LEAST_STEPS:
-                self._speed[event.rank] = speed
+                self._speed[event.rank] = replace(speed, rank=event.rank)
                 self._measured_at = self._now()
                 if pace := speed.seconds_per_step_now:
                     self._best = min(pace, self._best or pace)
@@ -113,25 +88,23 @@ class SlowWatch:
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL_SECONDS
-        steps = [one.seconds_per_step for one in self._speed.values()]
-        silence = now - self._measured_at
-        # a validation, perhaps: nothing is measured
-        is_old = silence > max(2 * _POLL_SECONDS, *(3 * one for one in steps), 0.0)
-        on_gpu: dict[str, str] = {}
-        if not is_old and lost_share(self._speed, self._best) > MUCH:
-            on_gpu = _on_gpus(self._gpus)
-        found = {} if is_old else hindrances(self._speed, self._best, on_gpu)
+        speeds = list(self._speed.values())
+        longest = max((3 * one.seconds_per_step for one in speeds), default=0.0)
+        if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
+            speeds = []  # a validation, perhaps: nothing is measured
+        is_slow = lost_share(speeds, self._best) > MUCH
+        on_gpu = _on_gpus(self._gpus) if is_slow else {}
+        found = hindrances(speeds, self._best, on_gpu)
         self._since = {what: self._since.get(what, now) for what in found}
         long = [
             one
             for what, one in found.items()
             if now - self._since[what] >= LONG_SECONDS
         ]
-        worst = max(long, key=lambda one: one.share, default=None)
-        if (worst.what if worst else "") != self._told:
-            self._told = worst.what if worst else ""
-            text, share = (worst.text, worst.share) if worst else ("", 0.0)
-            self._on_event(Slow(self._told, text, round(share, 3)))
+        worst = max(long, key=lambda one: one.share, default=Slow())
+        if worst.what != self._sent:
+            self._sent = worst.what
+            self._on_event(replace(worst, share=round(worst.share, 3)))
 
 
 def _on_gpus(gpus: Group) -> dict[str, str]:

@@ -5,7 +5,8 @@ Memory is in bytes and time in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from robust_train.model.gpu import GpuInfo, Group, device_name
@@ -118,6 +119,17 @@ class Speed:
     # mean, until the ranks wait for each other
     seconds_alone_per_step: float | None = None
     rank: int = 0
+
+
+def slowest_rank(speeds: Iterable[Speed]) -> tuple[int, float, float] | None:
+    """Return the slowest rank, its seconds a step until the ranks meet, and the median of the
+    others; None unless at least two have measured that."""
+    alone = {one.rank: one.seconds_alone_per_step or 0.0 for one in speeds}
+    alone = {rank: seconds for rank, seconds in alone.items() if seconds}
+    if len(alone) < 2:
+        return None
+    slow = max(alone, key=lambda rank: alone[rank])
+    return slow, alone.pop(slow), statistics.median(alone.values())
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import AttemptSpec, Speed
+from robust_train.model.spec import AttemptSpec, Speed, slowest_rank
 from robust_train.readable import (
     by_processes,
     duration,
@@ -361,18 +360,13 @@ def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
 
 
 def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
-    alone = {
-        s.rank: s.seconds_alone_per_step for s in speed if s.seconds_alone_per_step
-    }
-    if len(alone) < 2:
+    if (slowest := slowest_rank(speed)) is None:
         return
-    slow = max(alone, key=lambda rank: alone[rank])
-    most = alone.pop(slow)
-    usual = statistics.median(alone.values())
+    rank, most, usual = slowest
     lost = (most - usual) * min(one.steps for one in speed)
     if most > _MUCH_SLOWER * usual and lost >= _LEAST_SECONDS:
         yield (
-            f"rank {slow} is slow: {number(most)} s a step until the ranks meet, the others "
+            f"rank {rank} is slow: {number(most)} s a step until the ranks meet, the others "
             f"{number(usual)} s; robust-train gpus shows the other processes on its GPU"
         )
 
