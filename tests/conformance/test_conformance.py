@@ -18,7 +18,6 @@ from jobs_of_each_kind import KINDS, Day, Kind
 from what_happens import EVENTS
 
 import warm
-from disks import small_disk
 from robust_train.folder.checkpoints import SUFFIX
 from simulated_nvml import Gpu, Machine
 from two_gpu_machine import A, B
@@ -189,12 +188,11 @@ def test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_comma
     what = EVENTS[event]
     machine = cuda_machine_with(*gpus) if kind.on_gpus else None
     day = Day(world, kind, *what.words, machine=machine)
-    with small_disk(day.run_dir) if event == "full disk" else contextlib.nullcontext():
+    with what.disk(day):
         if what.is_held:
             day.start()
         what.happens(day)
         leaves_nothing(day)
         is_completed_by_the_same_command(day)
-        if event != "full disk":
-            has_one_story(day)
+        has_one_story(day)
         has_the_weights(day, undisturbed(kind), is_exact=what.is_exact)

@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from jobs_of_each_kind import BOUND_SECONDS, Day, Kind
 
 import warm
 from another_user import ANOTHER_USER, as_another_user
-from disks import fill
+from disks import fill, read_only, small_disk, troubled_disk, use_up_inodes
 from robust_train.folder.checkpoints import SUFFIX
 from robust_train.queue.queue_dir import boot_name
 from robust_train.queue.registry import QueuedJob, Registry
@@ -28,6 +29,8 @@ from two_gpu_machine import A, B
 from world import wait_until
 
 STOPPED_SECONDS = 1.0
+GRACE_SECONDS = 25.0
+TROUBLE = "trouble"
 
 
 def sigterm(day: Day) -> None:
@@ -111,17 +114,63 @@ def sigstop(depth: int) -> Callable[[Day], None]:
     return event
 
 
-def full_disk(day: Day) -> None:
-    """The run folder is on a disk of its own (see :func:`small_disk`), which is full until someone
-    is notified of it."""
-    told = day.world.folder / "told"
+def troubled(
+    trouble: Callable[[Day], contextlib.AbstractContextManager[None]], words: str
+) -> Callable[[Day], None]:
+    """The run folder's disk takes nothing until someone is notified of it, in these words."""
+
+    def event(day: Day) -> None:
+        told = day.world.folder / "told"
+        with trouble(day):
+            day.hold.unlink()
+            wait_until(told.exists, "someone is notified")
+        ended = day.end()
+        assert ended.returncode == 0, ended.output
+        assert words in told.read_text()
+
+    return event
+
+
+@contextlib.contextmanager
+def full(day: Day) -> Iterator[None]:
     filler = fill(day.run_dir)
-    day.hold.unlink()
-    wait_until(told.exists, "someone is notified")
+    yield
     filler.unlink()
+
+
+@contextlib.contextmanager
+def out_of_inodes(day: Day) -> Iterator[None]:
+    filler = use_up_inodes(day.run_dir)
+    yield
+    shutil.rmtree(filler)
+
+
+@contextlib.contextmanager
+def failing(day: Day) -> Iterator[None]:
+    (day.world.folder / TROUBLE).write_text("eio")
+    yield
+    (day.world.folder / TROUBLE).unlink()
+
+
+@contextlib.contextmanager
+def on_a_bad_disk(day: Day) -> Iterator[None]:
+    """Its programs are those that users start: a fork of another would not see the trouble."""
+    day.world.alone = True
+    day.world.with_environ(troubled_disk(day.run_dir, day.world.folder / TROUBLE))
+    yield
+
+
+def slow_disk(day: Day) -> None:
+    """To synchronise takes a second: stopped, the job has its summary within the grace."""
+    (day.world.folder / TROUBLE).write_text("slow")
+    day.process.terminate()
+    day.hold.unlink()
+    summary = day.run_dir / "summary.json"
+    wait_until(summary.exists, "the summary is there", timeout_seconds=GRACE_SECONDS)
+    (day.world.folder / TROUBLE).unlink()
     ended = day.end()
-    assert ended.returncode == 0, ended.output
-    assert "No space left" in told.read_text()
+    assert ended.returncode == 143, ended.output
+    assert ended.summary["status"] == "interrupted"
 
 
 def unreadable_folder(day: Day) -> None:
@@ -315,6 +364,7 @@ class Event:
         needs_one_job: it changes an override, which makes another job of a sweep's.
         is_held: the job is started, and held once it has saved.
         words: more arguments of the command.
+        disk: what the run folder is on.
     """
 
     happens: Callable[[Day], None]
@@ -327,6 +377,9 @@ class Event:
     is_exact: bool = True
     is_held: bool = True
     words: tuple[str, ...] = ()
+    disk: Callable[[Day], contextlib.AbstractContextManager[None]] = lambda day: (
+        contextlib.nullcontext()
+    )
 
     def can_happen_to(self, kind: Kind) -> bool:
         if self.is_of_launcher and kind.is_launched_like_others:
@@ -360,7 +413,21 @@ EVENTS = {
         f"SIGSTOP of process {depth}": Event(sigstop(depth), is_of_launcher=True)
         for depth in (0, 1, 2, 3)
     },
-    "full disk": Event(full_disk, words=TELLS),
+    "full disk": Event(
+        troubled(full, "No space left"),
+        words=TELLS,
+        disk=lambda day: small_disk(day.run_dir),
+    ),
+    "no inodes": Event(
+        troubled(out_of_inodes, "No space left"),
+        words=TELLS,
+        disk=lambda day: small_disk(day.run_dir, "nr_inodes=200"),
+    ),
+    "read-only disk": Event(
+        troubled(lambda day: read_only(day.run_dir), "Read-only file system"), words=TELLS
+    ),
+    "failing disk": Event(troubled(failing, "Input/output error"), words=TELLS, disk=on_a_bad_disk),
+    "slow disk": Event(slow_disk, disk=on_a_bad_disk),
     "unreadable folder": Event(unreadable_folder, is_of_launcher=True),
     "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
     "second launcher": Event(second_launcher, is_of_launcher=True),

@@ -235,6 +235,13 @@ def _shape(name: str) -> tuple[str, list[int]]:
     ]
 
 
+def is_read_only(path: Path) -> bool:
+    """Return whether nothing can be written on the disk of a path."""
+    with contextlib.suppress(OSError):
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    return False
+
+
 def why_full(run_dir: Path, message: str) -> str | None:
     """Return which disk is full: that of a path in a failure's ``message``, or the run folder's,
     which has to take another checkpoint; None if there is room."""

@@ -5,6 +5,7 @@ compose → acquire a device → run an attempt → classify → decide → reco
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shlex
@@ -31,7 +32,11 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
-from robust_train.folder.checkpoints import pass_over_damaged, why_full
+from robust_train.folder.checkpoints import (
+    is_read_only,
+    pass_over_damaged,
+    why_full,
+)
 from robust_train.folder.identity import (
     begin_job,
     complete_job,
@@ -510,7 +515,8 @@ class Job:
 
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
-        attempt = self._past_damaged(with_shortage(attempt, self.attempts))
+        attempt = self._on_its_disk(with_shortage(attempt, self.attempts))
+        attempt = self._past_damaged(attempt)
         if self._has_remedies and self.signals.received is None:
             attempt = with_rule(self.policy, tuple(self.attempts), attempt)
         attempt = with_advice(
@@ -521,6 +527,16 @@ class Job:
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
+
+    def _on_its_disk(self, attempt: Attempt) -> Attempt:
+        """Return the attempt; one that could not write to a disk which is read-only since an error
+        of its file system has failed because of the disk. Elsewhere that is a mistake."""
+        failure = attempt.failure
+        if failure is None or os.strerror(errno.EROFS) not in failure.message:
+            return attempt
+        if not is_read_only(self.run_dir):
+            return attempt
+        return replace(attempt, failure=replace(failure, kind=FailureKind.DISK_FULL))
 
     def _past_damaged(self, attempt: Attempt) -> Attempt:
         """Return the attempt with whether another checkpoint comes before the one that its script
