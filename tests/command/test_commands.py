@@ -188,6 +188,7 @@ KEYS = {
     "stop": WITHOUT_A_RUN,
     "sweep best RUN": {"error"},  # not a sweep folder
     "clean": {"dry_run", "runs", "kept"},
+    "sweep max-jobs RUN 2": {"error"},
     "ps": {"runs"},
     "ps --goodput": {"jobs", "goodput"},
     "queue": {"directory", "jobs", "excluded"},

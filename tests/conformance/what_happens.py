@@ -23,6 +23,7 @@ import warm
 from another_user import ANOTHER_USER, as_another_user
 from disks import fill, read_only, small_disk, troubled_disk, use_up_inodes
 from robust_train.folder.checkpoints import SUFFIX
+from robust_train.folder.requests import request_pruning
 from robust_train.queue.queue_dir import boot_name
 from robust_train.queue.registry import QueuedJob, Registry
 from two_gpu_machine import A, B
@@ -264,6 +265,17 @@ def neighbour(day: Day) -> None:
         assert ended.attempts[-1]["gpu_uuid"] is not None, "it has its GPU again"
 
 
+def pruned(day: Day) -> None:
+    """By a sweep, as it trains; alone, the same command goes on with it."""
+    request_pruning(day.run_dir, "worse than the median")
+    ended = day.end()
+    assert ended.returncode == 0, ended.output
+    summary = ended.summary
+    assert (summary["status"], summary["reason"]) == ("pruned", "worse than the median")
+    saved = day.journal("checkpoint")[-1]["step"]
+    assert saved == ended.attempts[-1]["end_step"] or not day.kind.splits
+
+
 def another_user_waits(day: Day) -> None:
     """Who holds no GPU and needs two; the job saves, leaves its own, and goes on after them."""
     if os.geteuid() != 0:
@@ -432,6 +444,7 @@ EVENTS = {
     "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
     "second launcher": Event(second_launcher, is_of_launcher=True),
     "neighbour": Event(neighbour, needs_a_queue=True),
+    "pruned": Event(pruned, needs_one_job=True),
     "another user waits": Event(
         another_user_waits, needs_a_queue=True, words=("gpu_slice_minutes=0",)
     ),

@@ -23,6 +23,7 @@ from framework_config import framework_config
 from robust_train import launch
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
+from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import UserError
 from robust_train.model.spec import AttemptSpec
 from world import World
@@ -267,6 +268,24 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path: Path):
         results.append((found["samples"], found["value"]))
     assert results[0] == pytest.approx(results[1], abs=1e-5)
     assert results[0][0] == 16
+
+
+def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_path: Path):
+    from robust_train.integrations.lightning import fit
+
+    for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
+        reports: list[dict] = []
+        run = Run(
+            run_dir=tmp_path / str(mode),
+            report=lambda event, reports=reports: reports.append(event.as_json()),
+        )
+        run.configure(RobustConfig(objective=objective))
+        monitor = lightning.pytorch.callbacks.EarlyStopping("value", mode="max")
+        trainer = _trainer(tmp_path, callbacks=[monitor])
+        data = {"cfg": framework_config(8), "val_dataloaders": _loader(8)}
+        found = fit(trainer, _LimitedValidation(), _loader(8), run=run, **data)
+        (reported,) = [one for one in reports if one["event"] == "report"]
+        assert (reported["value"], reported["mode"]) == (pytest.approx(found[figure]), mode)
 
 
 class _HoldsAModule(_Line):

@@ -65,6 +65,8 @@ def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
     evaluated = [e for e in recorded(journal, "metrics") if "eval_loss" in e]
     assert [e["step"] for e in evaluated] == [6, 12]
     assert ended.summary["result"] == pytest.approx(evaluated[-1]["eval_loss"])
+    reported = [(e["step"], e["value"], e["mode"]) for e in events(journal, "report")]
+    assert reported == [(e["step"], e["eval_loss"], "min") for e in evaluated]
     assert {e["total_steps"] for e in events(journal, "progress")} == {12}
     assert [e["step"] for e in events(journal, "checkpoint")] == [2, 4, 6, 8, 10, 12]
     milestones = {e["milestone"] for e in events(journal, "memory")}

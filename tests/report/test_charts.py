@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train import readable
-from robust_train.report.charts import Chart, DrawnMark, Key, Lane, Line, Plot, thinned
+from robust_train.report.charts import (
+    Chart,
+    DrawnMark,
+    Key,
+    Lane,
+    Line,
+    Plot,
+    thinned,
+    value_over,
+)
 from robust_train.report.html import render
 from robust_train.sweep.page import SweepStory
 
@@ -56,6 +65,20 @@ def test_other_figures_for_people():
     ]
 
 
+def test_the_value_is_drawn_over_numbers_by_magnitude_and_over_each_text_at_a_place_of_its_own():
+    rates = [("1e-4", 0.5, False), ("1e-2", 0.9, False), ("1e-2", 0.7, False), ("1e-3", 0.2, True)]
+    pruned, completed = value_over("Value over lr", rates).plot.lines
+    assert (pruned.x, pruned.y, pruned.is_lost) == ((1e-3,), (0.2,), True)
+    assert completed.x == pytest.approx((1e-4, 1e-2, 1e-2), rel=0.01)
+    assert len(set(completed.x)) == 3, "a chart has one value at a place"
+    assert completed.y == (0.5, 0.9, 0.7)
+    assert value_over("", rates).plot.is_log_x
+    named = value_over("", [("lora", 0.5, False), ("cnn", 0.9, False)])
+    assert named.plot.lines[0].x == (0.0, 1.0)
+    assert named.note == "0: cnn, 1: lora. "
+    assert not named.plot.is_log_x
+
+
 HOSTILE = '"></script><script>alert(1)</script><img src=x onerror=alert(1)>\u2028\x00'
 
 
@@ -66,6 +89,8 @@ def test_texts_in_a_chart_cannot_leave_it():
         "sweep.html.j2",
         title=HOSTILE,
         sweep=SweepStory(HOSTILE, HOSTILE, True, HOSTILE, {}, ()),
+        hours=HOSTILE,
+        values=[],
         shares=[],
         rows=[],
         loss=Chart(HOSTILE, plot, [Key(HOSTILE, HOSTILE)], marks, HOSTILE),

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+import warm
 from simulated_nvml import Gpu
 from sweep_world import RECORDING, SweepWorld
+from world import wait_until
+
+
+def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps: SweepWorld):
+    process = sweeps.start("meets_the_other", "training.seed=1,2", n_jobs=1)
+    wait_until(lambda: (sweeps.place / "here-1").exists(), "the first waits for the second")
+    changed = warm.robust_train(
+        "sweep", "max-jobs", str(sweeps.folder), "2", environ=sweeps.world.environ
+    )
+    assert changed.stdout == f"{sweeps.folder}: at most 2 jobs at once from now on\n"
+    ended = sweeps.end(process)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("result") == [1, 2]
 
 
 def test_n_jobs_caps_how_many_run_at_once(sweeps: SweepWorld):

@@ -156,6 +156,7 @@ class Run:
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
         self.speed = SpeedMeter(rank, world_size, self._samples, self.send)
         self._objective: str | None = None
+        self._mode: str | None = None
         self._flags = flags
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
@@ -622,7 +623,7 @@ class Run:
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
         self.send(EpochEnded(int(epoch), self._steps_done(), plain(scalars)))
-        self._report_objective(scalars, self._steps_done())
+        self._report_objective(scalars, int(epoch))
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("epoch")
@@ -655,5 +656,11 @@ class Run:
 
     def _report_objective(self, figures: Mapping[str, Json], step: Json) -> None:
         value = figures.get(self._objective) if self._objective else None
-        if isinstance(value, (int, float)) and isinstance(step, int):
-            self.report(value, step)
+        if self.is_main and isinstance(value, (int, float)) and isinstance(step, int):
+            self.send(ValueReported(float(value), step, self._mode))
+
+    def monitors(self, figure: str, mode: str) -> None:
+        """Report the figure whenever it is recorded, unless ``objective`` names another one.
+        ``mode``: ``min`` or ``max``, what its framework takes for the best."""
+        if self._objective is None:
+            self._objective, self._mode = figure, mode

@@ -241,6 +241,18 @@ _WATCHING = (
 
 _MACHINE = (
     Command(
+        "sweep max-jobs",
+        "change how many jobs of a sweep run at once",
+        "runs:max_jobs",
+        (
+            option("path", metavar="FOLDER", help="a sweep folder"),
+            option("number", type=_AMOUNT, metavar="N", help="0: no more jobs start"),
+            _JSON,
+        ),
+        about="Change how many jobs of a sweep under gpu_queue or one of our sweepers run at once "
+        "on each machine, while it runs. Jobs that run are not stopped.",
+    ),
+    Command(
         "sweep best",
         "print the overrides of a sweep's best job",
         "runs:best",

@@ -403,6 +403,19 @@ def _read(run_dir: Path, number: int, position: int) -> bytes:
         return b""
 
 
+def max_jobs(arguments: Namespace) -> Answer:
+    """Change how many jobs of a sweep run at once."""
+    folder, number = Path(arguments.path).resolve(), arguments.number
+    if read_table(folder) is None:
+        raise CommandFailed(f"{folder}: not a sweep folder", EXIT_BAD_CONFIG)
+    try:
+        requests.request_max_jobs(folder, number)
+    except OSError as error:
+        raise CommandFailed(f"{folder}: {error}") from error
+    data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
+    return Answer(data, [f"{folder}: at most {number} jobs at once from now on"])
+
+
 def best(arguments: Namespace) -> Answer:
     """Return the best job of a sweep: its overrides, or where its checkpoint is."""
     folder = Path(arguments.path).resolve()

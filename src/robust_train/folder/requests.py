@@ -24,7 +24,7 @@ from robust_train.model.events import Json
 log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
-SWEEP_STOP_FILE = "stop.json"
+SWEEP_STOP_FILE, MAX_JOBS_FILE = "stop.json", "max_jobs.json"
 LAUNCHERS_VERB = "stop"
 NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
@@ -141,6 +141,21 @@ def sweep_stop_requested(folder: Path) -> bool:
         with contextlib.suppress(OSError):
             path.unlink()
         return False
+
+
+def request_max_jobs(folder: Path, number: int) -> None:
+    """Have each launcher of a sweep run that many jobs at once from now on; OSError if it cannot
+    be written."""
+    write_json(folder / MAX_JOBS_FILE, {"max_jobs": number})
+
+
+def requested_max_jobs(folder: Path) -> int | None:
+    """Return how many jobs of a sweep may run at once; None if no one has changed that."""
+    try:
+        number = _read_own(folder / MAX_JOBS_FILE)["max_jobs"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return number if isinstance(number, int) else None
 
 
 def request_pruning(run_dir: Path, reason: str) -> None:

@@ -157,6 +157,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         )
         self.run.started(trainer.global_step)
         self.run.record_memory("fit begins")
+        # of a ModelCheckpoint or EarlyStopping
+        for one in trainer.callbacks:
+            if getattr(one, "monitor", None) is not None:
+                self.run.monitors(one.monitor, getattr(one, "mode", "min"))
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""

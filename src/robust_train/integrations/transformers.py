@@ -169,6 +169,9 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
             )
         self.run.started(state.global_step)
         self.run.record_memory("training begins")
+        name = args.metric_for_best_model or "loss"
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        self.run.monitors(name, "max" if args.greater_is_better else "min")
 
     def on_epoch_begin(
         self, args: Any, state: Any, control: Any, **others: Any

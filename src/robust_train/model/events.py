@@ -104,6 +104,8 @@ class ValueReported(Event):
     name = "report"
     value: float
     step: int
+    # ``min`` or ``max``, what is best of a figure that no one has named; None: as the sweep has it
+    mode: str | None = None
 
 
 @dataclass(frozen=True)

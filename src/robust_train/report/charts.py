@@ -63,6 +63,7 @@ class Line:
     y: Sequence[float | None]
     is_area: bool = False
     is_lost: bool = False
+    is_dots: bool = False  # no line
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,17 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """What the script draws: lines over an x axis from 0 to ``high``."""
+    """What the script draws: lines over an x axis from ``low`` to ``high``."""
 
-    x: Literal["time", "step"]
+    x: Literal["time", "step", "figure"]
     y: Literal["bytes", "number"]
     high: float
     lines: Sequence[Line]
     bands: Sequence[Band] = ()
     level: float | None = None  # a horizontal line
     is_log: bool = False
+    low: float = 0.0
+    is_log_x: bool = False
 
 
 @dataclass(frozen=True)
@@ -300,24 +303,66 @@ def _curve_line(name: str, style: str, curve: Curve) -> Line:
     return Line(name, style, x, y, is_lost=curve.lost)
 
 
-def loss_of_jobs(stories: Sequence[tuple[str, Story]]) -> Chart | None:
-    """Draw the loss of each job of a sweep in one chart; None if no job reported one."""
+def curves_of_jobs(
+    name: str,
+    jobs: Sequence[tuple[str, Sequence[Sequence[Point]], bool]],
+    *,
+    may_be_log: bool = False,
+) -> Chart | None:
+    """Draw a figure of each job of a sweep in one chart; None if no job has it.
+
+    ``jobs`` are (label, curves, whether the job was pruned); those of pruned ones are pale.
+    """
     lines, legend = [], []
     styles = _styles()
-    for label, story in stories:
-        own = [
-            c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost
-        ]
-        if own:
-            key = Key(next(styles), f"job {label}")
+    for label, curves, is_pruned in jobs:
+        if curves:
+            key = Key(next(styles), f"job {label}{', pruned' if is_pruned else ''}")
             legend.append(key)
-            same = (curve for curve in own if curve.name == own[0].name)
-            lines += [_curve_line(key.text, key.style, curve) for curve in same]
+            for curve in curves:
+                x, y = zip(*thinned(curve), strict=True)
+                lines.append(Line(key.text, key.style, x, y, is_lost=is_pruned))
     if not lines:
         return None
-    return Chart(
-        "Loss over steps", _plot_over_steps(lines, (), may_be_log=True), legend
-    )
+    plot = _plot_over_steps(lines, (), may_be_log=may_be_log)
+    return Chart(f"{name} over steps", plot, legend)
+
+
+def value_over(
+    caption: str, points: Sequence[tuple[str, float, bool]], note: str = ""
+) -> Chart:
+    """Draw the value of each job over a parameter: (its text, value, whether it was pruned).
+
+    What is no number has a place of its own for each text.
+    """
+    try:
+        places = [float(text) for text, _, _ in points]
+        names: list[str] = []
+    except ValueError:
+        names = sorted({text for text, _, _ in points})
+        places = [float(names.index(text)) for text, _, _ in points]
+        note = f"{', '.join(f'{n}: {text}' for n, text in enumerate(names))}. {note}"
+    low, high = min(places), max(places)
+    is_log = not names and low > 0 and high / low > _LOG_RATIO
+    # a chart has one value at each place
+    beside = (high - low or 1.0) * 1e-4
+    lines = []
+    for is_pruned, name in ((True, "pruned"), (False, "completed")):
+        own: dict[float, float] = {}
+        for place, (_, value, was_pruned) in zip(places, points, strict=True):
+            while place in own:
+                place *= 1.001 if is_log else 1.0
+                place += 0.0 if is_log else beside
+            if was_pruned == is_pruned:
+                own[place] = value
+        if own:
+            x, y = zip(*sorted(own.items()), strict=True)
+            style = "c4" if is_pruned else "c1"
+            lines.append(Line(name, style, x, y, is_lost=is_pruned, is_dots=True))
+    room = 0.0 if is_log else 0.05 * (high - low) or 0.5
+    low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
+    plot = Plot("figure", "number", high, lines, low=low, is_log_x=is_log)
+    return Chart(caption, plot, [Key(one.style, one.name) for one in lines], note=note)
 
 
 def _plot_over_steps(

@@ -43,6 +43,7 @@ from robust_train.folder.requests import (
     Refused,
     request_pruning,
     request_sweep_stop,
+    requested_max_jobs,
     sweep_stop_requested,
 )
 from robust_train.folder.state import RunState, read_state, read_summary
@@ -212,7 +213,8 @@ class GpuQueue:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
         discard_early()
-        self._points, self._reports = points, Reports(self._folder)
+        self._points = points
+        self._reports = Reports(self._folder, maximize=self._maximize)
         self._jobs = {number: LaunchedJob(number, listed[number]) for number in listed}
         own = [self._record(job, NOT_STARTED) for job in self._jobs.values()]
         shown_overrides = differing_overrides(own)
@@ -240,7 +242,7 @@ class GpuQueue:
 
     def _run(self, slots: int, table: LiveTable) -> None:
         while True:
-            while len(self._running) < slots and not self._is_stopping:
+            while not self._is_stopping and len(self._running) < self._most(slots):
                 found = self._points.next()
                 if found is None:
                     break
@@ -252,6 +254,11 @@ class GpuQueue:
             if not self._running and (self._is_stopping or self._points.is_over):
                 return
             self._poll(table)
+
+    def _most(self, slots: int) -> int:
+        """Return how many jobs may run at once now (``robust-train sweep max-jobs``)."""
+        most = requested_max_jobs(self._folder)
+        return slots if most is None else most
 
     @property
     def _is_stopping(self) -> bool:

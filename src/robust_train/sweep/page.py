@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from robust_train.files import strict_json
 from robust_train.folder.lock import is_held
 from robust_train.model.json import as_json
-from robust_train.readable import duration
-from robust_train.report.charts import loss_of_jobs
+from robust_train.readable import duration, number, percent
+from robust_train.report.charts import Chart, Point, curves_of_jobs, value_over
 from robust_train.report.facts import Advice, Story, Use
 from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
+from robust_train.sweep.points import STUDY_FILE
+from robust_train.sweep.pruning import Reports, Values
 from robust_train.sweep.record import (
+    COMPLETED,
     ENDED,
+    PRUNED,
     SWEEP_FILE,
     SweepRow,
     SweepTable,
+    as_number,
     best_first,
     differing_overrides,
     job_folders,
@@ -32,6 +39,7 @@ from robust_train.sweep.record import (
 )
 
 SCHEMA = 1
+_MOST_PARAMETERS = 8
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,11 @@ class JobStory:
 
     row: SweepRow
     story: Story | None = field(default=None, repr=False)
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether it was stopped early."""
+        return self.row.status == PRUNED
 
     @property
     def label(self) -> str:
@@ -70,6 +83,17 @@ class SweepStory:
         content = {"schema": SCHEMA, **vars(self)}
         jobs = [{"row": vars(job.row), "story": job.story} for job in self.jobs]
         return strict_json(as_json(content | {"jobs": jobs}))
+
+
+def importances(folder: Path) -> dict[str, float]:
+    """Return which share of the value each parameter of a search explains, by Optuna."""
+    if not (folder / STUDY_FILE).exists():
+        return {}
+    with contextlib.suppress(Exception):  # without Optuna, or of too few trials
+        from robust_train.sweep.search import importances_in
+
+        return importances_in(folder)
+    return {}
 
 
 def is_sweep(folder: Path) -> bool:
@@ -134,7 +158,17 @@ def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
     overrides = differing_overrides([job.row for job in sweep.jobs])
-    named = [(job.label, job.story) for job in sweep.jobs if job.story is not None]
+    reports = Reports(Path(sweep.folder)).values
+    curves = [
+        (job.label, [list(reports.get(job.row.job or 0, {}).items())], job.is_pruned)
+        for job in sweep.jobs
+        if reports.get(job.row.job or 0)
+    ]
+    losses = [
+        (job.label, _losses(job.story), job.is_pruned)
+        for job in sweep.jobs
+        if job.story is not None
+    ]
     return render(
         "sweep.html.j2",
         title=sweep.name,
@@ -144,9 +178,72 @@ def sweep_page(sweep: SweepStory) -> str:
             (job, own, _href(sweep, job))
             for job, own in zip(sweep.jobs, overrides, strict=True)
         ],
-        loss=loss_of_jobs(named),
+        hours=_hours(sweep.jobs),
+        values=[
+            *filter(None, [curves_of_jobs("Value", curves)]),
+            *_over_parameters(sweep, reports),
+        ],
+        loss=curves_of_jobs("Loss", losses, may_be_log=True),
         advice=_advice(sweep.jobs),
     )
+
+
+def _losses(story: Story) -> list[Sequence[Point]]:
+    """Return the curves of the loss of training that were not lost."""
+    own = [c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost]
+    return [curve.points for curve in own if curve.name == own[0].name]
+
+
+def _hours(jobs: Sequence[JobStory]) -> str:
+    """Return how long the jobs trained, and what pruning has saved: the rest of the completed
+    ones' mean."""
+
+    def hours(is_pruned: bool) -> list[float]:
+        rows = [job.row for job in jobs if job.is_pruned is is_pruned]
+        return [
+            (row.wall_seconds - (row.wait_seconds or 0.0)) / 3600 * row.gpus
+            for row in rows
+            if row.wall_seconds is not None
+        ]
+
+    pruned, others = hours(True), hours(False)
+    if not (pruned or others):
+        return ""
+    on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
+    unit = "GPU-hours" if on_gpus else "hours on the CPU"
+    text = f"{number(sum(pruned) + sum(others))} {unit}"
+    if not pruned or not others:
+        return f"{text}."
+    saved = sum(max(fmean(others) - each, 0.0) for each in pruned)
+    return (
+        f"{text}, {number(sum(pruned))} of them in pruned jobs; to prune them saved about "
+        f"{number(saved)}."
+    )
+
+
+def _over_parameters(sweep: SweepStory, reports: Values) -> list[Chart]:
+    """Draw the value of each job over each parameter that differs, the most important first."""
+    points: dict[str, list[tuple[str, float, bool]]] = {}
+    for row in (job.row for job in sweep.jobs):
+        value = as_number(row.result) if row.status == COMPLETED else None
+        if row.status == PRUNED and (reported := reports.get(row.job or 0)):
+            value = [*reported.values()][-1]
+        if value is None:
+            continue
+        for override in row.overrides:
+            key, _, text = override.partition("=")
+            points.setdefault(key, []).append((text, value, row.status == PRUNED))
+    varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
+    shares = importances(Path(sweep.folder))
+    keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
+    return [
+        value_over(
+            f"Value over {key}",
+            varied[key],
+            f"Importance {percent(shares[key])}." if key in shares else "",
+        )
+        for key in keys
+    ]
 
 
 def _href(sweep: SweepStory, job: JobStory) -> str | None:

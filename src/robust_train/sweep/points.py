@@ -18,7 +18,7 @@ from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.events import ValueReported
 from robust_train.sweep.record import SweepRow
 
-CLAIMS_FILE = "claims"
+CLAIMS_FILE, STUDY_FILE = "claims", "study.jsonl"
 Job = tuple[int, Sequence[str]]
 """A job's number and its overrides."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from robust_train.files import parse_json
 from robust_train.model.events import MalformedEvent, ValueReported, parse
 from robust_train.sweep.record import job_folders, read_record
+
+log = logging.getLogger("robust_train")
 
 Values = Mapping[int, Mapping[int, float]]
 """What each job has reported at each step, in order, by its number."""
@@ -17,7 +20,8 @@ Values = Mapping[int, Mapping[int, float]]
 class Reports:
     """What the jobs of the sweep in ``folder`` have reported, as their journals have it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, maximize: bool = True) -> None:
+        self._unwanted, self._has_warned = "min" if maximize else "max", False
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
         for each in job_folders(folder):
@@ -43,8 +47,19 @@ class Reports:
                     continue
                 with contextlib.suppress(ValueError, MalformedEvent):
                     event = parse(parse_json(line))
-                    if isinstance(event, ValueReported):
+                    if not isinstance(event, ValueReported):
+                        continue
+                    if event.mode != self._unwanted:
                         found.append(event)
+                    elif not self._has_warned:
+                        self._has_warned = True
+                        log.warning(
+                            "job %d reports what its framework takes the %simum of, which is not "
+                            "what hydra.sweeper.direction wants: it is not looked at; objective= "
+                            "names a figure",
+                            job,
+                            event.mode,
+                        )
         self._read[job] = start
         # a step that is done again after a resume is the same report
         self.values.setdefault(job, {}).update((one.step, one.value) for one in found)

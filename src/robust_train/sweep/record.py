@@ -155,6 +155,11 @@ class SweepRow(SweepJob):
     folder: str | None = None
 
     @property
+    def gpus(self) -> int:
+        """How many it had last, 1 for the CPU."""
+        return self.devices[-1].count(",") + 1 if self.devices else 1
+
+    @property
     def sort_key(self) -> tuple[bool, int]:
         """By number; those without one last."""
         return self.job is None, self.job or 0

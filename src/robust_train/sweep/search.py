@@ -31,6 +31,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import NopPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -39,7 +40,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import running_trial
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.points import Claims, Job
+from robust_train.sweep.points import STUDY_FILE, Claims, Job
 from robust_train.sweep.record import (
     COMPLETED,
     FAILED,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-STUDY_FILE = "study.jsonl"
 _STUDY = "sweep"
 _RETRY_SECONDS = 1.0  # until others are asked again for what they have left
 _SEEDS_APART = 1_000_003
@@ -251,6 +251,17 @@ class Search:
                 if content:
                     os.ftruncate(file.fileno(), content.rfind(b"\n") + 1)
             yield
+
+
+def importances_in(folder: Path) -> dict[str, float]:
+    """Return the importance of each parameter of the study in ``folder``."""
+    path = str(folder / STUDY_FILE)
+    storage = JournalStorage(JournalFileBackend(path, lock_obj=_Ours(path)))
+    study = optuna.load_study(study_name=_STUDY, storage=storage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        evaluator = PedAnovaImportanceEvaluator()
+        return get_param_importances(study, evaluator=evaluator)
 
 
 def _made(wanted: Any) -> Any:

@@ -42,7 +42,7 @@ from robust_train.folder.provenance import (
     repeated_with,
     sweep_resume_command,
 )
-from robust_train.folder.requests import sweep_stop_requested
+from robust_train.folder.requests import MAX_JOBS_FILE, sweep_stop_requested
 from robust_train.folder.state import read_summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
@@ -247,6 +247,8 @@ class HydraSession:
             overrides,
             config.hydra.sweeper if _is_ours(config) else {},
         )
+        if lock is not None:  # what an earlier launch was asked for
+            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
         if lock is not None and (folder / CODE).exists():
             log.info("jobs that start from here on run today's code")
             shutil.rmtree(folder / CODE, ignore_errors=True)

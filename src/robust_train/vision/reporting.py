@@ -106,7 +106,7 @@ class Reporter:
             position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss}
         )
         self._run.record_memory(f"epoch {epoch}")
-        self._run.report(score.accuracy, position.step)
+        self._run.report(score.accuracy, epoch)
         self._run.epoch_ended(
             epoch,
             train_loss=train_loss,

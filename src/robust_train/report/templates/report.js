@@ -38,6 +38,7 @@
       steps: Array.from({length: 30}, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3)),
     },
     number: {text: figures, tick: figures},
+    figure: {text: figures, tick: figures},
   };
 
   function axis(unit, ticks) {
@@ -114,11 +115,12 @@
       fill: line.is_area ? () => colour(line.style) + "21" : undefined,
       dash: line.is_lost ? [4, 4] : undefined,
       width: 1.5,
+      paths: line.is_dots ? () => null : undefined,
       // samples are many: a dot only where there is no line
-      points: plot.x === "step" || line.x.length < 2 ? {size: 4, fill: () => colour(line.style)} : {show: false},
+      points: line.is_dots ? {show: true, size: 8, fill: () => colour(line.style) + (line.is_lost ? "60" : "")} : plot.x === "step" || line.x.length < 2 ? {size: 4, fill: () => colour(line.style)} : {show: false},
     }));
     // the first table has no lines: it spans the axis
-    const tables = [[[0, plot.high]], ...plot.lines.map((line) => [line.x, line.y])];
+    const tables = [[[plot.low, plot.high]], ...plot.lines.map((line) => [line.x, line.y])];
     if (plot.level != null) {
       lines.push({stroke: () => colour("lost"), dash: [6, 4], points: {show: false}});
       tables.push([[0, plot.high], [plot.level, plot.level]]);
@@ -131,7 +133,7 @@
       legend: {show: false},
       cursor: {y: false, hover: {prox: 30}, points: {size: 6}, drag: {x: true, y: false, dist: 4}},
       scales: {
-        x: {time: false},
+        x: {time: false, distr: plot.is_log_x ? 3 : 1},
         y: plot.is_log ? {distr: 3} : {range: isBytes ? bytesRange : numberRange},
       },
       axes: [{...axis(UNITS[plot.x], true), size: 34, grid: {show: false}, border: {show: true, stroke: () => colour("quiet"), width: 1}}, {...axis(UNITS[plot.y], false), size: AXIS}],
