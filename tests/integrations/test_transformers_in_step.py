@@ -29,7 +29,7 @@ accelerate = pytest.importorskip("accelerate", reason="the extra [transformers] 
 from robust_train.integrations import steering as in_step_of  # noqa: E402
 from robust_train.integrations import transformers_step  # noqa: E402
 from robust_train.integrations.steering import InStep  # noqa: E402
-from robust_train.model.errors import Diverged  # noqa: E402
+from robust_train.model.errors import Spoiled  # noqa: E402
 
 
 class Tagger(torch.nn.Module):
@@ -148,7 +148,7 @@ def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path: Path, mo
         run.guard.divergence = DivergenceConfig()
 
     monkeypatch.setattr(Run, "__init__", with_divergence)
-    with pytest.raises(Diverged, match="the loss is nan since step 3; the last good one was"):
+    with pytest.raises(Spoiled, match="the loss is nan since step 3; the last good one was"):
         Fitted(tmp_path, _Diverges(Fuse(), sums=True), count=60)
 
 
