@@ -421,8 +421,11 @@ def probe_retry() -> Checks:
 
 
 def probe_rewind() -> Checks:
-    """Statistics that are frozen in the first step and trained later go back with a repeated one;
-    an optimizer that steps within the backward pass is refused."""
+    """Statistics that are frozen in the first step and trained later go back with a repeated one.
+
+    Of a large buffer that does not change there is no copy, and an optimizer that steps within the
+    backward pass is refused.
+    """
     limit_to(4 * GIB)
     x = torch.randn(32, 32, side(64), side(64), device="cuda")
     norm = nn.BatchNorm2d(32)
@@ -443,6 +446,11 @@ def probe_rewind() -> Checks:
         seen.append(norm.running_var.clone())
     differ = largest_difference(seen[1:], seen[:1])
     yield below("frozen at first: statistics differ by", 1e-5, differ)
+    net.register_buffer("weights", torch.zeros(16 * MIB, device="cuda"))
+    before, batcher = torch.cuda.memory_allocated(), MicroBatcher(8)
+    batcher.backward(loss_of, x, net)
+    more = (torch.cuda.memory_allocated() - before) / MIB
+    yield below("copies of a buffer of 64 MiB that does not change", 1, more, " MiB")
     net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     try:
         MicroBatcher(8).backward(loss_of, x, net)
