@@ -88,7 +88,6 @@ def test_options_and_keys_reach_the_launcher(scripts: CommandWorld):
     assert "2 3 2" in ended.stdout.splitlines()
     kept = yaml.safe_load((scripts.run_dir / ".hydra" / "config.yaml").read_text())
     expected = {
-        "auto_device": False,
         "device": "cpu",
         "job_name": "my job",
         "max_retries": 1,

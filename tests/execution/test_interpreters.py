@@ -168,8 +168,8 @@ def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_
 @pytest.mark.parametrize(
     "ended_by",
     [
-        "run stop",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("queue cancel", "the next launch")),
+        "stop",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("stop by id", "the next launch")),
     ],
 )
 def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended(
@@ -193,8 +193,8 @@ def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended
         ended = world.end(world.start(*_words("hides_a_helper"), "resume=false"))
         assert f"pid {helper} (sleep)" in ended.output
     else:
-        which = job if ended_by == "queue cancel" else str(world.run_dir)
-        done = warm.robust_train(*ended_by.split(), which, environ=world.environ)
+        which = job if ended_by == "stop by id" else str(world.run_dir)
+        done = warm.robust_train("stop", which, environ=world.environ)
         assert done.returncode == 0, done.stderr
         assert f"pid {helper} (sleep)" in done.stdout
     assert not is_running(helper)

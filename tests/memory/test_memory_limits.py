@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +155,19 @@ def test_torch_takes_an_attempts_settings_in_a_fork_and_before_the_newer_name() 
         """
     )
     assert settings == [["expandable_segments:True", True], ["expandable_segments:False", False]]
+
+
+@pytest.mark.slow
+def test_what_fills_memory_is_recorded_at_the_last_byte_a_hundred_times(tmp_path: Path):
+    """A round that stands still ends with the stack of each thread."""
+    program = Path(__file__).with_name("fills_memory.py")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(program), "100"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.startswith("recorded 100 times"), done.stderr

@@ -24,6 +24,7 @@ class Option:
 
     names: tuple[str, ...]
     settings: dict[str, Any]
+    key: str = ""  # that it gives a value, or the override that a flag is
 
     @property
     def placeholder(self) -> str:
@@ -35,14 +36,14 @@ class Option:
         return shapes.get(self.settings.get("nargs", ""), name)
 
 
-def option(*names: str, **settings: Any) -> Option:
+def option(*names: str, key: str = "", **settings: Any) -> Option:
     """Describe an option with the arguments of ``ArgumentParser.add_argument``."""
-    return Option(names, settings)
+    return Option(names, settings, key)
 
 
-def flag(*names: str, help: str) -> Option:
+def flag(*names: str, key: str = "", help: str) -> Option:
     """Describe an option without a value."""
-    return Option(names, {"action": "store_true", "help": help})
+    return Option(names, {"action": "store_true", "help": help}, key)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ Nothing is imported here that a command needs, so that ``--help`` answers at onc
 
 from __future__ import annotations
 
-from argparse import SUPPRESS
-
 from robust_train.cli.command import Command, checked, flag, option
 
 _JSON = flag("--json", help="print JSON for programs; sizes in bytes")
@@ -52,58 +50,79 @@ _STARTING = (
         (
             option(
                 "--batch-size",
+                key="training.batch_size",
                 type=_COUNT,
                 metavar="N",
                 help="micro-batch size of the first attempt",
             ),
             option(
                 "--gradient-accumulation",
+                key="training.gradient_accumulation_steps",
                 type=_COUNT,
                 metavar="N",
                 help="micro-batches in an optimizer step (1)",
             ),
             option(
                 "--min-batch-size",
+                key="min_batch_size",
                 type=_COUNT,
                 metavar="N",
                 help="smallest micro-batch size to try (4)",
             ),
             flag(
                 "--keep-effective-batch",
+                key="preserve_effective_batch_size=true",
                 help="stop where the script cannot make up for a smaller micro-batch",
             ),
             option(
                 "--learning-rate",
+                key="training.lr",
                 type=_POSITIVE,
                 metavar="LR",
                 help="the {learning_rate} of the first attempt",
             ),
             option(
                 "--scale-learning-rate",
+                key="trainer.scale_learning_rate",
                 choices=("linear", "sqrt"),
                 help="how {learning_rate} follows an effective batch that cannot be kept",
             ),
             option(
                 "--min-gpu-memory-mb",
+                key="min_gpu_memory_mb",
                 type=_AMOUNT,
                 metavar="MIB",
                 help="memory that must be free on a GPU",
             ),
             option(
                 "--max-retries",
+                key="max_retries",
                 type=_AMOUNT,
                 metavar="N",
                 help="smaller micro-batches to try on one device (3)",
             ),
             option(
                 "--device",
+                key="device",
                 metavar="DEVICE",
                 help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
             ),
-            flag("--no-wait", help="do not wait for a GPU"),
-            flag("--no-cpu", help="never fall back to the CPU"),
-            flag("--detach", help="go on in the background, past logout"),
-            option("--name", help="job name in queue and tables (the script's name)"),
+            flag("--no-wait", key="wait_for_gpu=false", help="do not wait for a GPU"),
+            flag(
+                "--no-cpu",
+                key="allow_cpu_fallback=false",
+                help="never fall back to the CPU",
+            ),
+            flag(
+                "--detach",
+                key="detach=true",
+                help="go on in the background, past logout",
+            ),
+            option(
+                "--name",
+                key="job_name",
+                help="job name in queue and tables (the script's name)",
+            ),
             option(
                 "--run-dir",
                 metavar="DIR",
@@ -111,16 +130,19 @@ _STARTING = (
             ),
             option(
                 "--checkpoint",
+                key="trainer.checkpoint_glob",
                 metavar="GLOB",
                 help="the script's own checkpoints, as 'ckpt/*.pt'",
             ),
             option(
                 "--resume-argv",
+                key="trainer.resume_argv",
                 metavar="ARGUMENTS",
                 help="append these if there is a checkpoint, as '--resume {checkpoint}'",
             ),
             option(
                 "--stop-signal",
+                key="trainer.stop_signal",
                 choices=("TERM", "INT", "USR1"),
                 help="asks the script to stop, as at Ctrl-C (TERM)",
             ),
@@ -271,18 +293,10 @@ _MACHINE = (
         (
             _JSON,
             flag("--verbose", help="show the reservations on each GPU"),
-            flag("--usage", help=SUPPRESS),  # gone
             _QUEUE_DIR,
         ),
         about="Show the jobs on this host: those that run, with their GPUs, and those that wait, "
         "with their queue position (#) and the reason.",
-    ),
-    Command(
-        "queue cancel",
-        "stop one of your own jobs",
-        "machine:cancel",
-        (option("id", metavar="ID", help="as robust-train queue shows it"), _QUEUE_DIR),
-        about="Ask one of your own jobs to stop (SIGTERM).",
     ),
     Command(
         "gpus",
@@ -481,6 +495,7 @@ NOW = {
     "run checkpoint": "checkpoint",
     "run halve-batch": "halve-batch",
     "run stop": "stop",
+    "queue cancel": "stop",
 }
 """Spellings of 0.2, which work until 0.4, and those of today."""
 

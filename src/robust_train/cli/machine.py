@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import textwrap
 import time
@@ -16,8 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from robust_train.cli.command import Answer, CommandFailed, Table
-from robust_train.files import printable
+from robust_train.cli.command import Answer, Table
 from robust_train.folder.run_list import find_live_runs
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
@@ -25,14 +23,11 @@ from robust_train.gpu.processes import (
     is_hidden,
     is_there,
     sees_host_pids,
-    send_signal,
     user_name,
 )
 from robust_train.gpu.visible import VARIABLE, visible_gpus
-from robust_train.host.linux import end_processes_of, named, processes_of
+from robust_train.host.linux import named, processes_of
 from robust_train.host.memory import read_host_memory
-from robust_train.host.signals import ORPHAN_GRACE_SECONDS
-from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
@@ -194,9 +189,6 @@ def _process_rows(gpu: dict[str, Json]) -> list[list[object]]:
 
 def queue(arguments: Namespace) -> Answer:
     """Show the jobs that run and wait on this host."""
-    if arguments.usage:
-        problem = "--usage is gone: the queue no longer counts GPU-hours; `queue` lists holders"
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
     path = directory_for(arguments.dir, os.environ)
     if not os.path.exists(path):
         nothing = {"directory": str(path), "jobs": [], "excluded": []}
@@ -231,47 +223,6 @@ def queue(arguments: Namespace) -> Answer:
     table = Table(_OF_JOBS, [_job_row(job) for job in jobs])
     shown = [table if jobs else _empty(path), *map(_wrapped, lines)]
     return Answer(data, shown, warnings)
-
-
-def cancel(arguments: Namespace) -> Answer:
-    """Ask one of the caller's own jobs to stop."""
-    path = directory_for(arguments.dir, os.environ)
-    found: Sequence[QueuedJob] = ()
-    if os.path.exists(path):
-        with contextlib.closing(Registry(path)) as registry:
-            found = registry.jobs()
-    job = next((job for job in found if job.id == arguments.id), None)
-    if job is None:
-        raise CommandFailed(f"{printable(arguments.id)}: there is no such job")
-    # the owner of the file, not of the record: that could name any process
-    if job.owner != os.geteuid():
-        raise CommandFailed(f"{job.id}: it belongs to user {job.owner}")
-    if not job.is_here:
-        problem = "its launcher is in another container"
-        remedy = f"robust-train stop {job.run_dir}"
-        raise CommandFailed(f"{job.id}: {problem}; {remedy}")
-    try:
-        is_sent = send_signal(job.pid, job.started, signal.SIGTERM)
-    except PermissionError as error:
-        problem = f"{job.id}: pid {job.pid} is another user's process"
-        raise CommandFailed(problem) from error
-    if not is_sent:
-        return _cancel_orphaned(job)
-    return Answer(shown=[f"{job.id} ({job.name}, pid {job.pid}) was asked to stop"])
-
-
-def _cancel_orphaned(job: QueuedJob) -> Answer:
-    """End what a killed launcher has left."""
-    left = named(processes_of(job.id, job.owner))
-    stays = end_processes_of(job.id, job.owner, ORPHAN_GRACE_SECONDS)
-    launcher = f"its launcher (pid {job.pid}) has ended"
-    if stays:
-        problem = f"{launcher}; {named(stays)} hangs in the kernel and keeps its GPUs"
-        raise CommandFailed(f"{job.id}: {problem}")
-    if not left:
-        problem = f"{launcher}, and what is left of it is not visible here"
-        raise CommandFailed(f"{job.id}: {problem}; its GPUs are free once it has ended")
-    return Answer(shown=[f"{job.id}: {launcher}; ended what was left: {left}"])
 
 
 def _empty(path: Path) -> str:
@@ -367,7 +318,7 @@ def _about_launcher(job: QueuedJob) -> list[str]:
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
     if left := processes_of(job.id, job.owner):
-        remedy = f"robust-train queue cancel {job.id}"
+        remedy = f"robust-train stop {job.id}"
         return [f"{ended} and left {named(left)}: {remedy}"]
     return [f"{ended}, and what is left of it is not visible here"]
 

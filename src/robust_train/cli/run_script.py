@@ -11,8 +11,10 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from robust_train.cli.command import CommandFailed
+from robust_train.cli.commands import COMMANDS
 from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
 from robust_train.config.trainers import name_of_program
 from robust_train.model.errors import EXIT_BAD_CONFIG
@@ -53,36 +55,30 @@ def run(arguments: Namespace) -> int:
         discard_early()
 
 
+_OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key}
+"""The options by the keys that they give."""
+
+_TEXTS = {"device", "job_name", "trainer.checkpoint_glob", "trainer.resume_argv"}
+"""Keys whose values go into the config unchanged, past the grammar of overrides."""
+
+
 def overrides_of(arguments: Namespace) -> list[str]:
-    """Return the command line as overrides of ``configs/robust.yaml``.
+    """Return the command line as overrides of ``configs/robust.yaml``, without texts.
 
     Raises CommandFailed if it does not describe a job.
     """
-    batch_size, min_batch_size = _batch_sizes(arguments)
-    pairs = {
-        "training.batch_size": batch_size,
-        "training.gradient_accumulation_steps": arguments.gradient_accumulation,
-        "preserve_effective_batch_size": True
-        if arguments.keep_effective_batch
-        else None,
-        "training.lr": arguments.learning_rate,
-        "trainer.scale_learning_rate": arguments.scale_learning_rate,
-        "trainer.stop_signal": arguments.stop_signal,
-        "min_batch_size": min_batch_size,
-        "min_gpu_memory_mb": arguments.min_gpu_memory_mb,
-        "max_retries": arguments.max_retries,
-        "auto_device": None if arguments.device in (None, "auto") else False,
-        "wait_for_gpu": False if arguments.no_wait else None,
-        "allow_cpu_fallback": False if arguments.no_cpu else None,
-        "detach": True if arguments.detach else None,
-    }
-    given = [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in pairs.items()
-        if value is not None
-    ]
+    sizes = _batch_sizes(arguments)
+    given = []
+    for key, option in _OPTIONS.items():
+        value = sizes[key] if key in sizes else _value(arguments, option)
+        if key not in _TEXTS and value is not None and value is not False:
+            given.append(key if value is True else f"{key}={value}")
     _check_learning_rate(arguments)
     return ["trainer=command", *given, *arguments.overrides]
+
+
+def _value(arguments: Namespace, option: str) -> Any:
+    return getattr(arguments, option.lstrip("-").replace("-", "_"))
 
 
 def _gives(arguments: Namespace, key: str) -> bool:
@@ -104,49 +100,38 @@ def _check_learning_rate(arguments: Namespace) -> None:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
 
 
-def _batch_sizes(arguments: Namespace) -> tuple[int | None, int | None]:
+def _batch_sizes(arguments: Namespace) -> dict[str, int | None]:
     """Return the first and the smallest micro-batch size; None if a key gives it."""
     batch_size, least = arguments.batch_size, arguments.min_batch_size
-    by_key = _gives(arguments, "training.batch_size")
-    if batch_size is None and not by_key:
-        used = set().union(*(placeholders_in(word) for word in arguments.program))
+    if batch_size is None and not _gives(arguments, "training.batch_size"):
+        used = set().union(*map(placeholders_in, arguments.program))
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
         if used & sizes or least is not None:
             problem = "the batch size is used but not given; add --batch-size N"
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
         # the script has a batch size of its own, so a smaller one of ours would change nothing
-        return 1, 1
-    if batch_size is None:
-        return None, least
-    if least is None:
+        batch_size = least = 1
+    elif batch_size is not None and least is None:
         least = min(4, batch_size)
-    if least > batch_size:
-        problem = (
-            f"--min-batch-size {least}: must not be above --batch-size {batch_size}"
-        )
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
-    return batch_size, least
+    return {"training.batch_size": batch_size, "min_batch_size": least}
 
 
 def _texts(arguments: Namespace) -> dict[str, Json]:
-    """Return what goes into the config unchanged, past the grammar of overrides.
-
-    Raises CommandFailed if the quotes of the resume arguments do not match.
-    """
+    """Return the values of the config that are texts. Raises CommandFailed if the quotes of the
+    resume arguments do not match."""
     try:
         resume = shlex.split(arguments.resume_argv or "")
     except ValueError as error:
         problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     texts = {
-        "trainer.argv": [literal(word) for word in arguments.program],
-        "trainer.resume_argv": [literal(word) for word in resume] or None,
-        "trainer.checkpoint_glob": arguments.checkpoint
-        and literal(arguments.checkpoint),
+        "trainer.argv": list(map(literal, arguments.program)),
+        "trainer.resume_argv": list(map(literal, resume)),
+        "trainer.checkpoint_glob": literal(arguments.checkpoint or ""),
         "job_name": literal(arguments.name or name_of_program(arguments.program)),
         "device": arguments.device,
     }
-    return {key: value for key, value in texts.items() if value is not None}
+    return {key: value for key, value in texts.items() if value}
 
 
 def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json]) -> int:
@@ -206,26 +191,11 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
         return refusals.exit_code_of(error)
 
 
-_OPTIONS = {
-    "trainer.argv": "PROGRAM",
-    "trainer.resume_argv": "--resume-argv",
-    "trainer.checkpoint_glob": "--checkpoint",
-    "training.batch_size": "--batch-size",
-    "training.gradient_accumulation_steps": "--gradient-accumulation",
-    "training.lr": "--learning-rate",
-    "min_batch_size": "--min-batch-size",
-    "min_gpu_memory_mb": "--min-gpu-memory-mb",
-    "device": "--device",
-}
-"""Keys in messages, and how people who write no keys know them."""
-
-
 def _in_options(line: str, arguments: Namespace) -> str:
     """Return a refusal with options in place of the keys that were not written."""
-    for key, option in _OPTIONS.items():
+    for key, option in {**_OPTIONS, "trainer.argv": "PROGRAM"}.items():
         if not _gives(arguments, key):
-            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}=", f"{option} ", line)
-            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}:", f"{option}:", line)
+            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])", option, line)
     return line
 
 

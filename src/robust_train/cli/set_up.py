@@ -6,7 +6,7 @@ import os
 import shlex
 import socket
 import webbrowser
-from argparse import SUPPRESS, Namespace
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -212,8 +212,7 @@ def _case(name: str) -> str:
     words = list(members_of(name))
     options = COMMANDS[name].options if name in COMMANDS else ()
     for each in options:
-        if each.settings.get("help") != SUPPRESS:
-            words += [word for word in each.names if word.startswith("--")]
+        words += [word for word in each.names if word.startswith("--")]
     escaped = f"robust-train {name} ".replace(" ", "\\ ")
     case = f"        {escaped}*) words={_words(words)}"
     if any(each.names[0] == "which" for each in options):

@@ -34,6 +34,8 @@ from robust_train.model.failure import Clue, Failure, FailureKind
 __all__ = ["classify_exit", "classify_failure"]
 
 _CLASSIFIED = "_robust_train_failure"
+_NO_ROOM = Failure(FailureKind.HOST_OOM, "MemoryError")
+"""Made before memory runs out."""
 
 
 def classify_failure(
@@ -56,7 +58,10 @@ def classify_failure(
     known = getattr(exception, _CLASSIFIED, None)
     if isinstance(known, Failure):
         return known
-    failure = _classified(exception, host_memory_ran_out)
+    try:
+        failure = _classified(exception, host_memory_ran_out)
+    except MemoryError:  # the last byte is taken, so there is no room to look
+        failure = _NO_ROOM
     with contextlib.suppress(Exception):
         setattr(exception, _CLASSIFIED, failure)
     return failure
