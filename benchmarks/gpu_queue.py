@@ -34,10 +34,10 @@ def measure(rounds: int) -> None:
 
     from robust_train.gpu.inventory import read_inventory
     from robust_train.gpu.visible import visible_gpus
-    from robust_train.queue.host_queue import HostQueue
+    from robust_train.queue.host_queue import GpuRequest, HostQueue
     from robust_train.queue.queue_dir import directory_for
     from robust_train.queue.registry import Registry
-    from robust_train.queue.waiting import GpuRequest, NoGpu, Waiting
+    from robust_train.queue.waiting import NoGpu, Waiting, wait_for_gpus
 
     base = directory_for(None, os.environ)
 
@@ -50,7 +50,7 @@ def measure(rounds: int) -> None:
     request = GpuRequest(4000 * MIB, timeout_seconds=900, interval_seconds=600)
 
     def get(queue: HostQueue) -> None:
-        found = queue.wait(request)
+        found = wait_for_gpus(queue, request)
         assert not isinstance(found, NoGpu), found
 
     seconds: dict[str, list[float]] = {"with": [], "without": []}
@@ -75,7 +75,7 @@ def measure(rounds: int) -> None:
     for _ in range(20):
         queue = job()
         queue.join(request)
-        waiting_jobs.append((queue, Waiting(request, queue.read, queue)))
+        waiting_jobs.append((queue, Waiting(request, queue)))
         for _ in range(2):
             waiting_jobs[-1][1].poll()
     cpu = []

@@ -432,14 +432,22 @@ EVENTS = {
     ),
     "no inodes": Event(
         troubled(out_of_inodes, "No space left"),
+        is_of_launcher=True,
         words=TELLS,
         disk=lambda day: small_disk(day.run_dir, "nr_inodes=200"),
     ),
     "read-only disk": Event(
-        troubled(lambda day: read_only(day.run_dir), "Read-only file system"), words=TELLS
+        troubled(lambda day: read_only(day.run_dir), "Read-only file system"),
+        is_of_launcher=True,
+        words=TELLS,
     ),
-    "failing disk": Event(troubled(failing, "Input/output error"), words=TELLS, disk=on_a_bad_disk),
-    "slow disk": Event(slow_disk, disk=on_a_bad_disk),
+    "failing disk": Event(
+        troubled(failing, "Input/output error"),
+        is_of_launcher=True,
+        words=TELLS,
+        disk=on_a_bad_disk,
+    ),
+    "slow disk": Event(slow_disk, is_of_launcher=True, disk=on_a_bad_disk),
     "unreadable folder": Event(unreadable_folder, is_of_launcher=True),
     "blocked stdout": Event(blocked_stdout, is_of_launcher=True),
     "second launcher": Event(second_launcher, is_of_launcher=True),

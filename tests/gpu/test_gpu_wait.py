@@ -19,7 +19,8 @@ from robust_train.gpu import inventory
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo, GpuProcess
 from robust_train.queue import waiting
-from robust_train.queue.waiting import GpuRequest, NoGpu, Waiting, WaitStatus
+from robust_train.queue.host_queue import GpuRequest, HostQueue
+from robust_train.queue.waiting import NoGpu, Waiting, WaitStatus
 from robust_train.readable import MIB
 from robust_train.report.status import LiveStatus
 from simulated_nvml import Gpu, Machine
@@ -59,7 +60,8 @@ class Story:
 
     def wait(self, request: GpuRequest) -> tuple[GpuInfo, ...] | NoGpu:
         with mock.patch.object(waiting, "time", SimpleNamespace(monotonic=lambda: self.now)):
-            return Waiting(request, self.read, None, self.said.append, self.sleep).run()
+            queue = HostQueue.alone(self.read)
+            return Waiting(request, queue, self.said.append, self.sleep).run()
 
 
 def always(*gpus: GpuInfo) -> Story:
@@ -131,7 +133,7 @@ def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
     request = replace(REQUEST, timeout_seconds=60, interval_seconds=interval)
     try:
         with mock.patch.object(waiting, "time", SimpleNamespace(monotonic=lambda: story.now)):
-            Waiting(request, read, None, print, sleep).run()
+            Waiting(request, HostQueue.alone(read), print, sleep).run()
     finally:
         inventory.forget_session()
     assert set(seen) == {is_open}
@@ -249,12 +251,15 @@ WAIT = """
 import os, sys
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.queue.waiting import GpuRequest, Waiting
+from robust_train.queue.host_queue import GpuRequest, HostQueue
+from robust_train.queue.waiting import Waiting
 request = GpuRequest(4000 * 1024**2, timeout_seconds=300, interval_seconds={interval})
 try:
+    def read(processes):
+        return visible_gpus(read_inventory(processes=processes), os.environ)
     found = Waiting(
         request,
-        lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
+        HostQueue.alone(read),
         on_status=lambda status: print(status.sentence(), file=sys.stderr),
     ).run()
     print(found[0].uuid)

@@ -180,9 +180,9 @@ def main() -> None:
 def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.gpu.inventory import read_inventory
     from robust_train.gpu.visible import visible_gpus
-    from robust_train.queue.host_queue import HostQueue
+    from robust_train.queue.host_queue import GpuRequest, HostQueue
     from robust_train.queue.queue_dir import directory_for
-    from robust_train.queue.waiting import GpuRequest, NoGpu
+    from robust_train.queue.waiting import NoGpu, wait_for_gpus
 
     queue = HostQueue(
         directory_for(None, os.environ),
@@ -194,7 +194,7 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     need, count = plan["need"], plan["count"]
     _log(log, "arrives", number, count=count, per_device=chaos.per_device)
     request = GpuRequest(need * MIB, timeout_seconds=300, interval_seconds=5.0, count=count)
-    found = queue.wait(request)
+    found = wait_for_gpus(queue, request)
     if isinstance(found, NoGpu):
         _log(log, "error", number, text=found.reason)
         return

@@ -18,9 +18,9 @@ from typing import Any
 
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import Visible, visible_gpus
-from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import directory_for
-from robust_train.queue.waiting import GpuRequest, NoGpu, WaitStatus
+from robust_train.queue.waiting import NoGpu, WaitStatus, wait_for_gpus
 from robust_train.readable import MIB
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         say("waiting", sentence=status.sentence(), position=status.position)
 
     def get() -> bool:
-        found = queue.wait(request, announce, time.sleep)
+        found = wait_for_gpus(queue, request, announce, time.sleep)
         if isinstance(found, NoGpu):
             say("refused", reason=found.reason)
             return False

@@ -14,9 +14,9 @@ import warm
 from robust_train.cli.main import main
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo
-from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.registry import IDLE_SECONDS, QueuedJob, Registry
-from robust_train.queue.waiting import GpuRequest
+from robust_train.queue.waiting import wait_for_gpus
 from robust_train.readable import MIB
 from simulated_nvml import Gpu, Machine
 
@@ -40,7 +40,7 @@ class RunningJob:
 
     def wait(self) -> None:
         request = GpuRequest(4000 * MIB, wait=False)
-        found = self.queue.wait(request)
+        found = wait_for_gpus(self.queue, request)
         assert isinstance(found, tuple), found
 
 

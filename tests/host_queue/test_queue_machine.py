@@ -27,9 +27,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue import host_queue, queue_dir, registry, waiting
-from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.registry import Registry
-from robust_train.queue.waiting import GpuRequest, Waiting
+from robust_train.queue.waiting import Waiting
 from robust_train.readable import MIB
 
 TOTAL = 40000 * MIB
@@ -128,7 +128,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         request = GpuRequest(need * MIB, interval_seconds=30.0, count=count)
         queue.join(request)
-        polls = Waiting(request, queue.read, queue)
+        polls = Waiting(request, queue)
         self.members.append(Member(number, queue, request, per_device, polls))
 
     @rule(data=st.data())

@@ -30,7 +30,7 @@ from robust_train.gpu.visible import Visible
 from robust_train.host.linux import is_locked, lock
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue import queue_dir
-from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import Plan
 from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
@@ -42,7 +42,7 @@ from robust_train.queue.queue_dir import (
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry, Reservation, decode, encode
-from robust_train.queue.waiting import GpuRequest
+from robust_train.queue.waiting import wait_for_gpus
 from robust_train.readable import MIB
 
 A = GpuInfo("GPU-a", "A100", 0, "0", 40000 * MIB, 40000 * MIB, 0)
@@ -183,7 +183,7 @@ def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(
     base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = queue_of(base)
-    assert job.wait(REQUEST) == (A,)
+    assert wait_for_gpus(job, REQUEST) == (A,)
     shutil.rmtree(base)
     base.write_text("not a directory")
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_a_full_disk_means_a_warning_and_no_reservation(
         job = queue_of(base)
         with pytest.raises(OSError, match="No space"):
             (base / "filler").write_bytes(b"x" * 10**6)
-        assert job.wait(REQUEST) == (A,)
+        assert wait_for_gpus(job, REQUEST) == (A,)
         assert list((base / boot_name()).glob("record.*")) == []
         assert job.hold == ()
         job.release()
@@ -228,7 +228,7 @@ def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_
     with as_another_user(make):
         job = queue_of(base)
         for _ in range(2):
-            assert job.wait(REQUEST) == (A,)
+            assert wait_for_gpus(job, REQUEST) == (A,)
         assert job.hold, "it is used"
         job.release()
     assert sum("belongs to user nobody" in record.message for record in caplog.records) == 1
@@ -478,7 +478,7 @@ def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding
     base: Path, registry: Registry, take: Callable[[Path], object]
 ) -> None:
     job = queue_of(base)
-    assert job.wait(REQUEST) == (A,)
+    assert wait_for_gpus(job, REQUEST) == (A,)
     (path,) = registry.path.glob("record.*")
 
     def act() -> object:
@@ -492,7 +492,7 @@ def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding
         job.release()
         fcntl.fcntl(other, fcntl.F_OFD_SETLK, READ_LOCK)  # whoever waited for it gets it now
         late = queue_of(base)
-        assert late.wait(REQUEST) == (A,)
+        assert wait_for_gpus(late, REQUEST) == (A,)
         assert [found.gpus for found in registry.jobs()] == [(A.uuid,)]
         late.release()
         os.close(other)
@@ -512,7 +512,7 @@ def test_a_running_job_of_version_0_2_counts_with_its_gpus(base: Path, registry:
         (found,) = registry.jobs()
         assert (found.id, found.state, found.gpus) == ("3-aaaaaa", "running", ("GPU-a",))
         job = queue_of(base)
-        assert "taken, one job per GPU" in str(job.wait(REQUEST))
+        assert "taken, one job per GPU" in str(wait_for_gpus(job, REQUEST))
         job.release()
     assert registry.jobs() == []
 
@@ -525,7 +525,7 @@ def test_a_file_system_without_locks_means_a_warning_and_no_reservation(
 
     monkeypatch.setattr(fcntl, "fcntl", no_locks)
     job = queue_of(base)
-    assert job.wait(REQUEST) == (A,)
+    assert wait_for_gpus(job, REQUEST) == (A,)
     assert "No locks available" in caplog.text
     job.release()
 
@@ -561,7 +561,7 @@ def test_where_proc_hides_processes_a_job_of_another_user_is_not_taken_for_ended
     base: Path,
 ) -> None:
     job = queue_of(base)
-    assert job.wait(REQUEST) == (A,)
+    assert wait_for_gpus(job, REQUEST) == (A,)
 
     def look() -> None:
         assert not os.path.exists(f"/proc/{os.getppid()}")
@@ -579,7 +579,7 @@ def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(
     base: Path, registry: Registry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running, later = queue_of(base), enter(registry, "sweep")
-    assert running.wait(REQUEST) == (A,)
+    assert wait_for_gpus(running, REQUEST) == (A,)
     unhurried = {"only": (A.uuid,), "polled_at": time.monotonic() + 3600}
     later.update(replace(later.job, **unhurried))
 

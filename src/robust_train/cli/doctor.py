@@ -31,7 +31,7 @@ from robust_train.host.memory import cgroup_rooms, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.gpu import OFTEN, GpuInfo, Inventory
-from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import (
     Exclusion,
     GpuFault,
@@ -40,7 +40,7 @@ from robust_train.queue.queue_dir import (
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry
-from robust_train.queue.waiting import GpuRequest, NoGpu
+from robust_train.queue.waiting import NoGpu, wait_for_gpus
 from robust_train.readable import GIB, MIB, mib
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
     )
     request = GpuRequest(_PROBE_BYTES, wait=False, only=frozenset({gpu.uuid}))
     try:
-        found = queue.wait(request)
+        found = wait_for_gpus(queue, request)
         if isinstance(found, NoGpu):
             return True, f"not probed: {found.reason}"
         now = [one for one in read_inventory().gpus if one.uuid == gpu.uuid]

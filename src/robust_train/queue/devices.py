@@ -26,14 +26,14 @@ from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.spec import Room
 from robust_train.policy.context import excluded_after
 from robust_train.policy.decide import Offers
-from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import QueuedJob
 from robust_train.queue.waiting import (
-    GpuRequest,
     NoGpu,
     Waiting,
     WaitStatus,
+    wait_for_gpus,
     why_pointless,
 )
 from robust_train.readable import MIB
@@ -216,14 +216,15 @@ class Devices:
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
         # these are reserved already
-        return Waiting(request, self._read, None, self._on_wait, self._sleep).run()
+        alone = HostQueue.alone(self._read)
+        return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Sequence[int]) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
         waits, why = request.wait, NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
             asked = replace(request, count=count, wait=waits)
-            found = self.queue.wait(asked, self._on_wait, self._sleep)
+            found = wait_for_gpus(self.queue, asked, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
                 slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
                 self._slice_ends = time.monotonic() + slice_seconds

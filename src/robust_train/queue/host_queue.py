@@ -11,14 +11,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from robust_train.gpu.inventory import close_session
 from robust_train.gpu.processes import user_name
+from robust_train.gpu.select import can_be_one_of
 from robust_train.gpu.visible import Visible
 from robust_train.model.errors import ConfigError
-from robust_train.model.gpu import GpuInfo, Group
+from robust_train.model.gpu import GpuInfo
 from robust_train.queue.plan import has_room, open_to, waits_for
 from robust_train.queue.queue_dir import (
     EXCLUDED_SECONDS,
@@ -27,7 +28,6 @@ from robust_train.queue.queue_dir import (
     QueueProblem,
 )
 from robust_train.queue.registry import QueuedJob, Registry, Reservation
-from robust_train.queue.waiting import GpuRequest, NoGpu, Waiting, WaitStatus
 
 log = logging.getLogger("robust_train")
 
@@ -35,8 +35,28 @@ _LOOK_SECONDS = 60.0
 _SEEN_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class GpuRequest:
+    """A job's request."""
+
+    min_bytes: int  # free memory that it needs on each GPU
+    wait: bool = True  # whether to wait if there is not that much now
+    timeout_seconds: float = 3600.0  # how long at most
+    interval_seconds: float = 30.0  # between two polls of the GPUs
+    only: frozenset[str] = frozenset()  # UUIDs of the GPUs that will do; none: any
+    count: int = 1  # GPUs that it needs at once
+    exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
+
+    def allows(self, gpu: GpuInfo) -> bool:
+        """Return whether the job may use a GPU at all."""
+        is_named = not self.only or gpu.uuid in self.only
+        return (
+            is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
+        )
+
+
 class HostQueue:
-    """One job, as it deals with the other jobs of its host."""
+    """One job, as it deals with the other jobs of its host, or without them."""
 
     def __init__(
         self,
@@ -71,36 +91,24 @@ class HostQueue:
         """The descriptor that keeps the reservation alive, if there is one."""
         return () if self._reservation is None else (self._reservation.fd,)
 
-    def wait(
-        self,
-        request: GpuRequest,
-        on_status: Callable[[WaitStatus], None] = lambda status: None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> Group | NoGpu:
-        """Wait for GPUs and reserve them; a job that comes back keeps its ticket.
+    @staticmethod
+    def alone(read: Callable[[bool], Visible]) -> HostQueue:
+        """Return a job that knows no others."""
+        return HostQueue(None, name="", run_dir="", jobs_per_device=1, read=read)
 
-        Raises:
-            ConfigError: the job could never start under the administrator's limit.
-        """
-        self._busy_at = {}
-        try:
-            if self.join(request):
-                return Waiting(request, self.read, self, on_status, sleep).run()
-        except QueueProblem as problem:
-            self._do_without(problem)
-        finally:
-            if self._reservation is not None and not self._reservation.job.gpus:
-                self._reservation.release()
-                self._reservation = None
-        return Waiting(request, self.read, None, on_status, sleep).run()
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other jobs to queue with."""
+        return self._registry is not None
 
-    def join(self, request: GpuRequest) -> bool:
-        """Return whether there is a queue for the job.
+    def join(self, request: GpuRequest) -> None:
+        """Come to know the host's other jobs, if this job has a queue directory.
 
         Raises:
             QueueProblem: the queue directory cannot be used.
-            ConfigError: as :meth:`wait`.
+            ConfigError: the job could never start under the administrator's limit.
         """
+        self._busy_at = {}
         if self._registry is None and self._directory is not None:
             self._registry = Registry(self._directory)
             if self._registry.owner not in (0, os.geteuid()):
@@ -116,7 +124,12 @@ class HostQueue:
                 f"num_gpus={request.count}: this machine's {LIMITS_FILE} has max_gpus_per_user: "
                 f"{limit}; ask for at most num_gpus={limit}"
             )
-        return self._registry is not None
+
+    def withdraw(self) -> None:
+        """Give up the ticket of a job that has got no GPUs."""
+        if self._reservation is not None and not self._reservation.job.gpus:
+            self._reservation.release()
+            self._reservation = None
 
     def others(self) -> list[QueuedJob]:
         """Return all living jobs but this one."""
@@ -138,8 +151,15 @@ class HostQueue:
         )
 
     def requeue(self, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
-        """Write down what the job waits for, under its old ticket if it has one."""
-        assert self._registry is not None
+        """Write down what the job waits for, under its old ticket if it has one; return the job."""
+        if self._registry is None:
+            return QueuedJob(
+                id="alone",
+                only=only,
+                reserved_bytes=request.min_bytes,
+                count=request.count,
+                polled_at=time.monotonic(),
+            )
         reservation = self._reservation
         job = self._job if reservation is None else reservation.job.on(())
         job = replace(
@@ -157,6 +177,7 @@ class HostQueue:
 
     def announce(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve GPUs if they have room: write it down first, then look who else did the same.
+        Without other jobs there is nothing to write.
 
         Two jobs that announce the same room at once see each other, and both withdraw. Records are
         read before the GPUs: what a job takes meanwhile counts twice, rather than not at all.
@@ -165,7 +186,8 @@ class HostQueue:
             QueueProblem: the record cannot be written.
         """
         reservation = self._reservation
-        assert reservation is not None
+        if reservation is None:
+            return True
         before = reservation.job
         # a job that moves keeps what it has until it has the other
         both = dict.fromkeys((*before.gpus, *uuids))
@@ -186,7 +208,7 @@ class HostQueue:
         try:
             others, limit = self.others(), self.gpu_limit()
         except QueueProblem as problem:
-            self._do_without(problem)
+            self.do_without(problem)
             return self.read().gpus
         visible = self.read()
         only = tuple(gpu.uuid for gpu in visible.gpus)
@@ -232,7 +254,7 @@ class HostQueue:
             ):
                 self._reservation.update(before.on(uuids))
         except QueueProblem as problem:
-            self._do_without(problem)
+            self.do_without(problem)
         return True
 
     def exclude(self, uuid: str, reason: str) -> None:
@@ -295,7 +317,8 @@ class HostQueue:
             with contextlib.suppress(QueueProblem):
                 self._reservation.update(replace(job, **changes))  # type: ignore[arg-type]
 
-    def _do_without(self, problem: QueueProblem) -> None:
+    def do_without(self, problem: QueueProblem) -> None:
+        """Go on without the other jobs, after a warning."""
         log.warning("%s; this job goes on without a reservation", problem)
         self._directory = None
         self.release()

@@ -7,20 +7,17 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from robust_train.gpu.inventory import close_session
 from robust_train.gpu.processes import find_holders
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, label
 from robust_train.gpu.visible import Visible
-from robust_train.model.gpu import GpuInfo, Group
+from robust_train.model.gpu import Group
+from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import LONGEST, Plan, why_waiting
-from robust_train.queue.queue_dir import NO_LIMIT
+from robust_train.queue.queue_dir import QueueProblem
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
-
-if TYPE_CHECKING:
-    from robust_train.queue.host_queue import HostQueue
 
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
@@ -29,26 +26,6 @@ _SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 0.05, 
 _LISTING_FACTOR = 10.0  # to read the records takes at most this fraction of the time
 _SETTLE_SECONDS = 5.0
 _UNANSWERED_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class GpuRequest:
-    """A job's request."""
-
-    min_bytes: int  # free memory that it needs on each GPU
-    wait: bool = True  # whether to wait if there is not that much now
-    timeout_seconds: float = 3600.0  # how long at most
-    interval_seconds: float = 30.0  # between two polls of the GPUs
-    only: frozenset[str] = frozenset()  # UUIDs of the GPUs that will do; none: any
-    count: int = 1  # GPUs that it needs at once
-    exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
-
-    def allows(self, gpu: GpuInfo) -> bool:
-        """Return whether the job may use a GPU at all."""
-        is_named = not self.only or gpu.uuid in self.only
-        return (
-            is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
-        )
 
 
 @dataclass(frozen=True)
@@ -78,27 +55,45 @@ class WaitStatus:
         return shortened(f"{where}, {left}: {self.obstacles}", LONGEST)
 
 
+def wait_for_gpus(
+    queue: HostQueue,
+    request: GpuRequest,
+    # called each second, and after each poll in vain
+    on_status: Callable[[WaitStatus], None] = lambda status: None,
+    # waits some seconds; what it raises (Ctrl-C) ends the waiting
+    sleep: Callable[[float], None] = time.sleep,
+) -> Group | NoGpu:
+    """Wait for GPUs and reserve them; a job that comes back keeps its ticket.
+
+    Raises:
+        ConfigError: the job could never start under the administrator's limit.
+    """
+    try:
+        queue.join(request)
+        return Waiting(request, queue, on_status, sleep).run()
+    except QueueProblem as problem:
+        queue.do_without(problem)
+    finally:
+        queue.withdraw()
+    return Waiting(request, queue, on_status, sleep).run()
+
+
 class Waiting:
     """The polls of one job, until it has its GPUs or gives up.
 
     The records of other jobs are read at each poll; the GPUs, which cost more, only if a record has
-    changed, for some seconds after that, and once per check interval. Without a queue the first
+    changed, for some seconds after that, and once per check interval. Without other jobs the first
     to find a GPU free has it.
     """
 
     def __init__(
         self,
         request: GpuRequest,
-        # reads the GPUs; its argument asks for their processes too, once per report
-        read: Callable[[bool], Visible],
-        queue: HostQueue | None = None,
-        # called each second, and after each poll in vain
+        queue: HostQueue,
         on_status: Callable[[WaitStatus], None] = lambda status: None,
-        # waits some seconds; what it raises (Ctrl-C) ends the waiting
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._request = request
-        self._read = read
         self._queue = queue
         self._on_status = on_status
         self._sleep = sleep
@@ -106,6 +101,7 @@ class Waiting:
         self._deadline = self._next_report + request.timeout_seconds
         self._status = WaitStatus(request.timeout_seconds, 0, "", position=0)
         self._seen: list[QueuedJob] | None = None
+        self._me = QueuedJob()
         self._only: tuple[str, ...] = ()
         self._position = 0
         self._obstacles = ""
@@ -122,7 +118,7 @@ class Waiting:
         Raises:
             QueueProblem: the queue directory cannot be used any more.
         """
-        pointless = why_pointless(self._request, self._read(False))
+        pointless = why_pointless(self._request, self._queue.read())
         if pointless:
             return NoGpu(pointless)
         while not (group := self.poll()):
@@ -143,7 +139,7 @@ class Waiting:
         them; else none, and why not is known."""
         started = time.monotonic()
         interval_seconds = self._request.interval_seconds
-        if self._queue is None:
+        if not self._queue.is_shared:
             self._next_read = started + interval_seconds
             self._pause_seconds = interval_seconds
             return self._decide([])
@@ -170,17 +166,15 @@ class Waiting:
         return group
 
     def _decide(self, others: Sequence[QueuedJob]) -> Group:
-        visible = self._read(False)
+        visible = self._queue.read()
         usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
         self._only = tuple(usable) if visible.answered else ()
-        gpus, limit = visible.machine or visible.gpus, NO_LIMIT
-        if self._queue is None:
-            me = replace(self._alone(self._only), polled_at=time.monotonic())
-        else:
-            me = self._queue.requeue(self._request, self._only)
-            limit = self._queue.gpu_limit()
+        gpus = visible.machine or visible.gpus
+        self._me = me = self._queue.requeue(self._request, self._only)
+        limit = self._queue.gpu_limit()
         decided = Plan([*others, me], gpus, time.monotonic(), limit)
-        self._position = 0 if self._queue is None else decided.order.index(me) + 1
+        if self._queue.is_shared:
+            self._position = decided.order.index(me) + 1
         self._strangers_only = False
         if not visible.answered:
             self._next_read = time.monotonic() + _UNANSWERED_SECONDS
@@ -188,7 +182,7 @@ class Waiting:
             return ()
         if group := decided.groups.get(me.id, ()):
             uuids = [gpu.uuid for gpu in group]
-            if self._queue is None or self._queue.announce(uuids, me.reserved_bytes):
+            if self._queue.announce(uuids, me.reserved_bytes):
                 return group
             # another job announced the same: try again at the next poll
             self._next_read = 0.0
@@ -196,15 +190,6 @@ class Waiting:
         self._strangers_only = decided.order[0] == me and not in_the_way
         self._obstacles = why_waiting(me, others, gpus, decided, {})
         return ()
-
-    def _alone(self, only: Sequence[str]) -> QueuedJob:
-        """Return the job as it is without other jobs."""
-        return QueuedJob(
-            id="alone",
-            only=tuple(only),
-            reserved_bytes=self._request.min_bytes,
-            count=self._request.count,
-        )
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -219,12 +204,12 @@ class Waiting:
 
     def _strangers(self) -> str:
         """Return which programs outside of the queue are in the way."""
-        visible = self._read(True)
+        visible = self._queue.read(True)
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
             return visible.problem or visible.warning or "the GPUs have vanished"
-        me = self._alone([gpu.uuid for gpu in gpus])
-        return why_waiting(me, (), gpus, Plan((), gpus, 0.0), find_holders(gpus))
+        decided = Plan((), gpus, 0.0)
+        return why_waiting(self._me, (), gpus, decided, find_holders(gpus))
 
     def _pause(self, seconds: float) -> None:
         """Sleep in slices of a second, so that the time left can be shown counting down."""
