@@ -173,7 +173,9 @@ class Interpreters:
                 self._process = subprocess.Popen(
                     [
                         base_executable(),
-                        *("-I", "-S", f"/dev/fd/{program.fileno()}"),
+                        "-I",
+                        "-S",
+                        f"/dev/fd/{program.fileno()}",
                         str(theirs.fileno()),
                         str(self._owner),
                         str(job_mark(self._job)),
@@ -250,7 +252,7 @@ class Interpreters:
             seconds = 0.0
             self._on_message(self._receive())
 
-    def kill_leftovers(self, kept: Sequence[Interpreter] = ()) -> list[int]:
+    def kill_leftovers(self, kept: Sequence[Interpreter]) -> list[int]:
         """Kill all but these interpreters and what they started; return what cannot be killed."""
         self._request({"kill_all_but": [one.pid for one in kept]})
         left: list[int] = self._reply("left")["left"]

@@ -367,8 +367,7 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.acquired(self.devices.queue.job_id, group)
-        self.folder.record(narration.acquired(group, self.wait_seconds))
+        self.folder.acquired(self.devices.queue.job_id, group, self.wait_seconds)
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:

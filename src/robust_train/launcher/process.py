@@ -153,25 +153,22 @@ class ProcessExecutor:
             self._check_standby()
             tick()
 
-        running: RunningAttempt | None = None
+        processes = self._ready(request.environ, request.ranks, tick)
+        pump = self._interpreters.pump
+        pump.start_log(request.log_file)
+        running = RunningAttempt(self._interpreters, processes, request, take)
         try:
-            processes = self._ready(request.environ, request.ranks, tick)
-            pump = self._interpreters.pump
-            pump.start_log(request.log_file)
-            running = RunningAttempt(self._interpreters, processes, request, take)
             found = running.run(signals, hold, tick_with_standby)
             pump.end_log()
-            if found.pid is None:
-                self.close()
         except ReaperDied as death:
             found = Exit(death.returncode)
-            if running is not None:
-                running.unread_events()  # what was reported counts, whichever process was killed
+            running.unread_events()  # what was reported counts, whichever process was killed
+        if found.pid is None:
             self.close()
         remove_nccl_pipes(request.run_dir)
         if was_interrupted:
             _await_signal(signals)
-        stalled = None if running is None else running.stalled
+        stalled = running.stalled
         stacks = _stacks(
             request, keep=not request.config.is_script or stalled is not None
         )
@@ -179,7 +176,7 @@ class ProcessExecutor:
             on_event(Stalled(round(stalled.seconds, 1), stacks))
         return replace(
             found,
-            output=self._interpreters.pump.tail,
+            output=pump.tail,
             stacks=stacks,
             stalled=None if stalled is None else stalled.what,
             was_stopped=signals.received is not None,

@@ -41,8 +41,8 @@ from robust_train.model.errors import (
     EXIT_FAILED,
     EXIT_TRY_LATER,
 )
-from robust_train.model.events import AttemptStarted, Event, Json
-from robust_train.model.gpu import Group
+from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json
+from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.queue.waiting import WaitStatus
 
@@ -201,11 +201,19 @@ class RunFolder:
         self._change(state="waiting", waiting=waiting)
         self._detach()
 
-    def acquired(self, job_id: str | None, gpus: Group = ()) -> None:
-        """Record that the job has a device, and the trainer is being imported."""
+    def acquired(self, job_id: str | None, gpus: Group, wait_seconds: float) -> None:
+        """Record that the job has a device, after a wait, and the trainer is being imported."""
         self.queued(job_id)
         self._provenance = Provenance(self._run_dir, gpus)
         self._change(state="starting", waiting=None)
+        self.record(
+            DeviceAcquired(
+                device_name(gpus),
+                gpu_uuids=tuple(gpu.uuid for gpu in gpus),
+                gpu_names=tuple(gpu.name for gpu in gpus),
+                wait_seconds=round(wait_seconds, 3),
+            )
+        )
 
     def attempt_starts(self, attempt: Attempt) -> None:
         """Record the start of an attempt; with the first one the launch counts."""

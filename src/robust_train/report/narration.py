@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import DeviceAcquired, JobStarted
+from robust_train.model.events import JobStarted
 from robust_train.model.failure import Clue, FailureKind
-from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.readable import (
     GIB,
@@ -35,12 +34,6 @@ _LONGEST_REASON = 600
 _MOST_EARLIER = 20  # attempts of earlier launches
 _CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
-
-
-def acquired(group: Group, wait_seconds: float) -> DeviceAcquired:
-    """Return the event for a job's first device, after waiting ``wait_seconds``."""
-    uuids, names = tuple(gpu.uuid for gpu in group), tuple(gpu.name for gpu in group)
-    return DeviceAcquired(device_name(group), uuids, names, round(wait_seconds, 3))
 
 
 def announce(number: int, spec: AttemptSpec) -> None:
@@ -157,7 +150,7 @@ def gpu_memory_summary(attempt: Attempt) -> str | None:
     return "\n".join(lines)
 
 
-def conclude(summary: Summary, how_to_go_on: str = "") -> None:
+def conclude(summary: Summary, how_to_go_on: str) -> None:
     """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
     the job's, in all its launches."""
     wall = summary.wall_seconds or 0.0
