@@ -244,13 +244,11 @@ EVENTS: dict[str, Callable[[Case], Ended]] = {
 FAST = {
     ("accumulates", "stop"),
     ("no accumulation", "out of memory"),
-    ("config file", "out of memory"),
     ("overwrites", "kill of the launcher"),
     ("folders", "kill"),
     ("folders", "stop"),
     ("own Ctrl-C", "stop"),
     ("spawns", "kill of a child"),
-    ("environment", "kill"),
 }
 
 

@@ -81,6 +81,7 @@ def test_a_script_goes_on_by_one_word_wherever_that_is_said(
     assert run.status == "completed"
 
 
+@pytest.mark.slow
 def test_all_are_those_that_no_one_has_ended(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -60,6 +60,8 @@ _READ_BEFORE = (
 )
 # set by scikit-learn and torch when they are imported, be it in the test's process
 _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+# read by torch when its allocator is first used
+_READ_LATER = (_MMAP_THRESHOLD, "PYTORCH_CUDA_ALLOC_CONF")
 
 _to_servers: dict[str, socket.socket] = {}
 _large: dict[str, types.ModuleType] = {}
@@ -201,7 +203,7 @@ class Reapers:
 
 def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environ.items() if name.startswith(_READ_BEFORE)}
-    for name in (_MMAP_THRESHOLD, *_SET_BY_LIBRARIES):
+    for name in (*_READ_LATER, *_SET_BY_LIBRARIES):
         found.pop(name, None)
     return found
 

@@ -46,6 +46,7 @@ def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
         assert ["Traceback" in log for log in logs] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: SweepWorld):
     ended = sweeps.sweep("is_killed_at_2", "training.seed=1,2,3", RECORDING)
     assert ended.returncode == 1, ended.output
@@ -85,6 +86,7 @@ def test_a_value_that_cannot_be_used_is_refused_before_the_first_job_starts(
     assert not (sweeps.folder / "sweep.json").exists()
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps: SweepWorld, launcher: str):
     both = ("training.batch_size=8,4", "min_batch_size=4,8")  # each is fine beside the first ones

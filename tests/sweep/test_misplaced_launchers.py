@@ -42,6 +42,7 @@ def test_several_values_without_m(sweeps: SweepWorld):
     assert "-m" in line
 
 
+@pytest.mark.slow
 def test_in_an_experiment_file_that_the_sweep_varies(sweeps: SweepWorld, configs: Path):
     for name in ("one", "two"):
         (configs / "experiment" / f"{name}.yaml").write_text(
@@ -55,6 +56,7 @@ def test_in_an_experiment_file_that_the_sweep_varies(sweeps: SweepWorld, configs
     assert "put hydra/launcher=gpu_queue on the command line" in line
 
 
+@pytest.mark.slow
 def test_in_an_experiment_file_that_is_not_varied_it_counts(sweeps: SweepWorld, configs: Path):
     (configs / "experiment" / "one.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: gpu_queue\n"

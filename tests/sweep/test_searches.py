@@ -35,7 +35,9 @@ def _params(sweeps: SweepWorld) -> list[dict[str, float]]:
     return [trial.params for trial in _study(sweeps)]
 
 
-@pytest.mark.parametrize("sweeper", ["robust_optuna", "robust_grid"])
+@pytest.mark.parametrize(
+    "sweeper", ["robust_optuna", pytest.param("robust_grid", marks=pytest.mark.slow)]
+)
 def test_a_job_starts_as_soon_as_another_ends(sweeps: SweepWorld, sweeper: str):
     """The first job ends only after the third has: in batches of two it would wait for ever."""
     values = SPACE if sweeper == "robust_optuna" else "training.lr=1e-4,1e-3,1e-2"
@@ -107,6 +109,7 @@ def test_two_launchers_in_one_folder_share_the_jobs(sweeps: SweepWorld, sweeper:
     assert sweeps.table["status"] == "ended"
 
 
+@pytest.mark.slow
 def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps: SweepWorld):
     arguments = _search(
         sweeps, "fails_at_2", 4, "training.seed=range(1,3)", "hydra.sweeper.sampler.seed=3"
@@ -120,6 +123,7 @@ def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps: SweepWorld):
     assert "best: trial" in ended.output
 
 
+@pytest.mark.slow
 def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(sweeps: SweepWorld):
     ended = sweeps.world.run(
         *_search(sweeps, "objective", 2, "hydra.sweeper.repeat=2", "training.seed=7")
@@ -223,6 +227,7 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
     assert " starts" not in again.output
 
 
+@pytest.mark.slow
 def test_patience_prunes_jobs_that_stay_behind_the_best_of_a_grid(sweeps: SweepWorld):
     ended = sweeps.sweep("reports_its_rate", "training.lr=3,1,2", "sweep_patience=5", n_jobs=1)
     assert ended.returncode == 0, ended.output
