@@ -6,11 +6,15 @@ them, in an environment of its own (``--hydra-python``; ``pip install hydra-core
 hydra-optuna-sweeper hydra-joblib-launcher``). Both draw lengths at random; each is held against
 those that it drew. Needs a C compiler, no GPU.
 
+``--pruned`` instead: a search of the built-in trainer on the digits, with the same sampler and seed
+once to the end of all trials and once pruned.
+
 ``--kills 10`` instead: one trial at a time, a seeded sampler, the launcher killed ten times at
 random and the command repeated; against the same search undisturbed.
 
-Run: python benchmarks/search.py [--job-seconds 8] [--hydra-python PATH] [--kills N]
-Goal: at most 1.10 × perfect packing; as many trials as asked, none twice, the same values.
+Run: python benchmarks/search.py [--job-seconds 8] [--hydra-python PATH] [--kills N] [--pruned]
+Goal: at most 1.10 × perfect packing; as many trials as asked, none twice, the same values; the same
+best pruned, in half the steps.
 """
 
 from __future__ import annotations
@@ -119,6 +123,39 @@ def report(name: str, seconds: float, lengths: list[float]) -> None:
     )
 
 
+def pruned(folder: Path, trials: int) -> None:
+    """Search the digits to the end of all trials, and pruned; compare the best and the steps."""
+    for name in ("", "successive_halving", "median"):
+        here = folder / (name or "to the end")
+        here.mkdir()
+        command = search(
+            here,
+            *([f"hydra/sweeper/pruner={name}"] if name else []),
+            "hydra/sweeper/sampler=random",
+            f"hydra.sweeper.n_trials={trials}",
+            "hydra.sweeper.n_jobs=1",
+            "training.lr=tag(log,interval(1e-5,1e-1))",
+            "training.batch_size=choice(16,64,256)",
+            "training.epochs=9",
+            "device=cpu",
+        )
+        subprocess.run(command, cwd=here, check=True, capture_output=True)
+        jobs = jobs_of(here)
+        steps = 0
+        for job in jobs:
+            summary = json.loads(
+                (Path(str(job["folder"])) / "summary.json").read_text()
+            )
+            steps += summary["attempts"][-1]["end_step"]
+        best = max(float(job["result"] or 0) for job in jobs)
+        over = sum(job["status"] == "pruned" for job in jobs)
+        print(
+            f"{name or 'to the end'}: {len(jobs)} trials, {over} of them pruned, {steps} steps, "
+            f"best {best:.4f}",
+            flush=True,
+        )
+
+
 def killed(folder: Path, kills: int, trials: int) -> None:
     """Search one trial at a time, undisturbed and killed; compare what came out."""
     found = []
@@ -169,10 +206,14 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--hydra-python", help="of an environment with Hydra's sweeper")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--pruned", action="store_true")
     arguments = parser.parse_args()
     unit, trials = arguments.job_seconds, arguments.trials
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if arguments.pruned:
+            pruned(folder, trials)
+            return
         if arguments.kills:
             killed(folder, arguments.kills, trials)
             return

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -406,6 +407,26 @@ def test_what_a_job_of_hydras_raised_is_read_without_raising_it():
     job, error = JobReturn(status=JobStatus.FAILED), KeyError("x")
     job.return_value = error
     assert compat.returned_or_raised(job) is error
+
+
+def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    import hydra
+
+    for version, given in (("1.3.4", {"version_base": "1.3"}), ("1.4.0rc1", {})):
+        monkeypatch.setattr(hydra, "__version__", version)
+        with warnings.catch_warnings():
+            assert compat.for_hydra("1.3") == given
+            assert compat.for_hydra("1.2") == {"version_base": "1.2"}, "a project's own"
+
+
+def test_a_resolver_is_registered_without_a_warning(recwarn: pytest.WarningsRecorder):
+    for value in (1, 2):
+        compat.register_resolver("a_number_of_ours", lambda value=value: value)
+        assert OmegaConf.create({"x": "${a_number_of_ours:}"}).x == value
+    OmegaConf.clear_resolver("a_number_of_ours")
+    assert not list(recwarn)
 
 
 def test_the_nodes_of_a_structured_config_keep_their_types():

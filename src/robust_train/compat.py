@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import logging
 import re
@@ -189,6 +190,34 @@ def running_trial(study: Any, known: Any) -> Any:
     from optuna import Trial
 
     return Trial(study, known._trial_id)
+
+
+def for_hydra(version_base: str | None) -> dict[str, str | None]:
+    """Return the argument ``version_base`` for Hydra's functions.
+
+    Without one 1.3 warns, with ours 1.4 does, and of targets of ours in Hydra's own configuration.
+    """
+    import hydra
+
+    if version_base != "1.3" or hydra.__version__.startswith("1.3"):
+        return {"version_base": version_base}
+    targets = r"_target_='(robust_train|hydra_plugins\.robust)"
+    warnings.filterwarnings(
+        "ignore", rf"hydra.utils.instantiate\(\) resolved {targets}"
+    )
+    return {}
+
+
+def register_resolver(
+    name: str, resolver: Callable[..., Any], *, use_cache: bool = False
+) -> None:
+    """Register a resolver of OmegaConf's, whose 2.4 has given the function an older one's name."""
+    from omegaconf import OmegaConf
+
+    register: Any = OmegaConf.register_resolver
+    if "use_cache" not in inspect.signature(register).parameters:
+        register = OmegaConf.register_new_resolver
+    register(name, resolver, use_cache=use_cache, replace=True)
 
 
 def typed_nodes(config: Any) -> dict[str, object]:

@@ -205,7 +205,7 @@ def _open(
             compat.mode_of_command_line() if composes_once else contextlib.nullcontext()
         ):
             hydra.main(
-                version_base=version_base,
+                **compat.for_hydra(version_base),
                 config_path=config_path,
                 config_name=config_name,
             )(task)()

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from robust_train.compat import replace_node, typed_nodes
+from robust_train.compat import register_resolver, replace_node, typed_nodes
 from robust_train.config.checks import gone
 from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
 from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig
@@ -62,10 +62,8 @@ def register() -> None:
     if "robust_schema.yaml" not in store.repo:
         _store_schemas(store)
     # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
-    OmegaConf.register_new_resolver(
-        "robust_pid", os.getpid, use_cache=True, replace=True
-    )
-    OmegaConf.register_new_resolver("robust_job", folder_name, replace=True)
+    register_resolver("robust_pid", os.getpid, use_cache=True)
+    register_resolver("robust_job", folder_name)
 
 
 def _store_schemas(store: ConfigStore) -> None:

@@ -258,8 +258,8 @@ def importances_in(folder: Path) -> dict[str, float]:
     path = str(folder / STUDY_FILE)
     storage = JournalStorage(JournalFileBackend(path, lock_obj=_Ours(path)))
     study = optuna.load_study(study_name=_STUDY, storage=storage)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with warnings.catch_warnings():  # of few trials, and of what is experimental
+        warnings.simplefilter("ignore")
         evaluator = PedAnovaImportanceEvaluator()
         return get_param_importances(study, evaluator=evaluator)
 
