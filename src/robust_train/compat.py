@@ -192,7 +192,7 @@ def running_trial(study: Any, known: Any) -> Any:
     return Trial(study, known._trial_id)
 
 
-def for_hydra(version_base: str | None) -> dict[str, str | None]:
+def for_hydra(version_base: str | None) -> dict[str, Any]:
     """Return the argument ``version_base`` for Hydra's functions.
 
     Without one 1.3 warns, with ours 1.4 does, and of targets of ours in Hydra's own configuration.
