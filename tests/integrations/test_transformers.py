@@ -166,7 +166,7 @@ def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
     mark.parent.mkdir()
     meet = lambda value: seen.append(mark.exists()) or [value]  # noqa: E731
     monkeypatch.setattr(module, "of_all_ranks", meet)
-    callback = module.RobustCallback(framework_config(8), Run(run_dir=tmp_path))
+    callback = module.TransformersCallback(framework_config(8), Run(run_dir=tmp_path))
     state = SimpleNamespace(global_step=3)
     arguments = SimpleNamespace(output_dir=tmp_path)
     callback.save(lambda: None, arguments, state)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.checkpoints import is_of_disk, together
+from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import require
 from robust_train.integrations.sample_order import StepShares, take_over
@@ -18,6 +18,7 @@ from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
     refuse_saving_on_each_node,
+    unwritten,
 )
 from robust_train.model.errors import Interrupted, UserError
 from robust_train.step.ranks import is_sharded, of_all_ranks
@@ -26,8 +27,6 @@ from robust_train.step.splitting import part_of
 _NEEDED_BY = "robust_train.integrations.accelerate"
 require("accelerate", _NEEDED_BY, extra="accelerate")
 _loaders = require("accelerate.data_loader", _NEEDED_BY, extra="accelerate")
-
-log = logging.getLogger("robust_train.integrations")
 
 __all__ = ["RobustLoop", "effective_batch_size"]
 
@@ -173,17 +172,13 @@ class RobustLoop:
                 shutil.rmtree(leftover, ignore_errors=True)
         if of_all_ranks(is_there)[0]:
             return path
-        try:
+
+        def write() -> None:
             together(lambda: self.accelerator.save_state(str(unfinished)), of_all_ranks)
             together(lambda: self.run.is_main and unfinished.rename(path), of_all_ranks)
-        except (OSError, RuntimeError) as error:
-            if not is_of_disk(error):
-                raise
-            if self.run.is_main:
-                log.warning(
-                    "checkpoint: %s; training goes on, earlier ones are kept", error
-                )
-            self.run.checkpoint_failed(str(error))
+
+        if (problem := unwritten(self.run, write)) is not None:
+            self.run.checkpoint_failed(problem)
             return None
         self._saved_step = self.step
         self.run.checkpoint_written(path, self.step, keep=self._cfg.keep_checkpoints)

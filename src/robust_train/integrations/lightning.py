@@ -40,7 +40,7 @@ log = logging.getLogger("robust_train.integrations")
 
 _ACCUMULATION = "accumulate_grad_batches"
 
-__all__ = ["RobustCallback", "fit", "trainer_arguments"]
+__all__ = ["fit", "trainer_arguments"]
 
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:

@@ -7,9 +7,7 @@ its automatic optimization gets a subclass that runs the closure for parts of a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -188,7 +186,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             [(result.extra, part) for result, part in found]
         )
         losses = [result.loss for result, _ in found if result.loss is not None]
-        merged.loss = functools.reduce(operator.add, losses) if losses else None
+        merged.loss = sum(losses) if losses else None
         return merged
 
     def _zero_once(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from robust_train.attempt.checkpoints import is_of_disk
 from robust_train.attempt.run import Run
 from robust_train.compat import TorchDispatchMode
 from robust_train.config.checks import unchecked
@@ -21,6 +22,7 @@ from robust_train.config.placeholders import SavePlan
 from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
+from robust_train.readable import first_line
 from robust_train.step import ranks, splitting
 from robust_train.step.engine import Body, Step
 from robust_train.step.ranks import SharedStep
@@ -57,6 +59,22 @@ def keep_batch(run: Run, reason: str) -> None:
     run.keeps_batch = reason
     if run.is_main:
         run.send(BatchKept(reason))
+
+
+def unwritten(run: Run, write: Callable[[], object]) -> str | None:
+    """Write a checkpoint; return why the disk did not take it, with which training goes on."""
+    try:
+        write()
+    except Exception as error:
+        if not is_of_disk(error):
+            raise
+        problem = first_line(error)
+        if run.is_main:
+            log.warning(
+                "checkpoint: %s; training goes on, earlier ones are kept", problem
+            )
+        return problem
+    return None
 
 
 class Steps:

@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.checkpoints import is_of_disk, together
+from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer, saving_through
 from robust_train.config.trainers import require
@@ -29,10 +29,10 @@ from robust_train.integrations.steering import (
     effective_batch_size,
     refuse_saving_on_each_node,
     result_of,
+    unwritten,
 )
 from robust_train.integrations.transformers_step import recover_in_steps
 from robust_train.model.errors import Interrupted, UserError
-from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -42,7 +42,7 @@ _transformers = require("transformers", _NEEDED_BY, extra="transformers")
 
 log = logging.getLogger("robust_train.integrations")
 
-__all__ = ["RobustCallback", "fit", "training_arguments"]
+__all__ = ["fit", "training_arguments"]
 
 _MARK = "robust_train.json"
 """Marks a complete checkpoint; the Trainer writes many files in place."""
@@ -98,7 +98,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     if run.guard.divergence is not None:
         # it would log a mean in place of a loss that is not finite
         trainer.args.logging_nan_inf_filter = False
-    callback = RobustCallback(cfg, run)
+    callback = TransformersCallback(cfg, run)
     trainer.add_callback(callback)
     saving_through(
         trainer, lambda write: callback.save(write, trainer.args, trainer.state)
@@ -146,7 +146,7 @@ class _StoppedInEvaluation(Exception):
 _TrainerCallback: Any = _transformers.TrainerCallback
 
 
-class RobustCallback(_TrainerCallback):  # type: ignore[misc]
+class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
     """Adds checkpoints, progress and stopping to a trainer."""
 
     def __init__(self, cfg: DictConfig, run: Run) -> None:
@@ -227,7 +227,7 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
     def save(self, write: Callable[[], None], args: Any, state: Any) -> None:
         """Write a checkpoint and mark it complete once every rank has written its files. If the
         disk keeps one rank from it, all of them train on."""
-        self._problem, path = None, _folder(args, state)
+        path = _folder(args, state)
 
         def mark() -> None:
             if not self.run.is_main:
@@ -236,16 +236,13 @@ class RobustCallback(_TrainerCallback):  # type: ignore[misc]
             with replacing(path / _MARK, durable=True) as new:
                 new.write_text(json.dumps(content))
 
-        try:
+        def write_all() -> None:
             together(write, of_all_ranks)
             together(mark, of_all_ranks)
-        except Exception as error:
-            if not is_of_disk(error):
-                raise
-            self._problem = first_line(error)
-            if self.run.is_main:
-                log.warning("checkpoint: %s; training goes on", self._problem)
-                shutil.rmtree(path, ignore_errors=True)
+
+        self._problem = unwritten(self.run, write_all)
+        if self._problem is not None and self.run.is_main:
+            shutil.rmtree(path, ignore_errors=True)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Report a checkpoint, and stop here if requested."""

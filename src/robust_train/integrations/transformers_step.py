@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,10 +64,8 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
     args, asked = trainer.args, run.asked
-    own = args.per_device_train_batch_size
-    if asked is None or args.per_device_eval_batch_size != asked.batch_size:
-        return
-    if asked.batch_size == own:
+    own, evaluated = args.per_device_train_batch_size, args.per_device_eval_batch_size
+    if asked is None or own == asked.batch_size or evaluated != asked.batch_size:
         return
     args.per_device_eval_batch_size = own
     log.warning(
@@ -328,7 +325,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
         self._step.run_batch(inputs, samples, body, count=count, is_last=is_last)
         # if the step started over, the earlier batches' losses were computed again
-        total = functools.reduce(operator.add, self._shares)
+        total: Any = sum(self._shares)
         loss = total.to(self._trainer.args.device) - self._logged
         self._logged = total
         if is_last:
@@ -363,7 +360,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
                 _share(one, n / max(sum(items), 1))
                 for one, n in zip(losses, items, strict=True)
             ]
-            loss = functools.reduce(operator.add, shares)
+            loss = sum(shares)
         concat = _transformers.trainer_pt_utils.nested_concat
         return loss, *(
             None if parts[0] is None else functools.reduce(concat, parts)
