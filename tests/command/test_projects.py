@@ -271,6 +271,13 @@ def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world: World, f
     assert [job["result"] for job in sweep["jobs"]] == [16, 8]
 
 
+def test_no_hydra_config_of_ours_has_the_name_of_another_plugins():
+    """A project finds ours too: one named as the published Optuna sweeper's would be merged."""
+    own = (ROOT / "configs/hydra").rglob("*.yaml")
+    theirs = [path for path in own if not path.stem.startswith("robust_")]
+    assert {path.parent.name for path in theirs} == {"pruner"}, "a group that no other has"
+
+
 @pytest.mark.slow
 def test_a_failed_job_of_a_project_has_the_exit_codes_too(world: World, own_project: Path):
     (own_project / "bad.py").write_text(

@@ -365,9 +365,10 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
         if not path.exists():
             raise ConfigError(f"trainer.argv: {program}: no such file in {cwd}")
         if shutil.which(path) is None:
+            interpreter = "python" if path.suffix == ".py" else "bash"
             raise ConfigError(
                 f"trainer.argv: {program} is not an executable file: chmod +x {program}, or name "
-                f"its interpreter: bash {program}"
+                f"its interpreter: {interpreter} {program}"
             )
     elif shutil.which(program, path=users_path(os.environ)) is None:
         raise ConfigError(f"trainer.argv: {program!r} is not a program on PATH")
