@@ -66,9 +66,9 @@ def memory(size: float) -> str:
     return f"{size / MIB:.1f} MiB"
 
 
-def by_processes(ranks: int | None) -> str:
+def by_processes(ranks: int) -> str:
     """Return `` × 2 processes``, to follow a size or a device; empty for one."""
-    return f" × {ranks} processes" if ranks is not None and ranks > 1 else ""
+    return f" × {ranks} processes" if ranks > 1 else ""
 
 
 def mib(size_bytes: float, places: int = 0) -> str:

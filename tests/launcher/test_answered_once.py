@@ -18,7 +18,13 @@ FITS = 4
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def answers() -> dict[str, Any]:
+    """The last answer to each question."""
+    return {}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> Counter[str]:
     """How often each question was asked: attempts run in this process."""
     counted: Counter[str] = Counter()
 
@@ -27,7 +33,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         def counting(*args: Any, **keys: Any) -> Any:
             counted[name] += 1
-            return asked(*args, **keys)
+            answers[name] = asked(*args, **keys)
+            return answers[name]
 
         monkeypatch.setattr(module, name, counting)
 
@@ -39,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_an_error_in_a_step_and_one_that_ends_an_attempt_are_each_answered_once(
-    calls: Counter[str], tmp_path: Path
+    calls: Counter[str], answers: dict[str, Any], tmp_path: Path
 ):
     def train(cfg: Any, run: Any) -> int:
         model = torch.nn.Linear(2, 1)
@@ -78,5 +85,6 @@ def test_an_error_in_a_step_and_one_that_ends_an_attempt_are_each_answered_once(
     assert calls["reports_of"] == 2
     assert calls["is_found"] == 1, "the user's rules looked at one failure"
     assert calls["decide"] == 1
+    assert answers["decide"].spec == second.spec, "what was decided is what ran"
     # once for each attempt, of which the second had nothing to answer
     assert calls["ended"] == calls["with_rule"] == calls["with_advice"] == calls["concluded"] == 2

@@ -156,13 +156,13 @@ def _with_file(failure: Failure, attempt: Attempt) -> Failure:
     return replace(failure, message=f"{failure.message.partition(': ')[0]}: {how}")
 
 
-def doubt_of(attempt: Attempt) -> str | None:
-    """Return why a script that ended with 0 may have failed; None without such a sign."""
+def doubt_of(attempt: Attempt) -> str:
+    """Return why a script that ended with 0 may have failed; empty without such a sign."""
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
-        return None
+        return ""
     seen = classify_exit(1, without_escapes(attempt.exit.output))
     if not seen.kind.is_memory and seen.kind is not FailureKind.WORKER_DEATH:
-        return None
+        return ""
     what = seen.message.removeprefix("ended with exit code 1: ")
     return f"the script ended with exit code 0, but its output shows a failure: {what}"
 

@@ -451,7 +451,7 @@ class Job:
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
         narration.log_end(attempt, self.decision)
-        if (doubt := doubt_of(attempt)) is not None:
+        if doubt := doubt_of(attempt):
             log.warning("%s", doubt)
         if len(self.attempts) == 1 and isinstance(self.decision, Retry):
             self._log_unmatched()

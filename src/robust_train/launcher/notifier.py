@@ -120,7 +120,7 @@ class Notifier:
             return
         with self._lock:
             event = self._news(state)
-            if event is not None and self._last_news != (event, state.since):
+            if event and self._last_news != (event, state.since):
                 self._last_news = event, state.since
                 self._notify(event, state)
             self._collect()
@@ -159,8 +159,8 @@ class Notifier:
         with self._lock:
             self._notify(name, state, _job(state) + text)
 
-    def _news(self, state: RunState) -> str | None:
-        """Return the event that a job's state amounts to; None if no one is notified."""
+    def _news(self, state: RunState) -> str:
+        """Return the event that a job's state amounts to; empty if no one is notified."""
         hoped = self._hopes_for_gpu
         is_waiting = state.state == "waiting"
         if is_waiting or state.device is not None:
@@ -171,7 +171,7 @@ class Notifier:
         if hoped and not self._hopes_for_gpu:
             return "cpu"
         is_long = time.time() - state.since >= 60 * self._settings.waiting_minutes
-        return "waiting" if is_waiting and is_long else None
+        return "waiting" if is_waiting and is_long else ""
 
     def _notify(self, event: str, state: RunState, text: str | None = None) -> None:
         now, result = time.time(), None

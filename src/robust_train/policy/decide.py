@@ -138,10 +138,8 @@ def _decision(context: FailureContext) -> Decision:
         return remedies.halve_batch_on_request(context)
     if (ruled := _by_rule(context)) is not None:
         return ruled
-    if context.failure.kind is FailureKind.DEVICE_FAULT:
-        not_the_device = remedies.same_fault_elsewhere(context)
-        if not_the_device is not None:
-            return GiveUp(not_the_device)
+    if not_the_device := remedies.same_fault_elsewhere(context):
+        return GiveUp(not_the_device)
     return _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
 
 

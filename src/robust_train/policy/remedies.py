@@ -394,10 +394,11 @@ def _back(
     return context.retry(action, how, lr_factor=lr_factor, skips_to=skips)
 
 
-def same_fault_elsewhere(context: FailureContext) -> str | None:
+def same_fault_elsewhere(context: FailureContext) -> str:
     """Return why the device is not to blame: the same fault at the same step on two devices."""
-    if context.evidence.is_hardware:
-        return None
+    is_fault = context.failure.kind is FailureKind.DEVICE_FAULT
+    if not is_fault or context.evidence.is_hardware:
+        return ""
     here = context.failed_gpus
     for earlier in context.earlier_at_same_step:
         there = earlier.failed_gpus
@@ -408,7 +409,7 @@ def same_fault_elsewhere(context: FailureContext) -> str | None:
                 f"the same failure {where} on two devices ({device_name(there)} and "
                 f"{device_name(here)}) is not the device's: {context.failure.message}"
             )
-    return None
+    return ""
 
 
 # --- the last ones -------------------------------------------------------------------------------

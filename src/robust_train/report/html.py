@@ -31,15 +31,15 @@ _LONGEST_TRACEBACK = 20_000
 _LONGEST_VALUE = 200
 
 
-def write_report(sources: Sources) -> Path | None:
-    """Write ``report.html`` into a run folder; None, after a warning, if that fails."""
-    return try_to_save(sources.folder / FILE_NAME, lambda: job_page(story_of(sources)))
+def write_report(sources: Sources) -> None:
+    """Write ``report.html`` into a run folder. A failure costs a warning."""
+    try_to_save(sources.folder / FILE_NAME, lambda: job_page(story_of(sources)))
 
 
-def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
-    """Make a page and write it; None after a warning if either fails."""
+def try_to_save(path: Path, page: Callable[[], str]) -> None:
+    """Make a page and write it; if either fails, warn."""
     try:
-        return save(path, page())
+        save(path, page())
     except OSError as error:
         log.warning("cannot write %s: %s", path, error.strerror or error)
     except (
@@ -51,7 +51,6 @@ def try_to_save(path: Path, page: Callable[[], str]) -> Path | None:
             error,
             exc_info=log.isEnabledFor(10),
         )
-    return None
 
 
 def save(path: Path, text: str) -> Path:

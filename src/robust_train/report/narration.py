@@ -61,8 +61,7 @@ def show_end(
     if summary.attempts:
         before = attempts_of(_earlier(found.entries))[-_MOST_EARLIER:]
         log.info("attempts:\n%s", attempts_table([*before, *summary.attempts]))
-        memory = gpu_memory_summary(summary.attempts[-1])
-        if memory is not None:
+        if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
     explain(summary)
     conclude(summary, how_to_go_on)
@@ -139,10 +138,10 @@ def ending_of(attempt: Attempt) -> str:
     return outcome_in_words(attempt.outcome)
 
 
-def gpu_memory_summary(attempt: Attempt) -> str | None:
-    """Return the memory figures of an attempt; None if it did not use CUDA."""
+def gpu_memory_summary(attempt: Attempt) -> str:
+    """Return the memory figures of an attempt; empty if it did not use CUDA."""
     if "max_allocated" not in attempt.memory:
-        return None
+        return ""
     lines = [f"GPU Memory Summary ({attempt.spec.device}):"]
     for name in ("allocated", "reserved", "max_allocated"):
         title = name.replace("_", " ").title()
