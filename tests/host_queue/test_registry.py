@@ -87,13 +87,13 @@ def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleare
     def remember(days_ago: float, job: str) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(queue_dir.time, "time", lambda: now - days_ago * 86400)
-            registry.remember(A.uuid, job, "ECC")
+            assert registry.exclude(A.uuid, job, "ECC")
 
     now = time.time()
     for days_ago, name in ((29, "/runs/0"), (9, "/runs/1"), (8, "/runs/2"), (1, "/runs/2")):
         remember(days_ago, name)
     assert chosen(one, other) == A.uuid
-    remember(0, "/runs/3")
+    remember(0.1, "/runs/3")
     assert chosen(one, other) == one.uuid
     assert rank(registry.marked((other, one)), 0)[0].uuid == one.uuid
     assert chosen(other) == A.uuid
@@ -102,8 +102,28 @@ def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleare
     planted = base / f"faults.{one.uuid}.{ANOTHER_USER}"
     planted.write_text("[" * 4000)
     assert one.uuid not in registry.faults()
+    remember(0, "/runs/4")
+    assert "excluded for another 30 min by a job of" in str(registry.marked((A,))[0].unusable)
     assert registry.clear(A.uuid)
     assert chosen(one, other) == A.uuid
+
+
+@needs_root
+def test_no_file_of_another_user_ends_an_exclusion_or_makes_one_that_stays(
+    base: Path, registry: Registry
+) -> None:
+    assert registry.exclude(A.uuid, "/runs/1", "ECC")
+
+    def plant() -> None:
+        later = {"job": "/runs/1", "time": time.time() + 86400, "reason": "x"}
+        for uuid in (A.uuid, "GPU-b", *(f"GPU-0{number}" for number in range(1100))):
+            path = base / f"faults.{uuid}.{ANOTHER_USER}"
+            path.write_text(json.dumps([later]))
+        mine = base / f"faults.GPU-c.{os.getppid()}"
+        mine.write_text(json.dumps([later | {"time": time.time()}]))
+
+    with as_another_user(plant):
+        assert [(one.uuid, one.by) for one in registry.exclusions()] == [(A.uuid, "root")]
 
 
 # --- the directory ---
@@ -379,7 +399,7 @@ def test_what_is_planted_under_a_records_name_is_no_job(
     registry: Registry, plant: Callable[[Path], None]
 ) -> None:
     plant(registry.path / "record.0000000007.abcdef")
-    plant(registry.path / "unhealthy.GPU-1.0")
+    plant(registry.path / "faults.GPU-1.0")
     assert registry.jobs() == []
     assert registry.exclusions() == []
     assert enter(registry).job.ticket == 1

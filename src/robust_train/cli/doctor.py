@@ -33,7 +33,6 @@ from robust_train.model.events import Json
 from robust_train.model.gpu import OFTEN, GpuInfo, Inventory
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import (
-    Exclusion,
     GpuFault,
     QueueProblem,
     directory_for,
@@ -82,7 +81,7 @@ def doctor(arguments: Namespace) -> Answer:
     queue: dict[str, Json] = {"directory": str(path), "problem": None}
     queue |= dict.fromkeys(("file_system", "jobs", "owner", "tmpfiles_line"))
     queue["in_container"] = in_container
-    excluded: Sequence[Exclusion] = ()
+    excluded: Sequence[GpuFault] = ()
     jobs: Sequence[QueuedJob] = ()
     faults: Mapping[str, Sequence[GpuFault]] = {}
     inventory = read_inventory(processes=False)

@@ -214,7 +214,7 @@ def queue(arguments: Namespace) -> Answer:
     jobs.sort(key=lambda job: job["position"] or 0)
     lines = [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
     lines += describe(found, gpus) if arguments.verbose else ()
-    lines += [f"{item.uuid}: {item.sentence(now)}" for item in excluded]
+    lines += [f"{item.uuid}: {item.sentence()}" for item in excluded]
     data: dict[str, Json] = {
         "directory": str(path),
         "jobs": jobs,

@@ -260,9 +260,9 @@ class HostQueue:
     def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
         fate = "failed, and other jobs do not know of it"
-        if self._registry is not None and self._registry.exclude(uuid, reason):
+        registry, job = self._registry, self._job.run_dir
+        if registry is not None and registry.exclude(uuid, job, reason):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
-            self._registry.remember(uuid, self._job.run_dir, reason)
         log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:

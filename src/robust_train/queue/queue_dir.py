@@ -45,7 +45,6 @@ _MOST_TEXT = 200
 _FAULTS_FILE = re.compile(r"faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 _REMEMBERED_SECONDS = 28 * 86400.0
 _MOST_FAULTS = 10  # of one user on one GPU
-_EXCLUSION_FILE = re.compile(r"unhealthy\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 # their locks may hang, or not reach other hosts
 _NOT_LOCAL = re.compile(
     r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
@@ -64,33 +63,30 @@ class QueueProblem(Exception):
 
 
 @dataclass(frozen=True)
-class Exclusion:
-    """A GPU that failed under a job: excluded for the host's jobs for half an hour.
-
-    After that the GPU's own health decides, so no file can exclude a GPU for ever.
-    """
+class GpuFault:
+    """A job that a GPU's hardware failed. For half an hour the GPU is excluded for the host's jobs;
+    after that its own health decides, so no file can exclude a GPU for ever."""
 
     uuid: str
-    reason: str
-    since: float  # seconds of the host's monotonic clock
-    by: str  # user whose job excluded it
-
-    def sentence(self, now: float) -> str:
-        """Return for how long the GPU is excluded, by whom, and why."""
-        left = (EXCLUDED_SECONDS - (now - self.since)) / 60
-        return (
-            f"excluded for another {left:.0f} min by a job of {self.by}: {self.reason} "
-            f"(robust-train doctor --clear {self.uuid})"
-        )
-
-
-@dataclass(frozen=True)
-class GpuFault:
-    """A job that a GPU's hardware failed."""
-
+    by: str  # the job's user
     job: str  # its run folder
     time: float  # seconds since the epoch
     reason: str
+
+    @property
+    def seconds_left(self) -> float:
+        """For how long the GPU is excluded."""
+        seconds = time.time() - self.time
+        has_booted_since = seconds > time.monotonic()
+        is_over = has_booted_since or not 0 <= seconds < EXCLUDED_SECONDS
+        return 0.0 if is_over else EXCLUDED_SECONDS - seconds
+
+    def sentence(self) -> str:
+        """Return for how long the GPU is excluded, by whom, and why."""
+        return (
+            f"excluded for another {self.seconds_left / 60:.0f} min by a job of {self.by}: "
+            f"{self.reason} (robust-train doctor --clear {self.uuid})"
+        )
 
 
 class QueueDir:
@@ -119,20 +115,29 @@ class QueueDir:
         os.close(self.fd)
 
     def matches(
-        self, pattern: re.Pattern[str], without: Collection[str] = ()
+        self,
+        pattern: re.Pattern[str],
+        without: Collection[str] = (),
+        folder: str = "",  # relative to this one
     ) -> tuple[list[re.Match[str]], dict[int, int]]:
         """Return the names that match, sorted, and how many are left out by user id.
 
         One user's files beyond a thousand are left out, so they delay no other user.
         """
-        names = sorted(set(os.listdir(self.fd)).difference(without))
-        found = [match for name in names if (match := pattern.fullmatch(name))]
+        names: set[str] = set()
+        with contextlib.suppress(OSError):  # removed
+            names = set(os.listdir(self.base if folder else self.fd))
+        named = map(pattern.fullmatch, sorted(names.difference(without)))
+        found = [match for match in named if match]
         if len(found) <= MOST_FILES_PER_USER:
             return found, {}
         by_owner: dict[int, list[re.Match[str]]] = {}
         for match in found:
             with contextlib.suppress(OSError):
-                owner = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False).st_uid
+                status = os.stat(
+                    folder + match[0], dir_fd=self.fd, follow_symlinks=False
+                )
+                owner = status.st_uid
                 by_owner.setdefault(owner, []).append(match)
         kept, left_out = [], {}
         for owner, matches in by_owner.items():
@@ -184,51 +189,25 @@ class QueueDir:
                 _warned.add(line)
         return limit
 
-    def exclusions(self) -> list[Exclusion]:
-        """Return the GPUs that are excluded now; unreadable and old files do not count."""
-        found, now = [], time.monotonic()
-        for match in self.matches(_EXCLUSION_FILE)[0]:
-            data, status = self._read(match[0])
-            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
-                values = parse_json(data)
-                since, reason = float(values["since"]), str(values["reason"])
-                if status is not None and 0 <= now - since < EXCLUDED_SECONDS:
-                    by = user_name(status.st_uid)
-                    found.append(Exclusion(match[1], reason[:_MOST_TEXT], since, by))
-        return found
-
-    def exclude(self, uuid: str, reason: str) -> bool:
-        """Exclude a GPU from now on; return False if the directory takes no more files."""
-        name = f"unhealthy.{uuid}.{os.geteuid()}"
-        if not _EXCLUSION_FILE.fullmatch(name):
-            return False
-        self.remove(name)
-        content = {"reason": reason[:_MOST_TEXT], "since": time.monotonic()}
-        try:
-            with os.fdopen(self.create(name, 0o644), "w") as file:
-                os.fchmod(file.fileno(), 0o644)  # whatever the umask
-                json.dump(content, file)
-        except OSError:
-            return False
-        return True
+    def exclusions(self) -> list[GpuFault]:
+        """Return the last fault of each GPU that is excluded now."""
+        faults = (one for jobs in self.faults().values() for one in jobs)
+        return [*{one.uuid: one for one in faults if one.seconds_left}.values()]
 
     def clear(self, uuid: str) -> bool:
         """Use a GPU as any other again; return False if the caller has nothing against it. Root
         clears for all."""
-        found = self.matches(_EXCLUSION_FILE)[0]
-        names = [(match, match[0]) for match in found] + self._fault_files()
-        mine = [
-            name
-            for match, name in names
+        removed = [
+            self.remove(folder + match[0])
+            for match, folder in self._fault_files()
             if match[1] == uuid and os.geteuid() in (0, int(match[2]))
         ]
-        removed = [self.remove(name) for name in mine]
         return any(removed)
 
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
         """Return the GPUs, excluded ones as unusable, and how many jobs each has failed."""
-        now, faults = time.monotonic(), self.faults()
-        excluded = {item.uuid: item.sentence(now) for item in self.exclusions()}
+        faults = self.faults()
+        excluded = {one.uuid: one.sentence() for one in self.exclusions()}
         return tuple(
             replace(
                 gpu,
@@ -240,23 +219,25 @@ class QueueDir:
 
     def faults(self) -> dict[str, list[GpuFault]]:
         """Return by GPU the jobs that it has failed in the last four weeks, the oldest first."""
-        found: dict[str, dict[str, GpuFault]] = {}
-        for match, name in self._fault_files():
-            for fault in self._faults_in(name, int(match[2])):
-                found.setdefault(match[1], {})[fault.job] = fault
+        found: dict[str, dict[tuple[str, str], GpuFault]] = {}
+        for match, folder in self._fault_files():
+            for fault in self._faults_in(match, folder):
+                found.setdefault(fault.uuid, {})[fault.by, fault.job] = fault
         return {
             uuid: sorted(jobs.values(), key=lambda one: one.time)
             for uuid, jobs in found.items()
         }
 
-    def remember(self, uuid: str, job: str, reason: str) -> None:
-        """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot."""
-        name = f"faults.{uuid}.{os.geteuid()}"
-        if not _FAULTS_FILE.fullmatch(name):
-            return
-        new = GpuFault(job[-_MOST_TEXT:], time.time(), reason[: _MOST_TEXT // 2])
+    def exclude(self, uuid: str, job: str, reason: str) -> bool:
+        """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot;
+        return False if the directory takes no more files."""
+        match = _FAULTS_FILE.fullmatch(f"faults.{uuid}.{os.geteuid()}")
+        if match is None:
+            return False
+        text = reason[: _MOST_TEXT // 2]
+        new = GpuFault("", "", job[-_MOST_TEXT:], time.time(), text)
         for folder in ("../", ""):
-            before = self._faults_in(folder + name, os.geteuid())
+            before = self._faults_in(match, folder)
             kept = [one for one in before if one.job != new.job][1 - _MOST_FAULTS :]
             content = json.dumps([asdict(one) for one in (*kept, new)])
             temporary = f"{folder}new.{os.urandom(8).hex()}"
@@ -265,28 +246,27 @@ class QueueDir:
                     os.fchmod(file.fileno(), 0o644)  # whatever the umask
                     file.write(content)
                 at = {"src_dir_fd": self.fd, "dst_dir_fd": self.fd}
-                os.rename(temporary, folder + name, **at)
-                return
+                os.rename(temporary, folder + match[0], **at)
+                return True
+            self.remove(temporary)
+        return False
 
     def _fault_files(self) -> list[tuple[re.Match[str], str]]:
         """Return the files about faults, in the directory of all boots and in this boot's."""
-        found = []
-        for folder, names in (
-            ("../", os.listdir(self.base)),
-            ("", os.listdir(self.fd)),
-        ):
-            matches = filter(None, map(_FAULTS_FILE.fullmatch, sorted(names)))
-            found += [(match, folder + match[0]) for match in matches]
-        return found[:MOST_FILES_PER_USER]
+        return [
+            (match, folder)
+            for folder in ("../", "")
+            for match in self.matches(_FAULTS_FILE, folder=folder)[0]
+        ]
 
-    def _faults_in(self, name: str, owner: int) -> list[GpuFault]:
-        data, status = self._read(name)
-        if status is None or status.st_uid != owner:
+    def _faults_in(self, file: re.Match[str], folder: str) -> list[GpuFault]:
+        data, status = self._read(folder + file[0])
+        if status is None or status.st_uid != int(file[2]):
             return []
-        now = time.time()
+        now, about = time.time(), {"uuid": file[1], "by": user_name(status.st_uid)}
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            known = [from_json(GpuFault, one) for one in parse_json(data)]
-            return [one for one in known if now - one.time < _REMEMBERED_SECONDS]
+            known = [from_json(GpuFault, {**one, **about}) for one in parse_json(data)]
+            return [one for one in known if abs(now - one.time) < _REMEMBERED_SECONDS]
         return []
 
     def _read(self, name: str) -> tuple[bytes, os.stat_result | None]:
