@@ -22,7 +22,7 @@ def test_a_command_that_takes_too_long_is_killed() -> None:
 def test_one_that_cannot_be_killed_is_left_behind() -> None:
     """What holds its output open stands for a child that waits in the driver."""
     with pytest.raises(NoAnswer):
-        run_command(["sh", "-c", "sleep 3 & exec sleep 100"], 0.2, last_seconds=0.2)
+        run_command(["sh", "-c", "sleep 3 & exec sleep 100"], 0.2)
 
 
 def test_a_program_that_may_be_missing_is_asked_for_its_output_alone() -> None:

@@ -98,10 +98,8 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
 def run_command(
     command: Sequence[str],  # its standard input is empty, its session its own
     limit_seconds: float,  # after that it is killed
-    environ: Mapping[str, str]
-    | None = None,  # its whole environment; None: this process's
-    *,
-    last_seconds: float = 1.0,  # how long a killed child may take to end
+    # its whole environment; None: this process's
+    environ: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a command that may hang in the driver; return its exit code and output.
 
@@ -124,7 +122,7 @@ def run_command(
     except subprocess.TimeoutExpired:
         child.kill()
         try:
-            child.communicate(timeout=last_seconds)
+            child.communicate(timeout=_LAST_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning(
                 "pid %d does not end after SIGKILL: it hangs in the kernel", child.pid

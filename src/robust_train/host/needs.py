@@ -1,4 +1,4 @@
-"""What every command needs of its process."""
+"""What every command needs of its process, asked before psutil is imported, which needs it too."""
 
 from __future__ import annotations
 
