@@ -26,11 +26,11 @@ from robust_train.attempt.script.messages import (
     appending_to,
     parse,
 )
-from robust_train.config.placeholders import ScriptValues, literal, near_misses_in, placeholders_in
+from robust_train.config.placeholders import ScriptValues, literal, placeholders_in
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks
-from robust_train.launcher.ending import failure_of_script, last_words, without_escapes
+from robust_train.launcher.ending import failure_of_script, last_words
 from robust_train.model.attempt import Exit
 from robust_train.model.events import (
     CheckpointSaved,
@@ -216,10 +216,6 @@ def test_the_environment_has_every_placeholder():
     assert len(placeholders_in(text)) == len(environ)
 
 
-def test_a_near_miss_is_told():
-    assert near_misses_in("{batchsize} {lr} {batch_size}") == [("batchsize", "batch_size")]
-
-
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_a_zip_that_was_cut_short_is_not_whole(content: bytes, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
@@ -311,12 +307,6 @@ def test_last_words_are_the_last_traceback_as_a_terminal_shows_it():
     assert text.splitlines()[1:] == ["Traceback (most recent call last):", "  a", "ValueError: b"]
     assert last_words("1%\r2%\n", "x").splitlines()[1:] == ["2%"]
     assert "nothing" in last_words("", "x")
-
-
-@given(st.text())
-def test_a_text_without_escapes_stays(text: str):
-    if "\x1b" not in text:
-        assert without_escapes(text) == text
 
 
 def test_the_last_of_many_quick_reports_is_kept():

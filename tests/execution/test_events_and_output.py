@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -177,14 +176,6 @@ def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(
     assert len(steps) < 1000  # of the rest nothing was kept
 
 
-def test_a_burst_of_events_is_taken_a_part_at_a_time(channel):
-    ours, theirs = channel
-    for step in range(50):
-        EventSender(theirs)(Progress(step))
-    assert [event.step for event in read_events(ours, 20)] == [*range(20)]
-    assert [event.step for event in read_events(ours)] == [*range(20, 50)]
-
-
 def test_a_launcher_that_is_gone_is_not_the_trainers_trouble(channel):
     ours, theirs = channel
     ours.close()
@@ -343,22 +334,6 @@ def test_a_reader_that_does_not_come_is_waited_for_once(monkeypatch: pytest.Monk
     assert slept, "it may be reading again"
     os.close(read_end)
     os.close(write_end)
-
-
-def test_a_disk_that_was_full_is_written_to_again(monkeypatch: pytest.MonkeyPatch):
-    read_end, write_end = os.pipe()
-    screen = Screen(write_end)
-    with monkeypatch.context() as full:
-        full.setattr("os.write", _no_space)
-        screen.write(b"first ")
-    screen.write(b"last")
-    assert os.read(read_end, 100) == b"first last"
-    os.close(read_end)
-    os.close(write_end)
-
-
-def _no_space(descriptor: int, data: bytes) -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_log_lines_of_a_program_wait_for_no_reader_either(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from robust_train.host.memory import OomKillWatch, memory_folders
+from robust_train.host.memory import OomKillWatch
 
 V2_MOUNT = (
     "36 25 0:30 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 "
@@ -154,16 +154,6 @@ def test_nothing_readable_is_not_known(tmp_path: Path) -> None:
     assert OomKillWatch(tmp_path).killed() is None
 
 
-def test_a_v1_kernel_that_does_not_count_is_not_known(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, V1_CGROUPS.format(path="/job"), V1_MOUNTS)
-    machine.write("proc/vmstat", "nr_free_pages 812\n")
-    machine.write(
-        "/sys/fs/cgroup/memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n"
-    )
-
-    assert machine.watch().killed() is None
-
-
 def test_without_a_cgroup_the_machines_count_can_only_clear(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "", "")
     watch = machine.watch()
@@ -185,19 +175,3 @@ def test_a_cgroup_outside_of_the_namespace_is_not_known(tmp_path: Path) -> None:
 
 def test_here_a_process_that_was_not_killed_is_not_said_to_be() -> None:
     assert OomKillWatch().killed() in (False, None)
-
-
-@pytest.mark.parametrize(
-    ("mount_point", "escaped", "path"),
-    [
-        ("mnt/my cgroups", "/mnt/my\\040cgroups", "/job"),
-        ("sys/fs/cgroup", "/sys/fs/cgroup", "/kubepods/cri-containerd:a1"),
-    ],
-)
-def test_a_folder_with_a_space_or_a_colon_is_understood(
-    tmp_path: Path, mount_point: str, escaped: str, path: str
-) -> None:
-    mounts = V2_MOUNT.replace("/sys/fs/cgroup", escaped)
-    Machine(tmp_path, f"0::{path}\n", mounts)
-
-    assert memory_folders(tmp_path)[0] == tmp_path / mount_point / path.lstrip("/")

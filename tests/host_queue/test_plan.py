@@ -227,14 +227,6 @@ def test_no_gpu_is_kept_for_a_job_that_no_end_of_a_job_could_serve() -> None:
     assert not granted(waiting, lost[:2])
 
 
-def test_gpus_of_one_model_are_taken_if_there_are_enough() -> None:
-    v100 = {"name": "V100", "total": 16000}
-    gpus = [gpu(A, 39000), gpu(B, **v100), gpu(C, **v100), gpu(D, 12000)]
-    assert granted([job(1, count=2)], gpus) == {"job1": "bc"}
-    assert granted([job(1, 14000, count=2)], [*gpus[:2], gpu(C)]) == {"job1": "ca"}
-    assert granted([job(1, 14000, count=2)], gpus[:2]) == {"job1": "ab"}
-
-
 # --- several users ---
 
 

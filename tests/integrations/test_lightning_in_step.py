@@ -219,11 +219,10 @@ class _Measured(Net):
         self.steps.append({name: float(value) for name, value in metrics.items()})
 
 
-@pytest.mark.parametrize("options", [{}, {"max_epochs": 2}])
 def test_metric_objects_and_extremes_are_those_of_whole_batches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    whole = Fitted(tmp_path, _Measured(Fuse()), **options)
+    whole = Fitted(tmp_path, _Measured(Fuse()), max_epochs=2)
     assert whole.result["train_samples_epoch"] == 23
     assert whole.result["train_max_size"] == 4
     for fuse in (
@@ -233,7 +232,7 @@ def test_metric_objects_and_extremes_are_those_of_whole_batches(
         Fuse("forward", 1, fits=3, training=False),
         Fuse("forward", 2, fits=1, training=False),
     ):
-        split = Fitted(tmp_path, _Measured(fuse), **options)
+        split = Fitted(tmp_path, _Measured(fuse), max_epochs=2)
         assert split.changed(training=fuse.is_for_training), fuse.at
         differ_by_rounding_alone(split.weights, whole.weights)
         for one, other in zip(split.model.steps, whole.model.steps, strict=True):
@@ -347,63 +346,25 @@ def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.proves("Lightning", "one GPU", "new attempt")
+@pytest.mark.proves("Lightning", "one GPU", "refused", "`optimizer_zero_grad` of your own")
+@pytest.mark.proves("Lightning", "one GPU", "refused", "LBFGS")
+@pytest.mark.proves("Lightning", "one GPU", "refused", "results that cannot be joined")
+@pytest.mark.proves("Lightning", "one GPU", "refused", "batches with numbers")
+@pytest.mark.proves("Lightning", "several GPUs", "refused", "DeepSpeed")
+@pytest.mark.proves("Lightning", "FSDP2", "refused", "every model")
+@pytest.mark.proves("Lightning", "one GPU", "refused", "captured CUDA graphs")
 @pytest.mark.parametrize(
     ("model", "disguise", "said"),
     [
-        pytest.param(
-            _KeepsGradients,
-            None,
-            "optimizer_zero_grad decides",
-            id="zero_grad",
-            marks=pytest.mark.proves(
-                "Lightning", "one GPU", "refused", "`optimizer_zero_grad` of your own"
-            ),
-        ),
-        pytest.param(
-            _TwoPasses,
-            None,
-            "LBFGS",
-            id="LBFGS",
-            marks=pytest.mark.proves("Lightning", "one GPU", "refused", "LBFGS"),
-        ),
-        pytest.param(
-            _ReturnsOne,
-            None,
-            "results of parts cannot be put together",
-            id="results",
-            marks=pytest.mark.proves(
-                "Lightning", "one GPU", "refused", "results that cannot be joined"
-            ),
-        ),
-        pytest.param(
-            _Scaled,
-            None,
-            "batch[2] has 0",
-            id="numbers",
-            marks=pytest.mark.proves("Lightning", "one GPU", "refused", "batches with numbers"),
-        ),
-        pytest.param(
-            Net,
-            (_is_run_by, "DeepSpeedStrategy"),
-            "DeepSpeedStrategy",
-            id="DeepSpeed",
-            marks=pytest.mark.proves("Lightning", "several GPUs", "refused", "DeepSpeed"),
-        ),
-        pytest.param(
-            Net,
-            (_is_run_by, "FSDPStrategy"),
-            "FSDPStrategy runs",
-            id="FSDP",
-            marks=pytest.mark.proves("Lightning", "FSDP2", "refused", "every model"),
-        ),
-        pytest.param(
-            Net,
-            (_captures_graphs, ""),
-            "a CUDA graph was captured",
-            id="graphs",
-            marks=pytest.mark.proves("Lightning", "one GPU", "refused", "captured CUDA graphs"),
-        ),
+        (_KeepsGradients, None, "optimizer_zero_grad decides"),
+        (_TwoPasses, None, "LBFGS"),
+        (_ReturnsOne, None, "results of parts cannot be put together"),
+        (_Scaled, None, "batch[2] has 0"),
+        (Net, (_is_run_by, "DeepSpeedStrategy"), "DeepSpeedStrategy"),
+        (Net, (_is_run_by, "FSDPStrategy"), "FSDPStrategy runs"),
+        (Net, (_captures_graphs, ""), "a CUDA graph was captured"),
     ],
+    ids=["zero_grad", "LBFGS", "results", "numbers", "DeepSpeed", "FSDP", "graphs"],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
     tmp_path: Path, model: type, disguise, said: str, caplog, monkeypatch: pytest.MonkeyPatch

@@ -424,75 +424,29 @@ _LOMO = ("args", {"optim": transformers.training_args.OptimizerNames.LOMO})
 _GRAPHS = ("args", {"torch_compile": True, "torch_compile_mode": "reduce-overhead"})
 
 
+@pytest.mark.proves("transformers", "one GPU", "refused", "batches with numbers")
+@pytest.mark.proves(
+    "transformers", "one GPU", "refused", "`training_step` with a backward pass of its own"
+)
+@pytest.mark.proves("transformers", "one GPU", "refused", "`_prepare_inputs` of your own")
+@pytest.mark.proves("transformers", "one GPU", "refused", "packed sequences")
+@pytest.mark.proves("transformers", "several GPUs", "refused", "DeepSpeed")
+@pytest.mark.proves("transformers", "FSDP2", "refused", "every model")
+@pytest.mark.proves("transformers", "one GPU", "refused", "LOMO")
+@pytest.mark.proves("transformers", "one GPU", "refused", "`torch_compile_mode` with CUDA graphs")
 @pytest.mark.parametrize(
     ("options", "seen", "said"),
     [
-        pytest.param(
-            {"collator": _with_a_number},
-            None,
-            r"batch\['temperature'\] has 0",
-            id="numbers",
-            marks=pytest.mark.proves("transformers", "one GPU", "refused", "batches with numbers"),
-        ),
-        pytest.param(
-            {"trainer": _OwnBackward},
-            None,
-            "does not call self.accel",
-            id="backward",
-            marks=pytest.mark.proves(
-                "transformers",
-                "one GPU",
-                "refused",
-                "`training_step` with a backward pass of its own",
-            ),
-        ),
-        pytest.param(
-            {"trainer": _OwnBatches},
-            None,
-            "batches of its own",
-            id="batches",
-            marks=pytest.mark.proves(
-                "transformers", "one GPU", "refused", "`_prepare_inputs` of your own"
-            ),
-        ),
-        pytest.param(
-            {"collator": _packed},
-            None,
-            "packed into one",
-            id="packed",
-            marks=pytest.mark.proves("transformers", "one GPU", "refused", "packed sequences"),
-        ),
-        pytest.param(
-            {},
-            _DEEPSPEED,
-            "is run by DEEPSPEED",
-            id="DeepSpeed",
-            marks=pytest.mark.proves("transformers", "several GPUs", "refused", "DeepSpeed"),
-        ),
-        pytest.param(
-            {},
-            _FSDP,
-            "is run by FSDP",
-            id="FSDP",
-            marks=pytest.mark.proves("transformers", "FSDP2", "refused", "every model"),
-        ),
-        pytest.param(
-            {},
-            _LOMO,
-            "optim=lomo updates",
-            id="LOMO",
-            marks=pytest.mark.proves("transformers", "one GPU", "refused", "LOMO"),
-        ),
-        pytest.param(
-            {},
-            _GRAPHS,
-            "torch_compile_mode=reduce-overhead captures",
-            id="graphs",
-            marks=pytest.mark.proves(
-                "transformers", "one GPU", "refused", "`torch_compile_mode` with CUDA graphs"
-            ),
-        ),
+        ({"collator": _with_a_number}, None, r"batch\['temperature'\] has 0"),
+        ({"trainer": _OwnBackward}, None, "does not call self.accel"),
+        ({"trainer": _OwnBatches}, None, "batches of its own"),
+        ({"collator": _packed}, None, "packed into one"),
+        ({}, _DEEPSPEED, "is run by DEEPSPEED"),
+        ({}, _FSDP, "is run by FSDP"),
+        ({}, _LOMO, "optim=lomo updates"),
+        ({}, _GRAPHS, "torch_compile_mode=reduce-overhead captures"),
     ],
+    ids=["numbers", "backward", "batches", "packed", "DeepSpeed", "FSDP", "LOMO", "graphs"],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
     tmp_path: Path, options: dict, seen, said: str, caplog, monkeypatch: pytest.MonkeyPatch

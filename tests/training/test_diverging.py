@@ -86,6 +86,7 @@ def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, t
     assert ended.summary["result"] == without_launcher(tmp_path, "lr", "plain", lr=0.1)
 
 
+@pytest.mark.slow
 def test_where_nothing_helps_one_line_has_step_loss_and_checkpoint(world):
     ended = trained(world, "bad", "'constant lr'")
     assert ended.returncode == 1

@@ -100,88 +100,35 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
     assert [rank["exhausted"] for rank in ranks] == [[0, False, False], [0, True, False]]
 
 
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "custom collectives")
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "models sharded in part")
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "hybrid sharding")
+@pytest.mark.proves(
+    "functions (`run.backward`)", "FSDP2", "refused", "DistributedDataParallel beside it"
+)
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "tensor parallelism")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "FSDP1")
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "passes that differ")
+@pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "older versions of torch")
+@pytest.mark.proves(
+    "functions (`run.backward`)", "FSDP2", "refused", "a collective inside a micro-batch"
+)
+@pytest.mark.proves(
+    "functions (`run.backward`)", "several GPUs", "refused", "a collective inside a micro-batch"
+)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        pytest.param(
-            "own",
-            "collectives of its own",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "FSDP2", "refused", "custom collectives"
-            ),
-        ),
-        pytest.param(
-            "in part",
-            "is not sharded, beside parameters that are",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "FSDP2", "refused", "models sharded in part"
-            ),
-        ),
-        pytest.param(
-            "hybrid",
-            "hybrid sharding or tensor parallelism",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "FSDP2", "refused", "hybrid sharding"
-            ),
-        ),
-        pytest.param(
-            "beside",
-            "DistributedDataParallel beside a sharded one",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)",
-                "FSDP2",
-                "refused",
-                "DistributedDataParallel beside it",
-            ),
-        ),
-        pytest.param(
-            "split",
-            "1.wide (Linear) gathers its weights",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "FSDP2", "refused", "tensor parallelism"
-            ),
-        ),
-        pytest.param(
-            "first kind",
-            "(FullyShardedDataParallel) gathers its weights",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "several GPUs", "refused", "FSDP1"
-            ),
-        ),
-        pytest.param(
-            "skips",
-            "differ in what its ranks send each other",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "FSDP2", "refused", "passes that differ"
-            ),
-        ),
-        pytest.param(
-            "older",
-            "needs a torch that has FSDPModule.reset_iter_state; update torch",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)", "FSDP2", "refused", "older versions of torch"
-            ),
-        ),
-        pytest.param(
-            "averages",
-            "a collective of your own",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)",
-                "FSDP2",
-                "refused",
-                "a collective inside a micro-batch",
-            ),
-        ),
-        pytest.param(
-            "averages in replicas",
-            "a collective of your own",
-            marks=pytest.mark.proves(
-                "functions (`run.backward`)",
-                "several GPUs",
-                "refused",
-                "a collective inside a micro-batch",
-            ),
-        ),
+        ("own", "collectives of its own"),
+        ("in part", "is not sharded, beside parameters that are"),
+        ("hybrid", "hybrid sharding or tensor parallelism"),
+        ("beside", "DistributedDataParallel beside a sharded one"),
+        ("split", "1.wide (Linear) gathers its weights"),
+        ("first kind", "(FullyShardedDataParallel) gathers its weights"),
+        ("skips", "differ in what its ranks send each other"),
+        ("older", "needs a torch that has FSDPModule.reset_iter_state; update torch"),
+        ("averages", "a collective of your own"),
+        ("averages in replicas", "a collective of your own"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_in_a_line(
