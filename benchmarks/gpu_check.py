@@ -664,7 +664,7 @@ def probe_ranks() -> Checks:
     for how in ("bare", "inside of another", "another default device"):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                mp.spawn(_rank, args=(how, folder), nprocs=2)
+                mp.spawn(run_rank, args=(how, folder), nprocs=2)
             except Exception as error:
                 last = str(error).splitlines()[-1]
                 yield Check(f"{how}: ranks", "end", last[:120], False)
@@ -677,7 +677,7 @@ def probe_ranks() -> Checks:
                 yield below(f"{how}, rank {rank}: gradients differ by", 1e-4, differ)
 
 
-def _rank(rank: int, how: str, folder: str) -> None:
+def run_rank(rank: int, how: str, folder: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

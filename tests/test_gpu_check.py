@@ -321,12 +321,12 @@ def rank_on_a_stand_in(rank: int, how: str, folder: str) -> None:
         RANK(rank, how, folder)
 
 
-RANK = gpu_check._rank
+RANK = gpu_check.run_rank
 
 
 @pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one_step_on_a_stand_in_for_the_gpu(monkeypatch):
-    monkeypatch.setattr(gpu_check, "_rank", rank_on_a_stand_in)
+    monkeypatch.setattr(gpu_check, "run_rank", rank_on_a_stand_in)
     checks = list(gpu_check.probe_ranks())
     assert len(checks) == 12, checks
     assert all(check.passed for check in checks if "gradients" in check.what)

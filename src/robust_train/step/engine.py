@@ -257,7 +257,7 @@ class Step(Generic[T]):
             if not self.is_sharded:
                 self._items = items
                 agreed = self._agree(returns_more=returns_more)
-            loss = self._shared.sum_gradients(agreed, loss)
+            loss = self._shared.sum_gradients(agreed, loss, items)
         self._start.end()
         self._shared.share_buffers()
         grown = self._size.step_done()

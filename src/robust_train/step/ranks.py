@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -190,8 +189,14 @@ class SharedStep:
                     "run.backward: a model in DistributedDataParallel beside a sharded one "
                     f"would leave ranks waiting; shard both, {WITHOUT}"
                 )
-        self._parameters = _shared_parameters(self._replicas)
-        self._items = 0.0
+        trained = (
+            parameter
+            for replica in self._replicas
+            for name, parameter in replica.module.named_parameters()
+            if parameter.requires_grad and name not in replica.parameters_to_ignore
+        )
+        # each once, in an order that is the same on every rank
+        self._parameters = list(dict.fromkeys(trained))
         self._foreign = 0
 
     @property
@@ -237,11 +242,24 @@ class SharedStep:
         """Put sharded models in order after a part that was left half-way."""
         sharded.reset(self._roots)
 
-    def without_collectives(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def without_collectives(self) -> Iterator[None]:
         """Let the models' passes send nothing within this block."""
-        if not self._replicas:
-            return contextlib.nullcontext()
-        return _without_collectives(self._replicas)
+        wrappers = [
+            replica
+            for replica in self._replicas
+            if isinstance(replica, DistributedDataParallel)
+        ]
+        with contextlib.ExitStack() as stack:
+            for wrapper in wrappers:
+                settle_buckets(wrapper)
+                stack.enter_context(wrapper.no_sync())
+                wrapper.require_forward_param_sync = False  # nor their buffers
+            try:
+                yield
+            finally:
+                for wrapper in wrappers:
+                    wrapper.require_forward_param_sync = True
 
     def agree(
         self, size: int | None, items: float, ran_out: RanOut | None, returns_more: bool
@@ -249,27 +267,58 @@ class SharedStep:
         """Exchange with the other ranks how the parts went; None if there are none."""
         if self._group is None:
             return None
-        self._items = items
         # without a line of Python for each parameter: there may be ten thousand
         gradients = map(attrgetter("grad"), self._parameters)
         present = tuple(map(is_not, gradients, repeat(None)))
         report = RankReport(ran_out, size, items, present, returns_more)
         return self._group.exchange(report)
 
+    @torch.no_grad()
     def sum_gradients(
-        self, agreed: Agreement | None, loss: Tensor | None
+        self, agreed: Agreement | None, loss: Tensor | None, items: float
     ) -> Tensor | None:
-        """Make one gradient for all; return the mean loss over all ranks' items."""
+        """Sum the ranks' gradients, each by its share in the items of all; return the mean loss
+        over all ranks' items. A parameter without a gradient on any rank keeps none, so that
+        optimizers pass it over."""
         if self._roots:  # the gradients are summed already
             return sharded.mean_loss(self._roots, loss)
         if agreed is None or not self._parameters or not agreed.items:
             return loss
-        share, group = self._items / agreed.items, self._replicas[0].process_group
-        return sum_gradients(self._parameters, agreed.has_gradient, share, loss, group)
+        for parameter, is_wanted in zip(
+            self._parameters, agreed.has_gradient, strict=True
+        ):
+            if is_wanted and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        device = self._parameters[0].device
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        if loss is not None:
+            # a model on several GPUs ends on another one than it begins on
+            total += loss.to(device)
+        # last: the gradients are there in the order of their layers
+        tensors = [p.grad for p in self._parameters if p.grad is not None] + [total]
+        for bucket in _buckets(tensors):
+            flat = _flattened(bucket).mul_(items / agreed.items)
+            dist.all_reduce(flat, group=self._replicas[0].process_group)
+            _spread(flat, bucket)
+        return total
 
+    @torch.no_grad()
     def share_buffers(self) -> None:
-        """Give every rank the buffers of the first."""
-        _share_buffers(self._replicas)
+        """Give every rank the buffers (BatchNorm's statistics) of the first, as DDP does."""
+        for replica in self._replicas:
+            if not replica.broadcast_buffers:
+                continue
+            buffers = [
+                buffer
+                for name, buffer in replica.module.named_buffers()
+                if name not in replica.parameters_to_ignore
+            ]
+            source = dist.get_global_rank(replica.process_group, 0)
+            with contextlib.ExitStack() as stack:
+                for buffer in buffers:
+                    # the same as far as autograd and the rewinding of steps are concerned
+                    stack.enter_context(preserve_version_counter(torch, buffer))
+                broadcast(buffers, source, replica.process_group)
 
 
 # --- replicas of a model ---
@@ -331,81 +380,6 @@ class ReplicaFinder:
                 id(replica): replica for ref in known if (replica := ref()) is not None
             }
         return list(found.values())
-
-
-def _shared_parameters(replicas: Iterable[Replica]) -> list[nn.Parameter]:
-    """Return what is trained in them, in an order that is the same on every rank."""
-    found = {
-        id(parameter): parameter
-        for replica in replicas
-        for name, parameter in replica.module.named_parameters()
-        if parameter.requires_grad and name not in replica.parameters_to_ignore
-    }
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def _without_collectives(replicas: Sequence[Replica]) -> Iterator[None]:
-    """Let their passes send nothing within this block."""
-    wrappers = [
-        replica for replica in replicas if isinstance(replica, DistributedDataParallel)
-    ]
-    with contextlib.ExitStack() as stack:
-        for wrapper in wrappers:
-            settle_buckets(wrapper)
-            stack.enter_context(wrapper.no_sync())
-            wrapper.require_forward_param_sync = False  # nor their buffers
-        try:
-            yield
-        finally:
-            for wrapper in wrappers:
-                wrapper.require_forward_param_sync = True
-
-
-@torch.no_grad()
-def sum_gradients(
-    parameters: Sequence[nn.Parameter],  # one or more, the same on all ranks
-    has_gradient: Sequence[bool],  # for each of them whether any rank has one
-    share: float,  # of this rank in the items of all
-    loss: Tensor | None,  # this rank's mean loss, None without one
-    group: dist.ProcessGroup,  # the ranks
-) -> Tensor:
-    """Sum the ranks' gradients, each by its share in the items of all. A parameter without a
-    gradient on any rank keeps none, so that optimizers pass it over. Returns the mean loss over all
-    ranks' items."""
-    for parameter, is_wanted in zip(parameters, has_gradient, strict=True):
-        if is_wanted and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
-    if loss is not None:
-        # a model on several GPUs ends on another one than it begins on
-        total += loss.to(total.device)
-    # last: the gradients are there in the order of their layers
-    tensors = [p.grad for p in parameters if p.grad is not None] + [total]
-    for bucket in _buckets(tensors):
-        flat = _flattened(bucket).mul_(share)
-        dist.all_reduce(flat, group=group)
-        _spread(flat, bucket)
-    return total
-
-
-@torch.no_grad()
-def _share_buffers(replicas: Sequence[Replica]) -> None:
-    """Give every rank the buffers (BatchNorm's statistics) of rank 0, as DDP does."""
-    for replica in replicas:
-        if not replica.broadcast_buffers:
-            continue
-        buffers = [
-            buffer
-            for name, buffer in replica.module.named_buffers()
-            if name not in replica.parameters_to_ignore
-        ]
-        source = dist.get_global_rank(replica.process_group, 0)
-        with contextlib.ExitStack() as stack:
-            for buffer in buffers:
-                # the same as far as autograd and the rewinding of steps are concerned
-                stack.enter_context(preserve_version_counter(torch, buffer))
-            broadcast(buffers, source, replica.process_group)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import functools
 import random
 import sys
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
@@ -249,8 +249,7 @@ class _Buffer:
 
 def _keep(buffers: Iterable[_Buffer]) -> None:
     """Copy what may change, into the last copy's memory if there is one."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for buffer in buffers:
         is_copied, now, values = buffer.keep(), buffer.tensor, buffer.values
         if now is None or not is_copied:
@@ -258,19 +257,17 @@ def _keep(buffers: Iterable[_Buffer]) -> None:
         elif values is None or _layout(values) != _layout(now):
             buffer.values = now.detach().clone()
         else:
-            targets.append(values)
-            sources.append(now)
-    copy_all(targets, sources)
+            pairs.append((values, now))
+    _copy_all(pairs)
 
 
 def _restore(buffers: Iterable[_Buffer]) -> None:
     """Put the tensors and values of the step's start back."""
-    kept = [
-        (b.tensor, b.values)
-        for b in buffers
-        if b.tensor is not None and b.values is not None
-    ]
-    copy_all([tensor for tensor, _ in kept], [values for _, values in kept])
+    _copy_all(
+        (buffer.tensor, buffer.values)
+        for buffer in buffers
+        if buffer.tensor is not None and buffer.values is not None
+    )
     for buffer in buffers:
         buffer.home[buffer.name] = buffer.tensor
         buffer.version = -1 if buffer.tensor is None else version_of(buffer.tensor)
@@ -401,17 +398,15 @@ class StepStart:
 
 
 @torch.no_grad()
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target: one kernel for all of a device and number format. A list of
-    mixed formats would take torch's slow path, a kernel for each tensor."""
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        key = target.device, target.dtype, source.device, source.dtype
-        group = groups.setdefault(key, ([], []))
-        group[0].append(target)
-        group[1].append(source)
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second one, of the same layout, into the first: one kernel for all of a device and
+    number format. A list of mixed formats would take torch's slow path, a kernel for each."""
+    groups: defaultdict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for pair in pairs:
+        groups[pair[0].device, pair[0].dtype].append(pair)
     for group in groups.values():
-        copy_at_once(torch, *group)
+        targets, sources = map(list, zip(*group, strict=True))
+        copy_at_once(torch, targets, sources)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
