@@ -113,6 +113,14 @@ def test_private_attributes_of_tensors_and_modules():
     assert tensor.tolist() == [0, 0]
 
 
+def test_a_copy_of_a_state_has_the_versions_of_its_parts():
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    copied = type(state)(state)
+    compat.keep_versions(copied, state)
+    assert copied._metadata[""]["version"] == 2
+    compat.keep_versions(copied, {})
+
+
 def test_a_change_can_be_hidden_from_the_version_counter():
     tensor = torch.zeros(2)
     with compat.preserve_version_counter(torch, tensor):

@@ -80,6 +80,12 @@ def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
+def keep_versions(copied: Any, state: Any) -> None:
+    """Give a copy of a module's state the versions of its parts, by which the module reads it."""
+    if hasattr(state, "_metadata"):
+        copied._metadata = state._metadata
+
+
 def copy_at_once(torch: Any, targets: Sequence[Any], sources: Sequence[Any]) -> None:
     """Copy each source into its target, of one device and number format: one kernel for all."""
     torch._foreach_copy_(targets, sources)

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from robust_train.attempt.cadence import Saving
-from robust_train.compat import load_shards, tree_leaves, tree_map_with_path
+from robust_train.compat import (
+    keep_versions,
+    load_shards,
+    tree_leaves,
+    tree_map_with_path,
+)
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import (
     SUFFIX,
@@ -331,8 +336,7 @@ def named_map(change: Share, content: Content) -> Content:
 
     new = dict(tree_map_with_path(changed, content))
     for name, part in content.items():
-        if hasattr(part, "_metadata"):  # by which a module knows its state's version
-            new[name]._metadata = part._metadata
+        keep_versions(new[name], part)
     return new
 
 
