@@ -255,8 +255,8 @@ def _is_held_by_0_2(fd: int) -> bool:
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:
     return (
-        f"run folder {run_dir} is in use by {_name_of(holder)}; choose another run folder, or "
-        f"stop that job: robust-train stop {run_dir}"
+        f"run folder {run_dir} is in use by {_name_of(holder)}; choose another (hydra.run.dir=…, "
+        f"or --run-dir of robust-train run), or stop that job: robust-train stop {run_dir}"
     )
 
 
