@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDone
 from robust_train.readable import aligned, cell_text
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def confirmed(question: str, arguments: argparse.Namespace) -> bool:
         return False
 
 
-class CommandFailed(Exception):
-    """The command was not carried out: why, and what helps, in one line."""
+class CommandFailed(NotDone):
+    """The command was not carried out, and ends with this exit code."""
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)

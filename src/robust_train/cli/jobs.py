@@ -36,6 +36,13 @@ from robust_train.model.failure import MEMORY_FAILURES, FailureKind
 from robust_train.sweep.record import INTERRUPTED, REFUSED
 from robust_train.sweep.session import session
 
+_CODES: dict[type, int] = {
+    NoDevice: EXIT_TRY_LATER,
+    AttemptsExhausted: EXIT_FAILED,
+    TrainerFailed: EXIT_FAILED,
+}
+"""What ``launch`` raises, beside a :class:`ConfigError`, which has a code of its own."""
+
 
 def robust_job(cfg: DictConfig) -> Any:
     """Run one job under the launcher; return the objective, NaN for a failed job of a sweep."""
@@ -134,16 +141,11 @@ def exit_code_of_error(error: BaseException) -> int | None:
         return error.exit_code
     # its own traceback, without the launcher's frames
     shown = error.__cause__ if isinstance(error.__cause__, TrainerFailed) else error
-    if not isinstance(
-        shown, ConfigError | NoDevice | AttemptsExhausted | TrainerFailed
-    ):
-        return None
-    print(
-        f"{error if isinstance(error, UserError) else shown}".rstrip(), file=sys.stderr
-    )
-    if isinstance(shown, ConfigError):
-        return shown.exit_code
-    return EXIT_TRY_LATER if isinstance(shown, NoDevice) else EXIT_FAILED
+    code = _CODES.get(type(shown), getattr(shown, "exit_code", None))
+    if code is not None:
+        text = error if isinstance(error, UserError) else shown
+        print(str(text).rstrip(), file=sys.stderr)
+    return code
 
 
 def exit_code_of(summary: Summary) -> int:

@@ -19,7 +19,12 @@ from robust_train.cli.command import Answer, Command, CommandFailed, load
 from robust_train.cli.commands import COMMANDS, GONE, GROUPS, NOW, members_of
 from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, limit_reached
+from robust_train.model.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILED,
+    NotDone,
+    limit_reached,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
@@ -86,11 +91,8 @@ def _run(words: list[str]) -> int:
     arguments = parse(command, rest)
     try:
         answer: Answer | int = load(command.function)(arguments)
-    except Exception as error:
-        code = _exit_code_of(error)
-        if not code:
-            raise
-        answer = Answer(error=str(error), exit_code=code)
+    except NotDone as error:
+        answer = Answer(error=str(error), exit_code=error.exit_code)
     if isinstance(answer, int):
         return answer
     answer.print(command.name, getattr(arguments, "json", False))
@@ -224,20 +226,6 @@ def _listing(groups: Mapping[str, Iterable[Command]]) -> str:
     parts.append("\nrobust-train COMMAND --help shows the options of a command;")
     parts.append("robust-train --version shows the version.")
     return "\n".join(parts)
-
-
-def _exit_code_of(error: Exception) -> int:
-    """Return the exit code for an error that its message explains; 0 for any other."""
-    from robust_train.folder.live import ControlError
-    from robust_train.folder.requests import Refused
-    from robust_train.folder.run_list import NoLiveRun
-    from robust_train.queue.queue_dir import QueueProblem
-
-    if isinstance(error, CommandFailed):
-        return error.exit_code
-    if isinstance(error, ControlError | Refused | NoLiveRun):
-        return EXIT_FAILED
-    return EXIT_BAD_CONFIG if isinstance(error, QueueProblem) else 0
 
 
 if __name__ == "__main__":

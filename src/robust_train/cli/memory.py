@@ -19,8 +19,8 @@ import psutil
 
 from robust_train.cli.command import Answer, CommandFailed, Table, confirmed
 from robust_train.cli.machine import machine_memory
-from robust_train.folder.live import ControlError, ask
-from robust_train.folder.run_list import KnownRun, NoLiveRun, NothingAlive, choose_run
+from robust_train.folder.live import ask
+from robust_train.folder.run_list import KnownRun, NothingAlive, choose_run
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     CudaProcess,
@@ -30,7 +30,7 @@ from robust_train.gpu.processes import (
     send_signal,
 )
 from robust_train.host import allocator
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDone
 from robust_train.model.events import Json
 from robust_train.readable import MIB
 
@@ -81,7 +81,7 @@ def info(arguments: Namespace) -> Answer:
         answer = ask(run, "memory_info")
     except NothingAlive:
         return Answer(data, parts)
-    except (NoLiveRun, ControlError) as problem:
+    except NotDone as problem:
         if arguments.run is not None:
             raise
         return Answer(data, parts, [str(problem)])
@@ -96,7 +96,10 @@ def cleanup(arguments: Namespace) -> Answer:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
     if arguments.stats_only:
         return info(arguments)
-    answer = _requested("clear", arguments.run, force=arguments.force)
+    try:
+        answer = _requested("clear", arguments.run, force=arguments.force)
+    except NotDone as error:
+        answer = Answer(error=str(error))
     machine = machine_memory()
     data, shown = answer.data | machine.data, [*answer.shown, *machine.shown]
     return Answer(data, shown, error=answer.error)
@@ -126,9 +129,7 @@ def _requested(action: str, which: str | None, **options: Json) -> Answer:
         answer = ask(run, f"memory_{action}", **options)
     except NothingAlive as error:
         instead = _WITHOUT_A_RUN[action].format(**options)
-        return Answer(error=f"{error}; {instead}")
-    except (NoLiveRun, ControlError) as error:
-        return Answer(error=str(error))
+        raise CommandFailed(f"{error}; {instead}") from error
     columns = {"before": "before", "after": "after"}
     return Answer({"run": run.id, **answer}, _described(run, answer, columns))
 

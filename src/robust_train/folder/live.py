@@ -11,6 +11,7 @@ from robust_train.files import parse_json, read_small, write_json
 from robust_train.folder.lock import is_held
 from robust_train.folder.requests import ANSWER, LAUNCHERS_VERB, Reply, new_request
 from robust_train.folder.run_list import KnownRun
+from robust_train.model.errors import NotDone
 from robust_train.model.events import Json
 
 USUAL_WAIT_SECONDS = 30.0
@@ -21,7 +22,7 @@ _MAX_ANSWER_BYTES = 1 << 20
 _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
 
 
-class ControlError(Exception):
+class ControlError(NotDone):
     """The run did not carry out the request: why, in one line."""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from robust_train.files import parse_json, read_object, read_small, write_json
 from robust_train.gpu.processes import user_name
+from robust_train.model.errors import NotDone
 from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
@@ -33,7 +34,7 @@ _MODE = 0o700
 Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
 
 
-class Refused(Exception):
+class Refused(NotDone):
     """The request is not carried out: why, and what would help, in one line."""
 
 

@@ -17,6 +17,7 @@ import psutil
 from robust_train.folder.lock import LOCK_FILE, Holder, is_held, left_of, read_holder
 from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
+from robust_train.model.errors import NotDone
 from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
@@ -26,7 +27,7 @@ MOST_LINKS = 500
 DIED, NO_ANSWER = "died", "does not answer"
 
 
-class NoLiveRun(Exception):
+class NoLiveRun(NotDone):
     """There is no such run, or more than one. The message lists the live ones."""
 
 

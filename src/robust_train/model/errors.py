@@ -26,6 +26,12 @@ class ConfigError(ValueError):
     exit_code = EXIT_BAD_CONFIG
 
 
+class NotDone(Exception):
+    """A command, or a request, is not carried out: why, and what helps, in one line."""
+
+    exit_code = EXIT_FAILED
+
+
 class NoProgress(ConfigError):
     """Launches in a row of the run folder have saved no new checkpoint; nothing was started."""
 

@@ -22,6 +22,7 @@ import yaml  # type: ignore[import-untyped]
 
 from robust_train.files import parse_json
 from robust_train.gpu.processes import user_name
+from robust_train.model.errors import EXIT_BAD_CONFIG, NotDone
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.json import from_json
 
@@ -52,8 +53,10 @@ _NOT_LOCAL = re.compile(
 _warned: set[str] = set()
 
 
-class QueueProblem(Exception):
+class QueueProblem(NotDone):
     """The queue directory cannot be used. The message names it, the problem and a way out."""
+
+    exit_code = EXIT_BAD_CONFIG
 
     def __init__(self, path: Path, trouble: str) -> None:
         super().__init__(
