@@ -340,7 +340,7 @@ def next_size(
     peak_of = _line(probes, best, limits)
     expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
     largest = expected[-1] if expected else low
-    if not failed and _is_vague(probes, best):
+    if not failed and _is_vague(_before(probes, best, limits), best):
         # workspaces and noise may hide a sample's share, so grow, but by a bounded step
         doubled = next((size for size in between if size >= 2 * low), between[-1])
         return max(
@@ -371,25 +371,17 @@ def _line(
     probes: Sequence[Probe], best: Probe, limits: Limits
 ) -> Callable[[int], float]:
     """Return the line between what fitted and what did not, else through what fitted."""
-    assert best.peak_bytes is not None
-    size = best.batch_size
-    above = [p for p in probes if p.batch_size > best.batch_size]
+    size, peak = best.batch_size, float(best.peak_bytes or 0)
+    above = [p for p in probes if p.batch_size > size]
     if above:
         nearest = min(above, key=lambda p: p.batch_size)
-        measured = nearest.peak_bytes
-        peak = limits.but_for(1 - _BEYOND) if measured is None else float(measured)
-        return line((nearest.batch_size, peak), (size, best.peak_bytes))
-    before = _before(probes, best)
-    if before is not None and before.peak_bytes is not None:
-        noise = _NOISE_BYTES if _is_vague(probes, best) else 0
-        risen = max(best.peak_bytes - before.peak_bytes, 0) + noise
-        return line(
-            (before.batch_size, best.peak_bytes - risen), (size, best.peak_bytes)
-        )
+        beyond = nearest.peak_bytes or limits.but_for(1 - _BEYOND)
+        return line((nearest.batch_size, beyond), (size, peak))
+    before = _before(probes, best, limits)
     # all that one size has grown by, as if a sample's share were all of it: never too little
-    rest = limits.rest_bytes
-    growth = max(best.peak_bytes - rest, 0) + _NOISE_BYTES
-    return line((0, rest), (size, rest + growth))
+    noise = _NOISE_BYTES if _is_vague(before, best) else 0
+    risen = max(peak - (before.peak_bytes or 0), 0) + noise
+    return line((before.batch_size, peak - risen), (size, peak))
 
 
 def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], float]:
@@ -398,17 +390,16 @@ def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], fl
     return lambda samples: other[1] + slope * (samples - other[0])
 
 
-def _before(probes: Sequence[Probe], best: Probe) -> Probe | None:
-    """Return the next smaller size that was measured."""
-    below = [
+def _before(probes: Sequence[Probe], best: Probe, limits: Limits) -> Probe:
+    """Return the next smaller size that was measured, else none with what was in use before."""
+    smaller = [
         p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None
     ]
-    return max(below, key=lambda p: p.batch_size, default=None)
+    nothing = Probe(0, limits.rest_bytes)
+    return max(smaller, key=lambda p: p.batch_size, default=nothing)
 
 
-def _is_vague(probes: Sequence[Probe], best: Probe) -> bool:
+def _is_vague(before: Probe, best: Probe) -> bool:
     """Return whether the measurements differ by no more than noise, or are of one size alone."""
-    before = _before(probes, best)
-    if before is None or before.peak_bytes is None or best.peak_bytes is None:
-        return True
-    return best.peak_bytes - before.peak_bytes < 4 * _NOISE_BYTES
+    risen = (best.peak_bytes or 0) - (before.peak_bytes or 0)
+    return not before.batch_size or risen < 4 * _NOISE_BYTES

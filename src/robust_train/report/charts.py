@@ -233,17 +233,17 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Lane]:
         column = round(_MARKS_PER_LANE * clock.percent(at) / 100)
         texts = lanes[mark.kind].setdefault(column, [])
         texts.append(shortened(text, _LONGEST_TEXT))
-    found = []
-    for kind, lane in lanes.items():
-        drawn = []
-        for column, texts in lane.items():
-            if len(texts) > _MOST_TEXTS:
-                texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]
-            left = 100 * column / _MARKS_PER_LANE
-            drawn.append(DrawnMark(left, "\n".join(texts)))
-        if drawn:
-            found.append(Lane(kind, LANES[kind], drawn))
-    return found
+    return [
+        Lane(kind, LANES[kind], [_drawn(column, lane[column]) for column in lane])
+        for kind, lane in lanes.items()
+        if lane
+    ]
+
+
+def _drawn(column: int, texts: Sequence[str]) -> DrawnMark:
+    more = [f"… {len(texts)} in all"] if len(texts) > _MOST_TEXTS else []
+    text = "\n".join([*texts[:_MOST_TEXTS], *more])
+    return DrawnMark(100 * column / _MARKS_PER_LANE, text)
 
 
 def curve_charts(story: Story) -> list[Chart]:

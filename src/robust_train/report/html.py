@@ -29,6 +29,11 @@ FILE_NAME = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 _LONGEST_TRACEBACK = 20_000
 _LONGEST_VALUE = 200
+# a browser that was started without a locale names a language that uPlot cannot read
+_WITH_A_LANGUAGE = (
+    "try{new Intl.NumberFormat(navigator.language)}"
+    'catch{Object.defineProperty(navigator,"language",{value:"en-US"})}\n'
+)
 
 
 def write_report(sources: Sources) -> None:
@@ -102,7 +107,8 @@ def template_environment() -> Environment:
     )
     # a page holds a copy of uPlot, so it holds uPlot's licence too
     licence = f"/*\n{_text('vendor/LICENSE.uPlot.txt')}*/\n"
-    script = licence + _text("vendor/uPlot.iife.min.js") + _text("report.js")
+    library = _text("vendor/uPlot.iife.min.js")
+    script = licence + _WITH_A_LANGUAGE + library + _text("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
         style=Markup(_text("vendor/uPlot.min.css") + _text("report.css")),
