@@ -296,7 +296,7 @@ def test_a_first_folder_that_was_cut_off_is_not_resumed_from(scripts: CommandWor
 
     ended = killed(case)
 
-    assert "the script was ended while it wrote it; it is not used" in ended.output
+    assert "may lack files and is not used" in ended.output
     assert not case.resumed(ended)
 
 

@@ -7,6 +7,7 @@ its automatic optimization gets a subclass that runs the closure for parts of a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -77,29 +78,32 @@ def _keep_evaluation_batches(
     asked = micro_batch if run.asked is None else run.asked.batch_size
     if asked == micro_batch:
         return
-    process, has_said = trainer.strategy.process_dataloader, False
+    process = trainer.strategy.process_dataloader
+
+    @functools.cache
+    def say() -> None:
+        if can_split:
+            log.info(
+                "Lightning: evaluates in batches of %d, as in the job's first attempt",
+                asked,
+            )
+            return
+        log.warning(
+            "Lightning: evaluates in batches of %d, no longer %d: limit_val_batches=2 and the like "
+            "are less data, and figures of batches may differ from those of earlier attempts",
+            micro_batch,
+            asked,
+        )
 
     def process_dataloader(loader: Any) -> Any:
-        nonlocal has_said
-        batches = getattr(loader, "batch_sampler", None)
-        if (
-            type(batches) is BatchSampler
-            and not isinstance(batches.sampler, SampleOrder)
-            and batches.batch_size == micro_batch
-        ):
+        batches: Any = getattr(loader, "batch_sampler", None)
+        is_of_evaluation = type(batches) is BatchSampler and not isinstance(
+            batches.sampler, SampleOrder
+        )
+        if is_of_evaluation and batches.batch_size == micro_batch:
+            say()
             if can_split:
                 batches.batch_size = asked
-            if not has_said:
-                log.log(
-                    logging.INFO if can_split else logging.WARNING,
-                    "Lightning: evaluates in batches of %d, %s",
-                    asked if can_split else micro_batch,
-                    "as in the job's first attempt"
-                    if can_split
-                    else f"no longer {asked}: limit_val_batches=2 and the like are less data, "
-                    "and figures of batches may differ from those of earlier attempts",
-                )
-            has_said = True
         return process(loader)
 
     trainer.strategy.process_dataloader = process_dataloader

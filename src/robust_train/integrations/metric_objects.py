@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robust_train.compat import METRIC_NOTES, tree_leaves
+from robust_train.compat import METRIC_NOTES, tree_leaves, tree_map_with_path
 from robust_train.config.trainers import require
 from robust_train.readable import MIB
 
@@ -156,13 +156,10 @@ def _copy(value: Any) -> Any:
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_detached, value))
-    return value
+    def change(_: object, leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    return tree_map_with_path(change, value)
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:

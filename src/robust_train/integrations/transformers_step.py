@@ -257,7 +257,6 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         self._logged: Tensor | float = 0.0  # what the Trainer got of it
         self._weight = 1.0  # of the part in progress
         self._is_weighted = True
-        self._is_sum: bool | None = None
         self._training_step = trainer.training_step
         self._prediction_step = trainer.prediction_step
         self._backward = trainer.accelerator.backward

@@ -16,7 +16,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,7 +167,9 @@ class _Attempt:
         if checkpoint is not None and checkpoint[0] != run.resume_checkpoint:
             run.checkpoint_saved(checkpoint[0], run.last_step)
 
-    def poll(self, *, at_rest: bool = False) -> None:
+    def poll(
+        self, *, at_rest: bool = False, reported: Collection[str] | None = None
+    ) -> None:
         """Pass on what the script has reported and saved."""
         if self._doubted is not None:
             self._saved(self._doubted[0], self._doubted[2], at_rest=at_rest)
@@ -181,18 +183,13 @@ class _Attempt:
                 if not self._complained:
                     self._complained = True
                     log.warning("%s: %r: %s", self.events.name, line[:200], problem)
-        self._found(self._watch.newest(at_rest=at_rest), at_rest)
+        newest = self._watch.newest(at_rest=at_rest, reported=reported)
+        self._found(newest, at_rest)
 
     def finish(self, *, was_killed: bool) -> None:
         """Pass on the rest after the script has ended; remove an empty file of messages."""
-        if was_killed and (cut := self._watch.cut_off()):
-            for path in cut:
-                log.warning(
-                    "checkpoint %s: the script was ended while it wrote it; it is not used",
-                    path,
-                )
-            self._watch.leave_out(cut, self._run.run_dir / _BEFORE)
-        self.poll(at_rest=True)
+        known = () if self._known is None else (str(self._known[0]),)
+        self.poll(at_rest=True, reported=known if was_killed else None)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:
                 self.events.unlink()
@@ -296,7 +293,8 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     folder = run.checkpoint_dir
     manifests = wait_until_readable(lambda: read_manifests(folder))
     bad = {str(one.path) for one in manifests if one.loss in USELESS}
-    candidates = [watch.newest(at_rest=True, but=bad)]
+    known = {str(one.path) for one in manifests}
+    candidates = [watch.newest(at_rest=True, but=bad, reported=known)]
     if reported is not None and is_whole(reported):
         candidates.append(_stamped(reported))
     elif reported is not None:
@@ -399,14 +397,20 @@ class CheckpointWatch:
         self._pattern = pattern
         self._before = dict(before)
         self._last_seen: dict[str, Stamp] = {}
-        self._rested: set[str] = set()  # what has not changed between two looks
 
-    def newest(self, *, at_rest: bool, but: Collection[str] = ()) -> Stamped | None:
+    def newest(
+        self,
+        *,
+        at_rest: bool,
+        but: Collection[str] = (),
+        reported: Collection[str] | None = None,
+    ) -> Stamped | None:
         """Return the newest whole match that is the job's own, None if there is none. Only what
-        has not changed since the last call counts, unless all is ``at_rest``."""
+        has not changed since the last call counts, unless all is ``at_rest``. A folder has to have
+        all the files of the one before it; the first one, to be ``reported`` where these are
+        given: a script that was killed may have left it without some."""
         seen = stamps(self._pattern)
         last_seen, self._last_seen = self._last_seen, seen
-        self._rested.update(path for path in seen if last_seen.get(path) == seen[path])
         own = {
             path: stamp
             for path, stamp in seen.items()
@@ -415,38 +419,18 @@ class CheckpointWatch:
         }
         ordered = sorted(own, key=lambda path: (own[path][0], path), reverse=True)
         for number, path in enumerate(ordered, start=1):
-            if (
-                path not in but
-                and is_whole(Path(path))
-                and not _lacks_files(path, ordered[number:])
+            if path in but or not is_whole(Path(path)):
+                continue
+            before = next(filter(os.path.isdir, ordered[number:]), None)
+            if not os.path.isdir(path) or (
+                _names(before) <= _names(path)
+                if before is not None
+                else reported is None or path in reported
             ):
                 return Path(path), own[path]
+            if reported is not None:
+                log.warning("checkpoint %s may lack files and is not used", path)
         return None
-
-    def cut_off(self) -> dict[str, Stamp]:
-        """Return the only folder if it was never at rest: a script that was killed may have left it
-        without some of its files. Of several, :meth:`newest` compares the files."""
-        folders = {
-            path: stamp
-            for path, stamp in stamps(self._pattern).items()
-            if self._before.get(path) != stamp and Path(path).is_dir()
-        }
-        is_first = len(folders) == 1 and not folders.keys() & self._rested
-        return folders if is_first else {}
-
-    def leave_out(self, found: Mapping[str, Stamp], path: Path) -> None:
-        """Take these for none of the job's own until they change; ``path`` keeps that."""
-        self._before |= found
-        write_json(path, self._before)
-
-
-def _lacks_files(path: str, older: Iterable[str]) -> bool:
-    """Return whether a folder has not all the files of the one before it: some are still to be
-    written, or its script was killed meanwhile."""
-    if not Path(path).is_dir():
-        return False
-    before = next((one for one in older if Path(one).is_dir()), path)
-    return bool(_names(before) - _names(path))
 
 
 def _names(folder: str) -> set[str]:
