@@ -33,9 +33,10 @@ from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
 from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
+    QueueProblem,
     directory_for,
 )
-from robust_train.queue.registry import QueuedJob, Registry, existing_registry
+from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import MIB, as_clock, mib, shortened
 
 _SIZES = ("used MiB", "free MiB", "total MiB")
@@ -49,8 +50,10 @@ def gpus(arguments: Namespace) -> Answer:
     """Show a row for each GPU."""
     inventory = read_inventory()
     idle: dict[str, int] = {}
-    with existing_registry(directory_for(None, os.environ)) as registry:
-        if registry is not None:
+    path = directory_for(None, os.environ)
+    with contextlib.suppress(QueueProblem), contextlib.ExitStack() as stack:
+        if path.exists():
+            registry = stack.enter_context(contextlib.closing(Registry(path)))
             inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
             for job in registry.jobs():
                 idle |= job.idle()

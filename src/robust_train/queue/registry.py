@@ -248,17 +248,6 @@ def _read(fd: int, match: re.Match[str], owner: int) -> QueuedJob | None:
     return None
 
 
-@contextlib.contextmanager
-def existing_registry(path: Path) -> Iterator[Registry | None]:
-    """Open the jobs of the queue directory at ``path``; None if it cannot be used."""
-    with contextlib.ExitStack() as stack:
-        registry = None
-        with contextlib.suppress(QueueProblem):
-            if path.exists():
-                registry = stack.enter_context(contextlib.closing(Registry(path)))
-        yield registry
-
-
 class Reservation:
     """This job's own record: its queue position, and later its reservation on its GPUs.
 
