@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from robust_train.config.schema import DivergenceConfig, RobustConfig
 from robust_train.model.errors import Spoiled
 from robust_train.model.events import Event, StepDiffered, UpdateSkipped
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,19 +94,6 @@ class Losses:
         return f"; the last good one was {self.good_loss:.4g} at step {self.good_step}"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Why training is of no use any more."""
-
-    kind: FailureKind
-    why: str
-    good_step: (
-        int | None
-    )  # the last one known to be good, None if none of this attempt is
-    bad_step: int
-    clue: str | None = None
-
-
 class Guard:
     """Watches an attempt; raises what ``spoiled`` returns where training is of no use any more.
 
@@ -121,7 +108,7 @@ class Guard:
         self,
         send: Callable[[Event], None],
         steps_done: Callable[[], int],
-        spoiled: Callable[[Finding], Spoiled],
+        spoiled: Callable[[Failure], Spoiled],
         *,
         is_main: bool,
     ) -> None:
@@ -139,7 +126,7 @@ class Guard:
         self._is_reported = self._is_given = False  # the loss, by the trainer
         self._skipped = self._skips_from = 0  # updates in a row, from this step on
         self._recomputes_every = 0
-        self._differed = 0
+        self._has_differed = False
 
     def configure(self, config: RobustConfig) -> None:
         """Watch for what a config asks for."""
@@ -195,8 +182,7 @@ class Guard:
         if not self.losses.bad:
             self.good_since = time.time()
         if (why := self.losses.diverged(plan)) is not None:
-            good = self.losses.good_step
-            raise self._spoiled(Finding(FailureKind.DIVERGED, why, good, step))
+            raise self._diverged(why, self.losses.good_step, step)
 
     # --- updates ---
 
@@ -240,7 +226,13 @@ class Guard:
             )
             # a trainer may count no step that was left out, though it was given its data
             last = first + self._skipped - 1
-            raise self._spoiled(Finding(FailureKind.DIVERGED, why, first - 1, last))
+            raise self._diverged(why, first - 1, last)
+
+    def _diverged(self, why: str, good_step: int | None, bad_step: int) -> Spoiled:
+        evidence = Evidence(good_step=good_step, bad_step=bad_step)
+        return self._spoiled(
+            Failure(FailureKind.DIVERGED, f"diverged: {why}", evidence)
+        )
 
     # --- steps computed twice ---
 
@@ -257,17 +249,16 @@ class Guard:
             last = self.agreed_step
             agreed = "none" if last is None else f"step {last + 1}"
             why = f"step {step}, computed twice, had two results; the last that agreed was {agreed}"
-            raise self._spoiled(
-                Finding(FailureKind.DEVICE_FAULT, why, last, step, Clue.CORRUPT)
-            )
-        if not self._differed:
+            evidence = Evidence(clue=Clue.CORRUPT, good_step=last, bad_step=step)
+            raise self._spoiled(Failure(FailureKind.DEVICE_FAULT, why, evidence))
+        if not self._has_differed:
             log.warning(
                 "step %d, computed twice, had two results, which may be no fault: "
                 "torch.use_deterministic_algorithms is off",
                 step,
             )
-        self._differed += 1
-        self._send(StepDiffered(step, self._differed))
+        self._has_differed = True
+        self._send(StepDiffered(step))
 
 
 def _late_figures() -> LateFigures:

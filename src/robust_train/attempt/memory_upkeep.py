@@ -176,7 +176,7 @@ class AttemptMemory:
         every = self._settings.log_frequency
         if every and step >= self._next_log:
             if self._next_log:  # not on the first step, which still takes what it needs
-                self._run.memory_milestone(f"step {step}")
+                self._run.record_memory(f"step {step}")
             self._next_log = step + every - step % every
         self.occasion("step")
 

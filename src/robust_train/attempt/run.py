@@ -12,8 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
+from robust_train.attempt.asked import Asked
 from robust_train.attempt.cadence import Saving
-from robust_train.attempt.guard import Finding, Guard
+from robust_train.attempt.guard import Guard
 from robust_train.attempt.position import Batches
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
@@ -21,7 +22,7 @@ from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
 from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.folder.trackers import TrackerNote
-from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
+from robust_train.host.votes import CHECKPOINT, Flags
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
 from robust_train.model.errors import Spoiled
@@ -39,7 +40,7 @@ from robust_train.model.events import (
     UserEvent,
     ValueReported,
 )
-from robust_train.model.failure import Clue, Evidence, Failure
+from robust_train.model.failure import Clue, Failure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,11 +65,8 @@ T = TypeVar("T")
 Report = Callable[[Event], None]
 """Takes one event."""
 
-Answer = Callable[[dict[str, Json]], None]
-"""Takes the reply to a request that was made of a live run."""
 
-
-class Run:
+class Run(Asked):
     """One attempt as its trainer sees it.
 
     Attributes:
@@ -76,8 +74,6 @@ class Run:
         run_dir: the job's run folder.
         checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
         resume_checkpoint: the checkpoint to go on from, None if it starts afresh.
-        is_cooperative: the trainer has read :attr:`stop_requested`.
-        looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         saving: when the next checkpoint is due, and what was saved.
         speed: measures how fast the steps follow each other.
         trackers: notes which run of an experiment tracker is this job's.
@@ -85,8 +81,6 @@ class Run:
         asked: the split of the batch that the job was asked for; None: this attempt's own.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
         can_restart: a launcher would start another attempt from the last checkpoint.
-        was_told_to_stop, was_told_to_restart: the trainer has seen that it is to stop, for good or
-            for another attempt.
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
@@ -98,12 +92,10 @@ class Run:
         has_live_status: the launcher shows steps and loss on a terminal.
         send: sends an event to the launcher.
         memory_keeper, batch_search: set by whoever calls the trainer.
-        at_boundary: the same; called between two steps with what the trainer does there.
         has_read: the same; returns whether the trainer has read ``training.<key>``.
         declared: the same; what the trainer declares that it supports, None if nothing.
-        rank: number of this process among those that share the optimizer steps, from 0.
-        world_size: how many these are. Only rank 0's progress, checkpoints, epochs and result
-            count; the others may report them as well.
+        world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
+            epochs and result count; the others may report them as well.
     """
 
     def __init__(
@@ -119,19 +111,15 @@ class Run:
         flags: Flags | None = None,
         has_live_status: bool = False,
     ) -> None:
+        super().__init__(rank, flags)
         self.attempt = attempt
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
         self.resume_checkpoint = resume_checkpoint
         self.send: Report = report or (lambda event: None)
         self.can_restart = can_restart
-        self.rank = rank
         self.world_size = world_size
         self.has_live_status = has_live_status
-        self.is_cooperative = False
-        self.looks_for_checkpoint_requests = False
-        self.was_told_to_stop = False
-        self.was_told_to_restart = False
         self.steps_before = 0
         self.last_step: int | None = None
         self.last_micro_batch: int | None = None
@@ -145,7 +133,6 @@ class Run:
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
         self.declared: frozenset[str] | None = None
-        self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.guard = Guard(
             lambda event: self.send(event),
             self._steps_done,
@@ -157,12 +144,6 @@ class Run:
         self.speed = SpeedMeter(rank, world_size, self._samples, self.send)
         self._objective: str | None = None
         self._mode: str | None = None
-        self._flags = flags
-        self._checkpoint_flag_seen = 0
-        self._checkpoint_answers: list[Answer] = []
-        # no threading.Event: a signal's handler may interrupt itself
-        self._stop_requested = False
-        self._restart_requested = False
         self._micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
         self._folder: CheckpointFolder | None = None  # of `save`
@@ -176,41 +157,6 @@ class Run:
     def is_main(self) -> bool:
         """Whether this is rank 0, which saves the checkpoints and reports."""
         return self.rank == 0
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether to save a checkpoint now and raise :class:`Interrupted`.
-
-        A trainer that never reads this gets a KeyboardInterrupt instead. Of several ranks all have
-        to read it, once a step: then they see it at the same step.
-        """
-        self.is_cooperative = True
-        self.at_boundary("stop_requested")
-        stops = self._stop_requested
-        restarts = self._restart_requested
-        if self._flags is not None:
-            stops = bool(self._flags.look(STOP, self.rank))
-            restarts = bool(self._flags.look(RESTART, self.rank))
-        self.was_told_to_stop = self.was_told_to_stop or stops
-        self.was_told_to_restart = self.was_told_to_restart or restarts
-        return stops or restarts
-
-    def request_stop(self) -> None:
-        """Ask the trainer to stop at its next step boundary."""
-        self._stop_requested = True
-        if self._flags is not None:
-            self._flags.raise_flag(STOP)
-
-    def request_restart(self) -> None:
-        """Ask the trainer to stop so that another attempt goes on with other settings."""
-        self._restart_requested = True
-        if self._flags is not None:
-            self._flags.raise_flag(RESTART)
-
-    @property
-    def stops_to_restart(self) -> bool:
-        """Whether it ends for another attempt to go on, and is not stopped for good."""
-        return self.was_told_to_restart and not self._stop_requested
 
     @property
     def checkpoint_due(self) -> bool:
@@ -228,40 +174,13 @@ class Run:
             self.speed.pause()
         return is_due
 
-    @property
-    def checkpoint_requested(self) -> bool:
-        """Whether someone asks for a checkpoint now, after which training goes on."""
-        self.looks_for_checkpoint_requests = True
-        self.at_boundary("checkpoint_requested")
-        if self._flags is not None:
-            if self._checkpoint_answers:
-                self._flags.raise_flag(CHECKPOINT)
-            before = self._checkpoint_flag_seen
-            self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
-            return self._checkpoint_flag_seen > before
-        return bool(self._checkpoint_answers)
-
-    def request_checkpoint(self, answer: Answer) -> None:
-        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
-        self._checkpoint_answers.append(answer)
-
-    def withdraw_checkpoint_request(self, answer: Answer) -> None:
-        """Forget a request, where it was not answered yet."""
-        if answer in self._checkpoint_answers:
-            self._checkpoint_answers.remove(answer)
-
     def checkpoint_failed(self, reason: str) -> None:
         """Report that no checkpoint could be saved: training goes on, the user is notified, and
         :attr:`checkpoint_due` is true again in a minute."""
         if self.is_main:
             self.saving.failed(reason)
             self.send(CheckpointFailed(reason))
-        self._answer_checkpoint({"error": f"no checkpoint: {reason}"})
-
-    def _answer_checkpoint(self, reply: dict[str, Json]) -> None:
-        answers, self._checkpoint_answers = self._checkpoint_answers, []
-        for answer in answers:
-            answer(reply)
+        self.answer_checkpoint({"error": f"no checkpoint: {reason}"})
 
     def started(self, step: int) -> None:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
@@ -300,35 +219,31 @@ class Run:
         if unsent is not None:
             self.send(replace(unsent, metrics=plain(unsent.metrics)))
 
-    def _spoiled(self, found: Finding) -> Spoiled:
+    def _spoiled(self, failure: Failure) -> Spoiled:
         """Have no attempt resume from what was saved since; return the error."""
         self.finish_saving()
+        found, how = failure.evidence, "diverged"
         good, is_corrupt = found.good_step, found.clue == Clue.CORRUPT
         if is_corrupt:
-            good = 0 if good is None else good
+            good, how = good or 0, "corrupt"
         elif good is None or good <= self.steps_before:
             # none was good in this attempt: so may be what it resumed from
             good = self.steps_before - 1
-        how = "corrupt" if is_corrupt else "diverged"
-        before = None
-        # any rank may have computed wrongly; all diverge alike
-        if self.is_main or is_corrupt:
-            before = self.saving.spoiled(good, self.guard.good_since, how)
+        # each rank: that of any may be the one that counts
+        before = self.saving.spoiled(good, self.guard.good_since, how)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
             last = f"the checkpoint before it is {before.path.name}{step}"
-        evidence = Evidence(
-            clue=found.clue,
+        evidence = replace(
+            found,
             good_step=good,
-            bad_step=found.bad_step,
             has_checkpoint=before is not None,
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr") if self.reads_lr is None else self.reads_lr,
         )
-        what = "" if is_corrupt else "diverged: "
-        message = f"{what}{found.why}; {last}"
-        return Spoiled(Failure(found.kind, message, evidence))
+        message = f"{failure.message}; {last}"
+        return Spoiled(replace(failure, message=message, evidence=evidence))
 
     @property
     def micro_batch_plan(self) -> MicroBatchPlan:
@@ -618,7 +533,7 @@ class Run:
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("save")
         if self._checkpoint_answers:
-            self._answer_checkpoint({"answer": {"path": str(path), "step": step}})
+            self.answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
@@ -636,16 +551,11 @@ class Run:
             step = self._steps_done() if step is None else int(step)
             self.send(ValueReported(float(value), step))
 
-    def memory_milestone(self, name: str) -> None:
-        """Log and record how much memory is in use at a moment called ``name``."""
-        self._report_memory(name, logging.INFO)
-
     def record_memory(self, name: str) -> None:
-        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
-        self._report_memory(name, logging.INFO if self.logs_memory else logging.DEBUG)
-
-    def _report_memory(self, name: str, level: int) -> None:
+        """Record how much memory is in use at a moment called ``name``; log it where
+        ``memory.log_frequency`` asks for that."""
         figures = memory_in_use(context=False)
+        level = logging.INFO if self.logs_memory else logging.DEBUG
         log.log(level, "%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))
 

@@ -157,7 +157,7 @@ class Attempt:
             case UpdateSkipped():
                 return replace(self, skipped_updates=self.skipped_updates + 1)
             case StepDiffered():
-                return replace(self, differed_steps=event.in_all)
+                return replace(self, differed_steps=self.differed_steps + 1)
             case CheckpointSaved():
                 return replace(
                     self,

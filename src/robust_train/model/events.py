@@ -135,12 +135,12 @@ class UpdateSkipped(Event):
 
 @dataclass(frozen=True)
 class StepDiffered(Event):
-    """A step that was computed twice had two results, ``in_all`` of this attempt's by now. Torch's
-    deterministic mode was off, so that it may have many causes."""
+    """A step that was computed twice had two results. Torch's deterministic mode was off, so that
+    it may have many causes."""
 
     name = "step_differed"
     step: int
-    in_all: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
