@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from robust_train.config.placeholders import SavePlan
@@ -159,8 +159,8 @@ class Saving:
         self._proves = proves
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
-        # checkpoints whose manifests could not be written
-        self._unlisted: list[tuple[Path, int | None, float | None, str, Position]] = []
+        # what writes the manifests that could not be written, by checkpoint
+        self._unlisted: dict[Path, Callable[[], None]] = {}
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
@@ -190,30 +190,30 @@ class Saving:
         """Write the manifest of the complete checkpoint at ``path``, if it is good."""
         seconds, self.owed = self.clock.saved(step), None
         if self.job is not None and is_good:
-            self._unlisted.append((path, step, seconds, loss, position))
-            self._list(self.job)
+            self._unlisted[path] = partial(
+                record_checkpoint,
+                self.folder,
+                path,
+                job=self.job,
+                attempt=self._attempt,
+                step=step,
+                seconds=seconds,
+                loss=loss,
+                position=position,
+            )
+            self._list()
 
-    def _list(self, job: str) -> None:
+    def _list(self) -> None:
         """Write the manifests that are owed, the newest first."""
-        for owed in reversed(self._unlisted):
-            path, step, seconds, loss, position = owed
+        for path, record in reversed(tuple(self._unlisted.items())):
             try:
-                record_checkpoint(
-                    self.folder,
-                    path,
-                    job=job,
-                    attempt=self._attempt,
-                    step=step,
-                    seconds=seconds,
-                    loss=loss,
-                    position=position,
-                )
+                record()
             except OSError as error:
                 why = error.strerror or error
                 log.warning("no manifest of the checkpoint %s yet: %s", path, why)
                 if path.exists():
                     return
-            self._unlisted.remove(owed)
+            del self._unlisted[path]
 
     def damage_in(self, path: Path) -> str | None:
         """Return what is wrong with a checkpoint, None if nothing is known to be; it is read back
@@ -250,7 +250,7 @@ class Saving:
             self._mark(loss_of)
             # an older one makes room for the manifest of the newest
             rotate(self.folder, self.job, pattern, max(keep - len(self._unlisted), 1))
-            self._list(self.job)
+            self._list()
 
     def spoiled(self, good_step: int, since: float, how: str) -> Manifest | None:
         """Have no attempt resume from what was saved after ``good_step``, or where steps are not

@@ -108,15 +108,18 @@ class AttemptMemory:
         self._shrinks = config.shrink_before_oom
         self._index = device_index(config.device)
         self._settings = memory = config.memory
-        self._checks: dict[str, CacheChecks] = {}
-        if memory.empty_cache_frequency:
-            self._checks["step"] = CacheChecks(
-                memory.empty_cache_frequency, memory.empty_cache_threshold
+        every = {
+            "step": memory.empty_cache_frequency,
+            "save": int(memory.clear_after_save),
+            "epoch": int(memory.clear_after_epoch),
+        }
+        self._checks = {
+            name: CacheChecks(
+                count, memory.empty_cache_threshold if name == "step" else 0.0
             )
-        if memory.clear_after_save:
-            self._checks["save"] = CacheChecks(1)
-        if memory.clear_after_epoch:
-            self._checks["epoch"] = CacheChecks(1)
+            for name, count in every.items()
+            if count
+        }
         self._next_log = 0
         self._has_written_oom = False
         self._is_set_up = False
@@ -226,7 +229,7 @@ class AttemptMemory:
             )
             self._run.send(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:
-            self._run.shrink("memory is nearly out (shrink_before_oom)")
+            self._run.micro_batcher.shrink("memory is nearly out (shrink_before_oom)")
             self._tight_steps = 0
 
     def _set_up_cuda(self) -> None:

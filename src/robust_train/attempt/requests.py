@@ -173,7 +173,7 @@ class AttemptRequests:
 
     def _split_finer(self) -> Reply:
         run = self._run
-        changed = run.shrink(REQUESTED)
+        changed = run.micro_batcher.shrink(REQUESTED)
         if changed is None and run.micro_batcher.size is None:
             raise Refused("no batch was split so far; try again after the first step")
         if changed is None:

@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
     from robust_train.model.spec import AttemptSpec
     from robust_train.policy.sizes import BatchSearch
-    from robust_train.step.batcher import MicroBatcher, StepOptions
+    from robust_train.step.batcher import ForwardOptions, MicroBatcher, StepOptions
     from robust_train.step.rewind import Models
-    from robust_train.step.splitting import Length, Split
 
 log = logging.getLogger("robust_train")
 
@@ -91,7 +90,8 @@ class Run(Asked):
         guard: watches whether what it trains is of use.
         has_live_status: the launcher shows steps and loss on a terminal.
         send: sends an event to the launcher.
-        memory_keeper, batch_search: set by whoever calls the trainer.
+        micro_batch_plan: how :meth:`backward` begins; set by whoever calls the trainer.
+        memory_keeper, batch_search: the same.
         has_read: the same; returns whether the trainer has read ``training.<key>``.
         declared: the same; what the trainer declares that it supports, None if nothing.
         world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
@@ -144,7 +144,7 @@ class Run(Asked):
         self.speed = SpeedMeter(rank, world_size, self._samples, self.send)
         self._objective: str | None = None
         self._mode: str | None = None
-        self._micro_batch_plan = MicroBatchPlan()
+        self.micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
         self._folder: CheckpointFolder | None = None  # of `save`
         self._keeps = 2
@@ -245,16 +245,6 @@ class Run(Asked):
         message = f"{failure.message}; {last}"
         return Spoiled(replace(failure, message=message, evidence=evidence))
 
-    @property
-    def micro_batch_plan(self) -> MicroBatchPlan:
-        """How :meth:`backward` begins; set by whoever calls the trainer."""
-        return self._micro_batch_plan
-
-    @micro_batch_plan.setter
-    def micro_batch_plan(self, plan: MicroBatchPlan) -> None:
-        self._micro_batch_plan = plan
-        self.splits_no_more()
-
     def splits_no_more(self) -> None:
         """Let a request for a smaller micro-batch be one for the next attempt from here on."""
         self._micro_batcher = None
@@ -267,11 +257,6 @@ class Run(Asked):
         self.logs_memory = config.memory.log_frequency > 0
         self._objective = config.objective
         self.guard.configure(config)
-
-    def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split batches finer from the next step on; return the size before and after, None if no
-        batch was split yet, or no smaller size is allowed."""
-        return self.micro_batcher.shrink(reason)
 
     @property
     def micro_batcher(self) -> MicroBatcher:
@@ -368,9 +353,7 @@ class Run(Asked):
         function: Callable[[Any], T],
         batch: Any,
         model: Models = None,
-        *,
-        split: Split | None = None,
-        length: Length | None = None,
+        **options: Unpack[ForwardOptions],
     ) -> list[T]:
         """Return what ``function`` returns for the parts of a batch, in order::
 
@@ -380,7 +363,7 @@ class Run(Asked):
         If memory runs out, the part that failed is repeated in smaller ones.
         """
         batcher = self._batcher_at("forward")
-        return batcher.forward(function, batch, model, split=split, length=length)
+        return batcher.forward(function, batch, model, **options)
 
     def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
@@ -418,7 +401,7 @@ class Run(Asked):
         return self._micro_batcher is not None
 
     def _samples(self) -> int | None:
-        return self._micro_batch_plan.samples if self.has_read("batch_size") else None
+        return self.micro_batch_plan.samples if self.has_read("batch_size") else None
 
     def _steps_done(self) -> int:
         return self.steps_before if self.last_step is None else self.last_step

@@ -204,6 +204,7 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     )
     run.asked = asked.with_batch(theirs, None)
     run.micro_batch_plan = replace(run.micro_batch_plan, batch_size=micro_batch)
+    run.splits_no_more()  # as an earlier fit of this trainer may have
     if run.is_main:
         run.send(BatchTaken(theirs, micro_batch, steps))
     cfg = cfg.copy()

@@ -54,12 +54,17 @@ S = TypeVar("S", bound=Step[Any])
 Backward = Callable[[Tensor], object]
 
 
-class StepOptions(TypedDict, total=False):
+class ForwardOptions(TypedDict, total=False):
+    """Options of :meth:`MicroBatcher.forward`."""
+
+    split: Split | None
+    length: Length | None
+
+
+class StepOptions(ForwardOptions, total=False):
     """Options of :meth:`MicroBatcher.backward`, which explains them."""
 
     count: Count | None
-    split: Split | None
-    length: Length | None
     backward: Backward | None
     training: bool
 
