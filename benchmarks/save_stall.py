@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from robust_train.attempt.run import Run
+from robust_train.model.events import CheckpointSaved, Event
 
 TENSORS = 64
 Save = Callable[[int], Callable[[], bool]]
@@ -98,7 +99,8 @@ def lost(steps: Steps, save: Save, saves: int) -> float:
 
 def contestants(folder: Path, state: dict[str, Any]) -> dict[str, Save]:
     """Return how each of them saves."""
-    run = Run(run_dir=folder / "run")
+    events: list[Event] = []
+    run = Run(run_dir=folder / "run", report=events.append)
     run.saving.job = "benchmark"
 
     def ours(number: int) -> Callable[[], bool]:
@@ -106,7 +108,8 @@ def contestants(folder: Path, state: dict[str, Any]) -> dict[str, Save]:
 
         def is_written() -> bool:
             run.finish_saving(wait=False)
-            return run._folder is None or run._folder._writing is None
+            saved = [one.step for one in events if isinstance(one, CheckpointSaved)]
+            return number in saved
 
         return is_written
 

@@ -82,6 +82,32 @@ def test_the_cost_is_known_from_the_attempt_before():
     assert saves_of(clock, time, cost=0.5, seconds=60) == [50]
 
 
+def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better():
+    """It also allocates the memory of the copy."""
+    time = Clock()
+    clock = SaveClock(SavePlan(), cost=0.5, now=time)
+    costs = []
+    for seconds in (4.0, 2.0):
+        clock.begin(1)
+        time.seconds += seconds
+        costs.append(clock.saved(1))
+    assert costs == [0.5, 2.0]
+    assert clock.spent == 6.0
+
+
+def test_one_that_is_on_the_disk_late_counts_as_one_of_its_own_step():
+    time = Clock()
+    clock = SaveClock(SavePlan(1e9, 2), now=time)
+    clock.begin(2)
+    clock.copied()
+    clock.begin(4)
+    time.seconds += 1  # it waits for the one before
+    clock.saved(2)
+    clock.copied()
+    assert not clock.is_due(5), "the one of step 4 is the last"
+    assert clock.spent == 1.0
+
+
 def test_the_time_in_which_a_copy_is_written_is_no_cost():
     time = Clock()
     clock = SaveClock(SavePlan(), now=time)

@@ -85,6 +85,7 @@ class SaveClock:
         self.interval = 0.0  # between the last two saves, seconds
         self._saved_step: int | None = None
         self._saving_since: float | None = None
+        self._has_saved = False
         self._retries_at: float | None = None
         self._last_saved = self._saved_at
         self._calls = 0
@@ -114,8 +115,12 @@ class SaveClock:
     def copied(self) -> None:
         """Record that training goes on while a copy of what is saved is written."""
         if self._saving_since is not None:
-            self._cost = self._now() - self._saving_since
-            self.spent += self._cost
+            seconds = self._now() - self._saving_since
+            self.spent += seconds
+            # the first one also allocates the memory that the next ones use again
+            is_first, self._has_saved = not self._has_saved, True
+            known = seconds if self._cost is None else self._cost
+            self._cost = min(seconds, known) if is_first else seconds
         self._saving_since = None
 
     def failed(self) -> None:
@@ -125,11 +130,13 @@ class SaveClock:
 
     def saved(self, step: int | None) -> float | None:
         """Return for how many seconds the save held training up, None if that is not known."""
-        self.copied()
         self._retries_at = None
         now = self._now()
         self.interval, self._last_saved = now - self._last_saved, now
-        self._mark(step)
+        # the next one may have begun before this one was on the disk
+        if step is None or self._saved_step is None or step >= self._saved_step:
+            self.copied()
+            self._mark(step)
         return self._cost
 
     def _mark(self, step: int | None) -> None:
