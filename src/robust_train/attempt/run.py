@@ -534,12 +534,15 @@ class Run(Asked):
             step = self._steps_done() if step is None else int(step)
             self.send(ValueReported(float(value), step))
 
-    def record_memory(self, name: str) -> None:
-        """Record how much memory is in use at a moment called ``name``; log it where
-        ``memory.log_frequency`` asks for that."""
+    def memory_milestone(self, name: str) -> None:
+        """Log and record how much memory is in use at a moment called ``name``."""
+        self.record_memory(name, logging.INFO)
+
+    def record_memory(self, name: str, level: int | None = None) -> None:
+        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
         figures = memory_in_use(context=False)
-        level = logging.INFO if self.logs_memory else logging.DEBUG
-        log.log(level, "%s: %s", name, describe_memory(figures))
+        usual = logging.INFO if self.logs_memory else logging.DEBUG
+        log.log(level or usual, "%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:

@@ -93,9 +93,10 @@ class Steps:
 
     def done(self, step: int, total_steps: int | None, loss: Any = None) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""
-        # reading it waits for the GPU
-        if loss is not None and step % self._every == 0:
-            self.log_loss(step, float(loss))
+        if loss is not None:
+            self._run.guard.take(step, loss)
+            if step % self._every == 0:  # reading it waits for the GPU
+                self._loss = {"loss": float(loss)}
         is_first = self._run.last_step is None
         if self._run.progress(step, total_steps=total_steps, **self._loss):
             self._loss = {}
