@@ -14,7 +14,7 @@ from world import World
 
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory: pytest.TempPathFactory, gpu_libraries: Path):
-    """Runs out of memory with 64 samples on GPU 0, and goes on to the CPU."""
+    """Runs out of memory twice on GPU 0, the first time after a checkpoint, and goes on to the CPU."""
     world = World(tmp_path_factory.mktemp("recovered"))
     gpus = [Gpu(uuid=A, total_mib=24000, free_mib=20000), Gpu(uuid=B, total_mib=24000, free_mib=1)]
     world.with_environ(Machine(world.folder, gpu_libraries, gpus).environ)
@@ -32,7 +32,7 @@ def recovered(tmp_path_factory: pytest.TempPathFactory, gpu_libraries: Path):
 def test_a_job_leaves_a_report(recovered):
     page = (recovered.run_dir / "report.html").read_text()
     assert "Completed in" in page
-    assert "at the 2nd attempt, on the CPU with micro-batch 64" in page
+    assert "at the 3rd attempt, on the CPU with micro-batch 64" in page
     assert "Memory ran out on cuda:0 at micro-batch 64." in page
     assert "2.0 GiB requested, 1.2 GiB of 23.5 GiB free" in page
     assert "retried: loss=high" in page
