@@ -14,7 +14,7 @@ from world import World
 
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory: pytest.TempPathFactory, gpu_libraries: Path):
-    """Runs out of memory twice on GPU 0, the first time after a checkpoint, and goes on to the CPU."""
+    """Runs out of memory twice on GPU 0, first after a checkpoint, and goes on to the CPU."""
     world = World(tmp_path_factory.mktemp("recovered"))
     gpus = [Gpu(uuid=A, total_mib=24000, free_mib=20000), Gpu(uuid=B, total_mib=24000, free_mib=1)]
     world.with_environ(Machine(world.folder, gpu_libraries, gpus).environ)
