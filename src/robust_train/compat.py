@@ -198,6 +198,11 @@ def running_trial(study: Any, known: Any) -> Any:
     return Trial(study, known._trial_id)
 
 
+def suggest(trial: Any, name: str, space: Any) -> Any:
+    """Return the value of a key that an Optuna trial has, or gets now, whatever may be searched."""
+    return trial._suggest(name, space)
+
+
 def for_hydra(version_base: str | None) -> dict[str, Any]:
     """Return the argument ``version_base`` for Hydra's functions.
 

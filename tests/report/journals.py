@@ -138,9 +138,8 @@ def write_sweep(folder: Path) -> None:
             journal.start(1)
             journal.end(1, "bug", message=reason, seconds=2)
             journal(0, JobEnded("failed", reason))
-        record = SweepJob(
-            number, (f"training.lr=0.{number}",), "sweep-id", status, int(number == 2), None, reason
-        )
+        code, overrides = int(number == 2), (f"training.lr=0.{number}",)
+        record = SweepJob(number, overrides, "sweep-id", status, code, reason=reason)
         record.write(job)
         rows.append(row_of(job, record, None))
     SweepTable("sweep-id", "basic", "ended", 1, 40.0, tuple(rows)).write(folder)

@@ -214,7 +214,7 @@ def test_the_live_table_fits_its_terminal():
     lines = table_lines(rows, 80, 9)
     assert max(map(len, lines)) <= 80
     assert len(lines) == 8, "and a line for the cursor"
-    head = ["job", "overrides", "status", "attempt", "device", "micro-batch", "step"]
+    head = ["job", "overrides", "status", "attempt", "device", "micro-batch", "step", "value"]
     assert lines[0].split() == head
     assert lines[-1] == "9 jobs: 9 pending (3 not shown)"
 

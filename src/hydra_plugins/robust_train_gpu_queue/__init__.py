@@ -71,7 +71,7 @@ class RobustSweeper(Sweeper):
         config: DictConfig,
     ) -> None:
         """Take what Hydra gives once, and check the settings."""
-        from robust_train.sweep.sweeper import SweeperSettings
+        from robust_train.sweep.points import SweeperSettings
 
         settings: Any = OmegaConf.to_container(OmegaConf.create(self._settings))
         checked = SweeperSettings(**settings)

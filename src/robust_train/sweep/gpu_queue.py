@@ -56,7 +56,7 @@ from robust_train.readable import aligned, shortened
 from robust_train.report.status import LiveLines
 from robust_train.sweep.job_process import start_job
 from robust_train.sweep.points import Claims, Listed, Points
-from robust_train.sweep.pruning import Reports, is_out_of_patience
+from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     COMPLETED,
     NOT_STARTED,
@@ -65,7 +65,6 @@ from robust_train.sweep.record import (
     STARTED,
     JobStart,
     SweepJob,
-    SweepRow,
     differing_overrides,
     ending_line,
     ending_of_process,
@@ -81,7 +80,16 @@ LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
 _KILLED_SECONDS = 10.0
 _REFRESH_SECONDS = 0.5
-_COLUMNS = ("job", "overrides", "status", "attempt", "device", "micro-batch", "step")
+_COLUMNS = (
+    "job",
+    "overrides",
+    "status",
+    "attempt",
+    "device",
+    "micro-batch",
+    "step",
+    "value",
+)
 _PENDING = "pending"
 # what is kept in a table too small for all; failures come second
 _RANKS = {"running": 0, _PENDING: 2, COMPLETED: 3}
@@ -102,8 +110,9 @@ class LaunchedJob:
     folder: Path | None = None
     process: ForkProcess | None = None  # while it runs
     pid: int | None = None
-    result: JobReturn | None = None
+    result: Any = math.nan
     state: RunState | None = None
+    value: float | None = None  # that it has reported last
     is_pruned: bool = False  # or about to be
 
     def look(self) -> None:
@@ -118,11 +127,12 @@ class LaunchedJob:
         status = self.status
         if status == "running":
             status = "starting" if self.state is None else self.state.state
-        cells = [str(self.number), self.shown, status, "", "", "", ""]
+        value = "" if self.value is None else f"{self.value:.4g}"
+        cells = [str(self.number), self.shown, status, "", "", "", "", value]
         attempt = None if self.state is None else self.state.attempt
         if attempt is not None:
             of = f"/{attempt.total_steps}" if attempt.total_steps else ""
-            cells[3:] = [
+            cells[3:7] = [
                 str(attempt.number),
                 attempt.spec.device,
                 str(attempt.spec.batch_size) if attempt.spec.has_batch else "",
@@ -203,8 +213,7 @@ class GpuQueue:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Claims(self._folder)) as claims:
             self.run(Listed(listed, claims), listed)
-        jobs = (self._jobs[number] for number in listed)
-        return [job.result or self._return(job, math.nan) for job in jobs]
+        return [self._return(self._jobs[number]) for number in listed]
 
     def run(self, points: Points, listed: Mapping[int, Sequence[str]]) -> None:
         """Run jobs as ``points`` gives them, one as soon as another has ended. ``listed`` are
@@ -274,15 +283,12 @@ class GpuQueue:
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
             refused = self._record(job, REFUSED, EXIT_BAD_CONFIG, reason)
             log.error("job %d refused: %s", job.number, reason)
-            job.folder, job.status = None, REFUSED
-            self._points.ended(row_of(None, refused, None))
+            job.folder = None
+            self._ended(job, row_of(None, refused, None))
             return
         if plan(job.config, CurrentJob(job.folder)) is JobStart.REUSE:
             row = replace(read_row(job.folder), job=job.number)
-            job.status = row.status
-            is_whole = row.status == COMPLETED
-            job.result = self._return(job, row.result if is_whole else math.nan)
-            self._points.ended(row)
+            self._ended(job, row)
             return
         work, output = partial(self._work, job.config), job.folder / LOG_FILE
         job.process = start_job(work, output, self._detach)
@@ -346,30 +352,30 @@ class GpuQueue:
         if job.state is None or job.folder is None or job.is_pruned:
             return
         values = self._reports.new(job.number, job.folder)
-        if not values or self._is_stopping:
+        if not values:
+            return
+        job.value = values[-1].value
+        if self._is_stopping:
             return
         reason = self._points.reported(job.number, values)
         patience = self._settings.sweep_patience
-        if reason is None and patience is not None and self._is_behind(job, patience):
+        if (
+            reason is None
+            and patience is not None
+            and self._reports.is_behind(job.number, patience)
+        ):
             reason = f"worse than another job at {patience} reports in a row"
         if reason is not None:
             with contextlib.suppress(OSError):
                 request_pruning(job.folder, reason)
                 job.is_pruned = True
 
-    def _is_behind(self, job: LaunchedJob, patience: int) -> bool:
-        known, maximize = self._reports.values, self._maximize
-        return is_out_of_patience(job.number, known, patience, maximize=maximize)
-
     def _take_result(self, job: LaunchedJob, returncode: int) -> None:
         assert job.folder is not None
         row = self._settled(job, job.folder, returncode)
-        completed = row.status == COMPLETED
-        job.status = row.status
-        job.result = self._return(job, row.result if completed else math.nan)
-        self._points.ended(row)
+        self._ended(job, row)
         log.info("%s", ending_line(row, job.folder / LOG_FILE))
-        has_failed = not completed and row.status != PRUNED
+        has_failed = row.status not in (COMPLETED, PRUNED)
         if self._settings.sweep_fail_fast and has_failed and self._stopping is None:
             # without the file it counts as a launch of theirs
             with contextlib.suppress(OSError, Refused):
@@ -379,7 +385,13 @@ class GpuQueue:
                 "sweep_fail_fast=true: no more jobs start, running ones are stopped"
             )
 
-    def _settled(self, job: LaunchedJob, folder: Path, returncode: int) -> SweepRow:
+    def _ended(self, job: LaunchedJob, row: SweepJob) -> None:
+        job.status = row.status
+        if row.status == COMPLETED:
+            job.result = row.result
+        self._points.ended(row)
+
+    def _settled(self, job: LaunchedJob, folder: Path, returncode: int) -> SweepJob:
         """Return the row of a job that has ended, and record its end if the job could not."""
         assert job.config is not None
         own, record = identity(job.config), read_record(folder)
@@ -421,9 +433,9 @@ class GpuQueue:
                 log.error(line, numbers)
                 return
 
-    def _return(self, job: LaunchedJob, value: Any) -> JobReturn:
+    def _return(self, job: LaunchedJob) -> JobReturn:
         """Return a job's result for the sweeper."""
-        config = job.config if job.config is not None else self._compose(job)
+        config = job.config or self._compose(job)
         task_config = config.copy()
         with open_dict(task_config):
             del task_config["hydra"]
@@ -435,7 +447,7 @@ class GpuQueue:
             task_name=str(config.hydra.job.name),
             status=JobStatus.COMPLETED,
         )
-        done.return_value = value
+        done.return_value = job.result
         return done
 
     def _record(
@@ -450,7 +462,7 @@ class GpuQueue:
         record = SweepJob(
             job.number,
             tuple(filter_overrides(job.overrides)),
-            "" if sweep is None else sweep.id,
+            "" if sweep is None else sweep.table.sweep,
             status,
             exit_code,
             reason=reason,

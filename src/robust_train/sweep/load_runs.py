@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from robust_train.files import parse_json
 from robust_train.folder.run_list import read_run
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
@@ -40,9 +41,9 @@ def load_runs(folder: str | Path) -> Runs:
 
     Each has ``run_dir``, ``name``, ``status``, ``reason``, ``result``, ``wall_seconds``,
     ``wait_seconds``, ``config`` (as Hydra saved it; empty without Hydra), ``attempts`` (as
-    ``summary.json`` has them), ``job`` and ``overrides`` of a sweep's job (its number and what it
-    varies), and ``samples_per_second`` over the whole of all attempts, None if
-    unknown.
+    ``summary.json`` has them), ``job``, ``trial``, ``overrides`` and ``params`` of a sweep's job
+    (its number, that of what was tried, which ``repeat`` jobs share, and what it varies, as words
+    and as values), and ``samples_per_second`` over the whole of all attempts, None if unknown.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -78,9 +79,22 @@ def _row(folder: Path) -> dict[str, Json] | None:
         **{name: content[name] for name in _OF_THE_SUMMARY},
         "samples_per_second": _speed(known),
         "job": None if record is None else record.job,
+        "trial": None if record is None else record.trial,
         "overrides": [] if record is None else list(record.overrides),
+        "params": _params(record.overrides if record is not None else ()),
         "config": _config(folder),
     }
+
+
+def _params(overrides: Sequence[str]) -> dict[str, Json]:
+    """Return each key that the sweep has set, and its value."""
+    found: dict[str, Json] = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        found[key] = value
+        with contextlib.suppress(ValueError):
+            found[key] = parse_json(value)
+    return found
 
 
 def _speed(summary: Summary) -> float | None:

@@ -26,7 +26,7 @@ from robust_train.sweep.record import (
     ENDED,
     PRUNED,
     SWEEP_FILE,
-    SweepRow,
+    SweepJob,
     SweepTable,
     as_number,
     best_first,
@@ -46,7 +46,7 @@ _MOST_PARAMETERS = 8
 class JobStory:
     """One job of a sweep: its row, and its story if it left a journal."""
 
-    row: SweepRow
+    row: SweepJob
     story: Story | None = field(default=None, repr=False)
 
     @property

@@ -11,16 +11,42 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from robust_train.host.linux import is_locked, lock, unlock
+from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.record import SweepRow
+from robust_train.sweep.record import SweepJob
 
 CLAIMS_FILE, STUDY_FILE = "claims", "study.jsonl"
 Job = tuple[int, Sequence[str]]
 """A job's number and its overrides."""
+
+
+@dataclass(frozen=True)
+class SweeperSettings:
+    """``hydra.sweeper`` of our sweepers."""
+
+    sampler: Mapping[str, Any] | None = None  # None: every combination once
+    pruner: Mapping[str, Any] | None = None
+    direction: str = "maximize"
+    n_trials: int = 20
+    n_jobs: int | None = None
+    repeat: int = 1
+    seed_key: str = "training.seed"
+    params: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_trials", "repeat", "n_jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
+        if self.direction not in ("maximize", "minimize"):
+            raise ConfigError(
+                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
+            )
 
 
 class Points(Protocol):
@@ -35,7 +61,7 @@ class Points(Protocol):
     def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
         """Take what a job has reported; return why it is stopped early, None if it is not."""
 
-    def ended(self, row: SweepRow) -> None:
+    def ended(self, row: SweepJob) -> None:
         """Take how a job that :meth:`next` has returned has ended."""
 
     @property
@@ -113,7 +139,7 @@ class Listed:
     def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
         """Return None: a list learns nothing."""
 
-    def ended(self, row: SweepRow) -> None:
+    def ended(self, row: SweepJob) -> None:
         """Leave the job to others; one that completed they find completed."""
         assert row.job is not None
         self._claims.release(row.job)

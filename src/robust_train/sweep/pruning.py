@@ -65,6 +65,11 @@ class Reports:
         self.values.setdefault(job, {}).update((one.step, one.value) for one in found)
         return found
 
+    def is_behind(self, job: int, patience: int) -> bool:
+        """Return whether a job was worse than another one for so many reports."""
+        maximize = self._unwanted == "min"
+        return is_out_of_patience(job, self.values, patience, maximize=maximize)
+
     def forget(self, job: int) -> None:
         """Forget a job that starts afresh."""
         self._read.pop(job, None)

@@ -17,7 +17,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -63,7 +63,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class SweepJob:
-    """How a job of a sweep is, as the sweep knows it.
+    """One job of a sweep, as ``sweep.json`` has it; a run folder has what its summary lacks.
 
     Attributes:
         job: its number; None if unknown.
@@ -73,9 +73,16 @@ class SweepJob:
             ``no_device``, ``interrupted``, ``refused``, ``not_started``, or ``died`` without a
             summary.
         exit_code: that of the job if it had run alone; None before its end.
+        attempts: their number.
+        devices: those of the attempts, in order, each once.
+        batch_size: micro-batch size of the last attempt.
         result: the objective.
-        reason: one sentence for any end but ``completed``.
+        wall_seconds: how long the job took.
+        wait_seconds: the part of ``wall_seconds`` that it waited for a GPU.
         reused: it completed in an earlier launch of the sweep, and was not run again.
+        reason: one sentence for any end but ``completed``.
+        folder: its run folder; None if the job was not started.
+        trial: the number of what was tried, which ``repeat`` jobs share.
     """
 
     job: int | None
@@ -83,14 +90,48 @@ class SweepJob:
     sweep: str = ""
     status: str = STARTED
     exit_code: int | None = None
+    attempts: int = 0
+    devices: tuple[str, ...] = ()
+    batch_size: int | None = None
     result: Any = None
-    reason: str | None = None
+    wall_seconds: float | None = None
+    wait_seconds: float | None = None
     reused: bool = False
+    reason: str | None = None
+    folder: str | None = None
+    trial: int | None = None
+
+    @property
+    def gpus(self) -> int:
+        """How many it had last, 1 for the CPU."""
+        return self.devices[-1].count(",") + 1 if self.devices else 1
+
+    @property
+    def sort_key(self) -> tuple[bool, int]:
+        """By number; those without one last."""
+        return self.job is None, self.job or 0
 
     def write(self, folder: Path) -> None:
-        """Write the record to the job's run folder, whole or not at all."""
-        content = {"schema": _JOB_SCHEMA, **asdict(self)}
-        write_json(folder / JOB_FILE, content, indent=2)
+        """Write what its summary lacks to the job's run folder, whole or not at all."""
+        content = {name: getattr(self, name) for name in _OF_THE_FOLDER}
+        write_json(folder / JOB_FILE, {"schema": _JOB_SCHEMA, **content}, indent=2)
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the row without the sweep's id, which the table has."""
+        return {name: value for name, value in vars(self).items() if name != "sweep"}
+
+
+_OF_THE_FOLDER = (
+    "job",
+    "overrides",
+    "sweep",
+    "status",
+    "exit_code",
+    "result",
+    "reason",
+    "reused",
+    "trial",
+)
 
 
 class JobStart(enum.Enum):
@@ -134,81 +175,28 @@ def read_record(folder: Path) -> SweepJob | None:
         return None
 
 
-@dataclass(frozen=True)
-class SweepRow(SweepJob):
-    """One job of a sweep, as ``sweep.json`` has it: its record, and figures of its summary.
-
-    Attributes:
-        attempts: their number.
-        devices: those of the attempts, in order, each once.
-        batch_size: micro-batch size of the last attempt.
-        wall_seconds: how long the job took.
-        wait_seconds: the part of ``wall_seconds`` that it waited for a GPU.
-        folder: its run folder; None if the job was not started.
-    """
-
-    attempts: int = 0
-    devices: tuple[str, ...] = ()
-    batch_size: int | None = None
-    wall_seconds: float | None = None
-    wait_seconds: float | None = None
-    folder: str | None = None
-
-    @property
-    def gpus(self) -> int:
-        """How many it had last, 1 for the CPU."""
-        return self.devices[-1].count(",") + 1 if self.devices else 1
-
-    @property
-    def sort_key(self) -> tuple[bool, int]:
-        """By number; those without one last."""
-        return self.job is None, self.job or 0
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the row without the sweep's id, which the table has."""
-        return {name: getattr(self, name) for name in _ROW_COLUMNS}
-
-
-_ROW_COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "exit_code",
-    "attempts",
-    "devices",
-    "batch_size",
-    "result",
-    "wall_seconds",
-    "wait_seconds",
-    "reused",
-    "reason",
-    "folder",
-)
-
-
-def row_of(folder: Path | None, record: SweepJob, summary: Summary | None) -> SweepRow:
-    """Return the row of one job from its record and its ``summary.json``."""
-    if record.status == STARTED:  # its process did not record its end
-        record = _ended(record, summary)
-    if record.status == COMPLETED:
-        result = record.result if summary is None else summary.objective
-        record = replace(record, result=result, reason=None)
+def row_of(folder: Path | None, job: SweepJob, summary: Summary | None) -> SweepJob:
+    """Return a job as it stands, from its record and its ``summary.json``."""
+    if job.status == STARTED:  # its process did not record its end
+        job = _ended(job, summary)
+    if job.status == COMPLETED:
+        result = job.result if summary is None else summary.objective
+        job = replace(job, result=result, reason=None)
     else:
-        exit_code = None if record.status == NOT_STARTED else record.exit_code
-        record = replace(record, result=None, exit_code=exit_code)
-    where = None if folder is None else str(folder)
+        exit_code = None if job.status == NOT_STARTED else job.exit_code
+        job = replace(job, result=None, exit_code=exit_code)
+    job = replace(job, folder=None if folder is None else str(folder))
     if summary is None:
-        return SweepRow(**vars(record), folder=where)
+        return job
     specs = [attempt.spec for attempt in summary.attempts]
     has_batch = bool(specs) and specs[-1].has_batch
-    return SweepRow(
-        **vars(record),
+    return replace(
+        job,
         attempts=len(specs),
         devices=tuple(dict.fromkeys(spec.device for spec in specs)),
         batch_size=specs[-1].batch_size if has_batch else None,
         wall_seconds=summary.wall_seconds,
         wait_seconds=summary.wait_seconds,
-        folder=where,
     )
 
 
@@ -237,13 +225,13 @@ def ending_of_process(record: SweepJob, returncode: int) -> SweepJob:
     return replace(record, status=status, exit_code=exit_code, reason=reason)
 
 
-def read_row(folder: Path) -> SweepRow:
+def read_row(folder: Path) -> SweepJob:
     """Return the row of the job in ``folder``, as far as it can be read."""
     record = read_record(folder) or SweepJob(None, _hydra_overrides(folder))
     return row_of(folder, record, read_summary(folder))
 
 
-def read_rows(sweep_folder: Path, sweep: str) -> list[SweepRow]:
+def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
     """Return the rows of the jobs of this launch of a sweep; the folder may hold others."""
     rows = [read_row(folder) for folder in job_folders(sweep_folder)]
     return [row for row in rows if row.sweep == sweep]
@@ -264,7 +252,7 @@ def has_failed(sweep_folder: Path, sweep: str) -> bool:
     return any(r.sweep == sweep and r.exit_code and not r.reused for r in records)
 
 
-def exit_code_of(rows: Sequence[SweepRow]) -> int:
+def exit_code_of(rows: Sequence[SweepJob]) -> int:
     """Return the code of the first job that failed by itself, else of the first stopped one."""
     failed = sorted(rows, key=lambda row: row.status == INTERRUPTED)
     return next((row.exit_code for row in failed if row.exit_code), 0)
@@ -298,7 +286,7 @@ class SweepTable:
     status: str = RUNNING
     exit_code: int | None = None
     wall_seconds: float | None = None
-    jobs: tuple[SweepRow, ...] = ()
+    jobs: tuple[SweepJob, ...] = ()
     schema: int = SCHEMA
     resume_command: str | None = None  # a shell command, for any working directory
     # of the command: a launcher with the same may join in
@@ -330,7 +318,7 @@ class Point:
     """What a sweep has tried: one job, or with ``repeat`` several that differ in their seeds."""
 
     number: int
-    rows: tuple[SweepRow, ...]
+    rows: tuple[SweepJob, ...]
 
     @property
     def values(self) -> list[float]:
@@ -348,10 +336,10 @@ class Point:
             if all(override in other.overrides for other in others)
         ]
 
-    def best(self, sign: int) -> SweepRow:
+    def best(self, sign: int) -> SweepJob:
         """Return the best of its jobs, one of which has a value."""
 
-        def rank(row: SweepRow) -> float:
+        def rank(row: SweepJob) -> float:
             value = as_number(row.result) if row.status == COMPLETED else None
             return -math.inf if value is None else sign * value
 
@@ -360,7 +348,7 @@ class Point:
 
 def best_first(table: SweepTable) -> list[Point]:
     """Return what a sweep has tried, the best first, what has no value last."""
-    points: dict[int, list[SweepRow]] = {}
+    points: dict[int, list[SweepJob]] = {}
     for row in table.jobs:
         if row.job is not None:
             points.setdefault(row.job // table.repeat, []).append(row)
@@ -408,7 +396,7 @@ def point_table(points: Sequence[Point]) -> str:
     return "\n".join(aligned(lines))
 
 
-def screen_table(rows: Sequence[SweepRow]) -> str:
+def screen_table(rows: Sequence[SweepJob]) -> str:
     """Return plain columns; of the overrides only those in which the jobs differ."""
     lines: list[tuple[object, ...]] = [COLUMNS]
     for row, overrides in zip(rows, differing_overrides(rows), strict=True):
@@ -428,7 +416,7 @@ def screen_table(rows: Sequence[SweepRow]) -> str:
     return "\n".join(aligned(lines))
 
 
-def ending_line(row: SweepRow, log_path: Path) -> str:
+def ending_line(row: SweepJob, log_path: Path) -> str:
     """Return the line for the screen when a job has ended."""
     if row.status == COMPLETED:
         seconds = "" if row.wall_seconds is None else f" in {row.wall_seconds:.1f} s"
@@ -441,7 +429,7 @@ def ending_line(row: SweepRow, log_path: Path) -> str:
     return f"job {row.job} {row.status}: {reason}; {log_path}"
 
 
-def tally(rows: Sequence[SweepRow]) -> str:
+def tally(rows: Sequence[SweepJob]) -> str:
     """Return one line: how many jobs ended how."""
     counts = Counter(row.status.replace("_", " ") for row in rows)
     done = counts.pop(COMPLETED, 0)
@@ -458,11 +446,12 @@ def differing_overrides(jobs: Sequence[SweepJob]) -> list[str]:
     return [" ".join(public_command(overrides)) for overrides in own]
 
 
-def as_csv(rows: Sequence[SweepRow]) -> str:
+def as_csv(rows: Sequence[SweepJob]) -> str:
     """Return the content of ``sweep.csv``: a line of names, then one line a job."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_ROW_COLUMNS)
+    names = (field.name for field in fields(SweepJob))
+    writer.writerow(name for name in names if name != "sweep")
     for row in rows:
         writer.writerow(map(_cell, row.as_json().values()))
     return text.getvalue()

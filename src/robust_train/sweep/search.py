@@ -12,11 +12,11 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from hydra.core.override_parser.types import (
@@ -37,23 +37,18 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from robust_train.compat import running_trial
+from robust_train.compat import running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.points import STUDY_FILE, Claims, Job
+from robust_train.sweep.points import STUDY_FILE, Claims, Job, SweeperSettings
 from robust_train.sweep.record import (
     COMPLETED,
     FAILED,
     PRUNED,
     REFUSED,
-    SweepRow,
+    SweepJob,
     as_number,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from robust_train.sweep.sweeper import SweeperSettings
 
 log = logging.getLogger("robust_train")
 
@@ -78,7 +73,7 @@ class Search:
         self._space, self.fixed, self._seeds = dict(space), fixed, seeds
         self.most = settings.n_trials * len(seeds)
         self._jobs = deque[Job]()
-        self._running: dict[int, dict[int, SweepRow | None]] = {}  # jobs of each trial
+        self._running: dict[int, dict[int, SweepJob | None]] = {}  # jobs of each trial
         self._trial: dict[int, Trial] = {}  # those that run here
         self._had = set[int]()  # trials that this launcher has run
         self._is_over, self._next_try = False, 0.0
@@ -155,7 +150,7 @@ class Search:
         """Return a trial with a value of each key, also if its launcher was killed before."""
         for name, space in self._space.items():
             try:
-                _suggest(trial, name, space)
+                suggest(trial, name, space)
             except ValueError as error:
                 raise ConfigError(
                     f"{name}: {error}; choose another hydra.sweep.dir"
@@ -179,7 +174,7 @@ class Search:
                     return f"{event.value:.6g} at step {event.step} ({name})"
         return None
 
-    def ended(self, row: SweepRow) -> None:
+    def ended(self, row: SweepJob) -> None:
         """Tell the study how a trial went once all its jobs have ended."""
         assert row.job is not None
         number = row.job // len(self._seeds)
@@ -194,7 +189,7 @@ class Search:
                 self._tell(number, ended)
         self._claims.release(number)
 
-    def _tell(self, number: int, rows: Sequence[SweepRow]) -> None:
+    def _tell(self, number: int, rows: Sequence[SweepJob]) -> None:
         if any(row.status == PRUNED for row in rows):
             self._study.tell(number, state=TrialState.PRUNED)
             return
@@ -280,7 +275,7 @@ def _made(wanted: Any) -> Any:
         raise ConfigError(f"hydra.sweeper: {target}: {error}") from error
 
 
-def _is_final(row: SweepRow) -> bool:
+def _is_final(row: SweepJob) -> bool:
     """Return whether another launch would end alike."""
     has_failed = row.status in (FAILED, REFUSED) and row.exit_code != EXIT_TRY_LATER
     return row.status in (COMPLETED, PRUNED) or has_failed
@@ -329,17 +324,3 @@ def distribution(override: Override) -> BaseDistribution:
         for each in override.sweep_iterator(transformer=Transformer.encode)
     ]
     return CategoricalDistribution(choices)
-
-
-def _suggest(trial: Trial, name: str, space: BaseDistribution) -> None:
-    match space:
-        case FloatDistribution():
-            trial.suggest_float(
-                name, space.low, space.high, step=space.step, log=space.log
-            )
-        case IntDistribution():
-            trial.suggest_int(
-                name, space.low, space.high, step=space.step, log=space.log
-            )
-        case CategoricalDistribution():
-            trial.suggest_categorical(name, space.choices)

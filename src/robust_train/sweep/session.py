@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,7 +68,6 @@ from robust_train.sweep.record import (
     SWEEP_FILE,
     JobStart,
     SweepJob,
-    SweepRow,
     SweepTable,
     as_csv,
     best_first,
@@ -131,16 +130,12 @@ class CurrentJob:
 class Sweep:
     """A sweep that runs."""
 
-    id: str  # this launch of it
-    folder: Path  # the sweep folder
-    launcher: str  # name of Hydra's launcher
+    table: SweepTable  # the content of ``sweep.json`` while it runs
+    folder: Path
     # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well. None: another
     # launcher, which began the sweep, has it and writes the table
     lock: RunLock | None
     notifier: Notifier
-    resume_command: str | None
-    overrides: tuple[str, ...]
-    sweeper: Mapping[str, Any]  # settings of ours; empty for another one
     # jobs that our launcher knows of, by number
     planned: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -150,24 +145,13 @@ class Sweep:
         """Return whether the sweep's table is this launcher's, which may have become the last."""
         if self.lock is None and not is_held(self.folder):
             with contextlib.suppress(ConfigError, OSError):
-                self.lock = RunLock(self.folder, self.id)
-                self.table().write(self.folder)
+                self.lock = RunLock(self.folder, self.table.sweep)
+                self.table.write(self.folder)
         return self.lock is not None
 
-    def table(self) -> SweepTable:
-        """Return the content of ``sweep.json`` while it runs."""
-        return SweepTable(
-            self.id,
-            self.launcher,
-            resume_command=self.resume_command,
-            overrides=self.overrides,
-            direction=self.sweeper.get("direction", "maximize"),
-            repeat=self.sweeper.get("repeat", 1),
-        )
-
-    def rows(self) -> list[SweepRow]:
+    def rows(self) -> list[SweepJob]:
         """Return the jobs so far, by number, with known ones that have not started."""
-        rows = [_alive(row) for row in read_rows(self.folder, self.id)]
+        rows = [_alive(row) for row in read_rows(self.folder, self.table.sweep)]
         seen = {row.job for row in rows}
         for number, record in self.planned.items():
             if number not in seen:
@@ -235,18 +219,16 @@ class HydraSession:
             public_command([o for o in given if not OF_THE_SWEEP.match(o)])
         )
         id_, lock = _lock_or_join(folder, overrides if _can_share(config) else None)
-        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
-        resume_command = sweep_resume_command(folder, str(config.hydra.runtime.cwd))
-        sweep = Sweep(
+        ours = config.hydra.sweeper if _is_ours(config) else {}
+        table = SweepTable(
             id_,
-            folder,
             launcher,
-            lock,
-            notifier,
-            resume_command,
-            overrides,
-            config.hydra.sweeper if _is_ours(config) else {},
+            resume_command=sweep_resume_command(folder, str(config.hydra.runtime.cwd)),
+            overrides=overrides,
+            direction=ours.get("direction", "maximize"),
+            repeat=ours.get("repeat", 1),
         )
+        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         if lock is not None:  # what an earlier launch was asked for
             (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
         if lock is not None and (folder / CODE).exists():
@@ -255,8 +237,8 @@ class HydraSession:
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
         if lock is not None:
-            sweep.table().write(folder)
-        self.sweep, self.exit_code = sweep, 0
+            table.write(folder)
+        self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
         atexit.register(self.finish)
@@ -288,7 +270,7 @@ class HydraSession:
         seconds = time.monotonic() - sweep.started
         wall = round(seconds, 3)
         table = replace(
-            sweep.table(),
+            sweep.table,
             status=RUNNING if others_work(folder) else ENDED,
             exit_code=code,
             wall_seconds=wall,
@@ -313,7 +295,7 @@ class HydraSession:
             print(f"sweep:\n{text}\n{ended}\nsweep folder: {folder}")
             if code:
                 how = f"robust-train resume {folder}"
-                if sweep.resume_command is None:
+                if table.resume_command is None:
                     how = repeated_with(f"hydra.sweep.dir={folder}")
                 print(f"to go on: {how}")
             sys.stdout.flush()
@@ -322,7 +304,7 @@ class HydraSession:
 session = HydraSession()
 
 
-def _alive(row: SweepRow) -> SweepRow:
+def _alive(row: SweepJob) -> SweepJob:
     """Return the row of a job that another launcher runs as such: it has no end so far."""
     if row.status != DIED or row.folder is None or not is_held(Path(row.folder)):
         return row
@@ -341,38 +323,27 @@ def _is_ours(config: DictConfig) -> bool:
 
 
 def _lock_or_join(
-    folder: Path, overrides: tuple[str, ...] | None
+    folder: Path, overrides: tuple[str, ...] | None, *, is_again: bool = False
 ) -> tuple[str, RunLock | None]:
     """Return the id of a sweep that begins and its folder's lock; only the id where a live sweep
-    with the same overrides is joined. Without ``overrides`` it cannot be shared."""
-    if (shared := _joined(folder, overrides)) is not None:
-        return shared, None
+    with the same overrides is joined. Without ``overrides`` it cannot be shared.
+
+    Raises:
+        ConfigError: another sweep holds the folder.
+    """
+    table, holder = read_table(folder), read_holder(folder)
+    is_shared = table is not None and table.overrides == overrides
+    if table and holder and is_shared and not holder.is_dead and is_held(folder):
+        log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
+        return table.sweep, None
     id_ = uuid.uuid4().hex
     try:
-        return id_, _lock(folder, id_)
-    except ConfigError:
-        # another launcher of a killed one's sweep may have taken it over
-        if (shared := _joined(folder, overrides)) is None:
-            raise
-        return shared, None
-
-
-def _joined(folder: Path, overrides: tuple[str, ...] | None) -> str | None:
-    table, holder = read_table(folder), read_holder(folder)
-    if table is None or holder is None or overrides is None:
-        return None
-    if table.overrides != overrides or holder.is_dead or not is_held(folder):
-        return None
-    log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
-    return table.sweep
-
-
-def _lock(folder: Path, sweep: str) -> RunLock:
-    try:
-        return RunLock(folder, sweep)
+        return id_, RunLock(folder, id_)
     except ConfigError as error:
-        holder = read_holder(folder)
-        if holder is None:
+        if not is_again:
+            # another launcher of a killed one's sweep may have taken it over just now
+            return _lock_or_join(folder, overrides, is_again=True)
+        if (holder := read_holder(folder)) is None:
             raise
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
         raise type(error)(
@@ -382,7 +353,7 @@ def _lock(folder: Path, sweep: str) -> RunLock:
         ) from error
 
 
-def _notify(sweep: Sweep, rows: list[SweepRow], code: int, ended: str) -> None:
+def _notify(sweep: Sweep, rows: list[SweepJob], code: int, ended: str) -> None:
     """Notify of the sweep's end."""
     stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
     failure = "interrupted" if stopped else "failed"
@@ -394,7 +365,7 @@ def _notify(sweep: Sweep, rows: list[SweepRow], code: int, ended: str) -> None:
         failure if code else "completed",
         f"sweep on {host}: {ended}; {sweep.folder}",
         {
-            "sweep": sweep.id,
+            "sweep": sweep.table.sweep,
             "sweep_folder": str(sweep.folder),
             "exit_code": code,
             "host": host,
@@ -405,10 +376,13 @@ def _notify(sweep: Sweep, rows: list[SweepRow], code: int, ended: str) -> None:
 
 def identity(config: DictConfig) -> SweepJob:
     """Return the record of a sweep's job that is about to start."""
+    job = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
+    repeat = config.hydra.sweeper.get("repeat", 1) if _is_ours(config) else 1
     return SweepJob(
-        sweep=os.environ.get(SWEEP_VARIABLE, ""),
-        job=OmegaConf.select(config, "hydra.job.num", throw_on_missing=False),
-        overrides=tuple(map(str, config.hydra.overrides.task)),
+        job,
+        tuple(map(str, config.hydra.overrides.task)),
+        os.environ.get(SWEEP_VARIABLE, ""),
+        trial=None if job is None else job // repeat,
     )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
 from robust_train.sweep.gpu_queue import GpuQueue
-from robust_train.sweep.points import Claims, Listed
+from robust_train.sweep.points import Claims, Listed, SweeperSettings
 from robust_train.sweep.record import adopt
 from robust_train.sweep.session import session
 
 log = logging.getLogger("robust_train")
 
 _LAUNCHERS = ("basic", "gpu_queue")
-
-
-@dataclass(frozen=True)
-class SweeperSettings:
-    """``hydra.sweeper`` of our sweepers."""
-
-    sampler: Mapping[str, Any] | None = None  # None: every combination once
-    pruner: Mapping[str, Any] | None = None
-    direction: str = "maximize"
-    n_trials: int = 20
-    n_jobs: int | None = None
-    repeat: int = 1
-    seed_key: str = "training.seed"
-    params: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("n_trials", "repeat", "n_jobs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
-        if self.direction not in ("maximize", "minimize"):
-            raise ConfigError(
-                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
-            )
 
 
 def sweep(
@@ -110,7 +85,7 @@ def sweep(
                 raise ConfigError(f"{override.input_line}: {error}") from error
         search = Search(folder, space, fixed, seeds, settings, claims)
         if session.sweep is not None:
-            adopt(folder, session.sweep.id, search.finished)
+            adopt(folder, session.sweep.table.sweep, search.finished)
         queue.run(search, {})
         if (best := search.best) is not None:
             params = " ".join(f"{key}={value}" for key, value in best.params.items())
