@@ -22,9 +22,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simulated_nvml.device import OutOfMemory, SharedDevice
+
+if TYPE_CHECKING:
+    from robust_train.queue.host_queue import GpuRequest, HostQueue
 
 MIB = 1024**2
 _REPORT = struct.Struct("<qq")  # rank, MiB
@@ -43,6 +46,7 @@ class Chaos:
     counts: tuple[int, ...] = (1,)  # GPUs that they need at once
     longest_seconds: float = 0.5  # a trainer's run time is up to this
     seed: int = 1
+    signum: int = signal.SIGKILL  # by SIGTERM, as `queue cancel` sends it, they leave in order
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def main() -> None:
         victim = plans[number]["victim"]
         if victim != "trainer":
             _log(log, "killed", number, what="launcher")
-            os.kill(pids[number], signal.SIGKILL)
+            os.kill(pids[number], chaos.signum)
         if victim != "launcher":
             for trainer in trainers:
                 _log(log, "killed", number, what="trainer")
@@ -182,7 +186,6 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     from robust_train.gpu.visible import visible_gpus
     from robust_train.queue.host_queue import GpuRequest, HostQueue
     from robust_train.queue.queue_dir import directory_for
-    from robust_train.queue.waiting import NoGpu, wait_for_gpus
 
     queue = HostQueue(
         directory_for(None, os.environ),
@@ -194,6 +197,25 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     need, count = plan["need"], plan["count"]
     _log(log, "arrives", number, count=count, per_device=chaos.per_device)
     request = GpuRequest(need * MIB, timeout_seconds=300, interval_seconds=5.0, count=count)
+
+    def stop(signum: int, frame: object) -> None:
+        signal.signal(signum, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        _train(number, plan, log, queue, request)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        queue.release()
+
+
+def _train(
+    number: int, plan: dict[str, Any], log: int, queue: HostQueue, request: GpuRequest
+) -> None:
+    from robust_train.queue.waiting import NoGpu, wait_for_gpus
+
     found = wait_for_gpus(queue, request)
     if isinstance(found, NoGpu):
         _log(log, "error", number, text=found.reason)
@@ -209,7 +231,6 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
         rank, mib = _REPORT.unpack(report)
         queue.report(mib * MIB, rank)
     os.waitpid(trainer, 0)
-    queue.release()
 
 
 def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launcher: int) -> None:

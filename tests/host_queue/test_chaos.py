@@ -6,6 +6,7 @@ benchmarks/queue_chaos.py runs the same as often as one likes.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,12 +24,13 @@ MachineWith = Callable[..., Machine]
 
 
 @pytest.mark.parametrize(
-    ("per_device", "counts", "seed", "launchers"),
+    ("per_device", "counts", "seed", "launchers", "signum"),
     [
-        pytest.param(1, (1,), 1, 64, marks=pytest.mark.slow),
-        pytest.param(1, (1, 1, 2, 4), 2, 64, marks=pytest.mark.slow),
-        pytest.param(3, (1, 1, 1, 2, 4), 3, 64, marks=pytest.mark.slow),
-        (3, (1, 1, 1, 2, 4), 4, 24),
+        pytest.param(1, (1,), 1, 64, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, (1, 1, 2, 4), 2, 64, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(3, (1, 1, 1, 2, 4), 3, 64, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, (1, 1, 2), 5, 64, signal.SIGTERM, marks=pytest.mark.slow),
+        (3, (1, 1, 1, 2, 4), 4, 24, signal.SIGKILL),
     ],
 )
 def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
@@ -38,6 +40,7 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
     counts: tuple[int, ...],
     seed: int,
     launchers: int,
+    signum: int,
 ) -> None:
     machine = machine_with(*(Gpu(total_mib=40000) for _ in range(8)))
     what = chaos.Chaos(
@@ -47,6 +50,7 @@ def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
         counts=counts,
         seed=seed,
         longest_seconds=0.4,
+        signum=signum,
     )
     environ = machine.environment()
     del environ["SIMULATED_NVML_CALLS"]
