@@ -535,5 +535,7 @@ def test_a_trial_of_optuna_that_runs_can_be_gone_on_with():
     study = optuna.create_study()
     study.ask()
     (known,) = study.trials
-    compat.running_trial(study, known).suggest_float("x", 0, 1)
+    space = optuna.distributions.FloatDistribution(0, 1)
+    value = compat.suggest(compat.running_trial(study, known), "x", space)
+    assert compat.suggest(compat.running_trial(study, known), "x", space) == value
     assert list(study.trials[0].params) == ["x"]
