@@ -25,8 +25,8 @@
     },
     time: {
       text: clock,
-      tick: (value, span) => {
-        const [size, name] = [[DAY, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([size]) => span >= 2 * size || size === 1);
+      tick: (value, step) => { // in the largest unit that makes no fractions
+        const [size, name] = [[DAY, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([size]) => step % size === 0 || size === 1);
         return figures(value / size) + " " + name;
       },
       steps: [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800,
@@ -49,8 +49,8 @@
       ticks: {show: ticks, stroke: () => colour("quiet"), size: 4, width: 1},
       values: (u, values) => {
         const known = values.filter((value) => value != null);
-        const span = known[known.length - 1] - known[0];
-        return values.map((value) => value == null ? null : value === 0 ? "0" : unit.tick(value, span));
+        const step = known[1] - known[0];
+        return values.map((value) => value == null ? null : value === 0 ? "0" : unit.tick(value, step));
       },
     };
     return unit.steps ? {...own, incrs: unit.steps} : own;
