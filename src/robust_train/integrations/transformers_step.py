@@ -218,19 +218,19 @@ class LoggedOfPasses:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._lists = {
-            (mode, name): list(values)
+            mode: {name: list(values) for name, values in lists.items()}
             for mode, lists in logged_of_passes(trainer).items()
-            for name, values in lists.items()
         }
         self._tokens = getattr(trainer, TOKENS_SEEN, None)
 
     def restore(self) -> None:
         """Go back to this moment."""
         for mode, lists in logged_of_passes(self._trainer).items():
-            for name in list(lists):
-                lists[name] = list(self._lists.get((mode, name), []))
-                if not lists[name]:
-                    del lists[name]
+            lists.clear()
+            lists.update(
+                (name, list(values))
+                for name, values in self._lists.get(mode, {}).items()
+            )
         if self._tokens is not None:
             setattr(self._trainer, TOKENS_SEEN, self._tokens)
 
@@ -238,7 +238,7 @@ class LoggedOfPasses:
         """Make one value of those that passes with these ``weights`` have added since."""
         for mode, lists in logged_of_passes(self._trainer).items():
             for name, values in lists.items():
-                known = len(self._lists.get((mode, name), []))
+                known = len(self._lists.get(mode, {}).get(name, ()))
                 added = values[known:]
                 if len(added) == len(weights) and any(weights):
                     shares = zip(added, weights, strict=True)
