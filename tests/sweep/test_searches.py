@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import warm
+from robust_train.folder.journal import Journal
+from robust_train.model.events import ValueReported
+from robust_train.sweep.record import SweepJob
 from sweep_world import SweepWorld
 from world import Ended, wait_until
 
@@ -256,6 +260,27 @@ def test_who_is_out_of_patience(own: list[float], others: list[list[float]], beh
     assert is_out_of_patience(0, values, 3, maximize=True) is behind
     reverse = {j: {at: -value for at, value in each.items()} for j, each in values.items()}
     assert is_out_of_patience(0, reverse, 3, maximize=False) is behind
+
+
+@pytest.mark.parametrize(
+    ("mode", "seen"), [("max", {1: 0.9, 3: 0.7}), ("min", {2: 0.8, 3: 0.7}), (None, None)]
+)
+def test_a_figure_whose_best_is_the_other_way_round_is_left_out(
+    tmp_path: Path, mode: str | None, seen: dict[int, float] | None
+):
+    from robust_train.sweep.pruning import Reports
+
+    SweepJob(4, ()).write(tmp_path)
+    journal = Journal(tmp_path / "journal.jsonl")
+    for event in (
+        ValueReported(0.9, 1, "max"),
+        ValueReported(0.8, 2, "min"),
+        ValueReported(0.7, 3),
+    ):
+        journal.write(event)
+    reports = Reports(tmp_path, mode)
+    assert reports.values == {4: seen or {1: 0.9, 2: 0.8, 3: 0.7}}
+    assert reports.has_left_out is (mode is not None)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ class GpuQueue:
         *,
         maximize: bool = True,
     ) -> None:
-        self._maximize = maximize
+        self._mode, self._has_warned = "max" if maximize else "min", False
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
@@ -223,7 +223,7 @@ class GpuQueue:
         shorten_lines()
         discard_early()
         self._points = points
-        self._reports = Reports(self._folder, maximize=self._maximize)
+        self._reports = Reports(self._folder, self._mode)
         self._jobs = {number: LaunchedJob(number, listed[number]) for number in listed}
         own = [self._record(job, NOT_STARTED) for job in self._jobs.values()]
         shown_overrides = differing_overrides(own)
@@ -352,13 +352,22 @@ class GpuQueue:
         if job.state is None or job.folder is None or job.is_pruned:
             return
         values = self._reports.new(job.number, job.folder)
+        patience = self._settings.sweep_patience
+        looks = patience is not None or self._points.prunes
+        if looks and self._reports.has_left_out and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "job %d reports a figure whose best is not its %simum, which this sweep wants: it "
+                "is not looked at; objective= names another, hydra.sweeper.direction the other way",
+                job.number,
+                self._mode,
+            )
         if not values:
             return
         job.value = values[-1].value
         if self._is_stopping:
             return
         reason = self._points.reported(job.number, values)
-        patience = self._settings.sweep_patience
         if (
             reason is None
             and patience is not None

@@ -54,6 +54,7 @@ class Points(Protocol):
 
     most: int  # jobs in all
     fixed: Sequence[str]  # overrides that all have
+    prunes: bool  # whether :meth:`reported` may stop a job
 
     def next(self) -> Job | None:
         """Return a job to start now; None: there is none at this moment."""
@@ -123,6 +124,7 @@ class Listed:
     """Jobs that are known from the start: a grid, a list, or the batch of a sweeper."""
 
     fixed: Sequence[str] = ()
+    prunes = False
 
     def __init__(self, jobs: Mapping[int, Sequence[str]], claims: Claims) -> None:
         self.most = len(jobs)

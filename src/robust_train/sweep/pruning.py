@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,17 +10,19 @@ from robust_train.files import parse_json
 from robust_train.model.events import MalformedEvent, ValueReported, parse
 from robust_train.sweep.record import job_folders, read_record
 
-log = logging.getLogger("robust_train")
-
 Values = Mapping[int, Mapping[int, float]]
 """What each job has reported at each step, in order, by its number."""
 
 
 class Reports:
-    """What the jobs of the sweep in ``folder`` have reported, as their journals have it."""
+    """What the jobs of the sweep in ``folder`` have reported, as their journals have it.
 
-    def __init__(self, folder: Path, *, maximize: bool = True) -> None:
-        self._unwanted, self._has_warned = "min" if maximize else "max", False
+    ``mode`` (``min`` or ``max``): figures that no one has named, and whose best is the other way
+    round, are left out; None: none are.
+    """
+
+    def __init__(self, folder: Path, mode: str | None = None) -> None:
+        self._mode, self.has_left_out = mode, False
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
         for each in job_folders(folder):
@@ -49,17 +50,10 @@ class Reports:
                     event = parse(parse_json(line))
                     if not isinstance(event, ValueReported):
                         continue
-                    if event.mode != self._unwanted:
+                    if None in (self._mode, event.mode) or event.mode == self._mode:
                         found.append(event)
-                    elif not self._has_warned:
-                        self._has_warned = True
-                        log.warning(
-                            "job %d reports what its framework takes the %simum of, which is not "
-                            "what hydra.sweeper.direction wants: it is not looked at; objective= "
-                            "names a figure",
-                            job,
-                            event.mode,
-                        )
+                    else:
+                        self.has_left_out = True
         self._read[job] = start
         # a step that is done again after a resume is the same report
         self.values.setdefault(job, {}).update((one.step, one.value) for one in found)
@@ -67,7 +61,7 @@ class Reports:
 
     def is_behind(self, job: int, patience: int) -> bool:
         """Return whether a job was worse than another one for so many reports."""
-        maximize = self._unwanted == "min"
+        maximize = self._mode != "min"
         return is_out_of_patience(job, self.values, patience, maximize=maximize)
 
     def forget(self, job: int) -> None:

@@ -78,6 +78,7 @@ class Search:
         self._had = set[int]()  # trials that this launcher has run
         self._is_over, self._next_try = False, 0.0
         self._pruner = _made(settings.pruner) or NopPruner()
+        self.prunes = settings.pruner is not None and settings.repeat == 1
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             backend = JournalFileBackend(
