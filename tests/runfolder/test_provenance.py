@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from another_user import needs_root
 from robust_train import launch
 from robust_train.folder import provenance
 from robust_train.folder.provenance import (
@@ -108,6 +110,27 @@ def test_who_else_may_read_a_run_folder(tmp_path: Path):
             (path / "train.py").touch()
         run_folder(path, "", group_reads=group_reads)
         assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "who"),
+    [
+        pytest.param(3001, 0o755, "3001 can", marks=needs_root),
+        pytest.param(65534, 0o755, None, marks=needs_root, id="of another namespace"),
+        (os.geteuid(), 0o777, "every user of this machine can"),
+        (os.geteuid(), 0o1777, None),
+    ],
+)
+def test_a_run_folder_in_which_others_can_replace_files_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, owner: int, mode: int, who: str | None
+):
+    (tmp_path / "train.py").touch()
+    os.chown(tmp_path, owner, -1)
+    tmp_path.chmod(mode)
+    run_folder(tmp_path, "")
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (who is not None)
+    assert not warned or f"{who} replace the code and checkpoints" in warned[0]
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
 import shutil
+import stat
 import sys
 import time
 from pathlib import Path
@@ -20,9 +22,13 @@ from robust_train.config.placeholders import EVENTS_VARIABLE, RUN_DIR_VARIABLE
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
 from robust_train.folder.provenance import public_command
+from robust_train.gpu.processes import user_name
 from robust_train.model.errors import unusable_folder
 
+log = logging.getLogger("robust_train")
+
 _LONGEST_COMMAND = 2000
+_NOBODY = 65534  # a user of another namespace, or root of another host
 OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 """What Hydra has in a run folder before anything of ours."""
 _BEFORE_ATTEMPTS = re.compile(
@@ -58,10 +64,25 @@ def run_folder(
 
 def close_to_others(folder: Path, *, group_reads: bool) -> None:
     """Let only the user, or also the group, into a folder that holds nothing but Hydra's files: one
-    that was used before, or is something else as well, keeps the rights it has."""
+    that was used before, or is something else as well, keeps the rights it has. Warns of one in
+    which another user can replace files."""
     with contextlib.suppress(OSError):
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
             folder.chmod(0o750 if group_reads else 0o700)
+    with contextlib.suppress(OSError):
+        status = folder.stat()
+        who = None
+        if status.st_uid not in (0, os.geteuid(), _NOBODY):
+            who = user_name(status.st_uid)
+        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            who = "every user of this machine"
+        if who is not None:
+            log.warning(
+                "in the folder %s %s can replace the code and checkpoints of this job: choose "
+                "another one, or make it yours alone (chown, chmod go-w)",
+                folder,
+                who,
+            )
 
 
 def remove_refused(folder: Path) -> None:
