@@ -16,7 +16,7 @@ from training_world import TINY_VIT, WatchedRun, config, train
 
 from robust_train.model.errors import ConfigError
 from robust_train.vision.reporting import Reporter
-from robust_train.vision.step import Position
+from robust_train.vision.step import EpochPosition
 
 SHORT = ("model.width=8", "training.epochs=2")
 
@@ -89,9 +89,9 @@ def test_a_launcher_that_shows_the_steps_leaves_no_line_for_each(tmp_path, caplo
 def report_steps(run: WatchedRun, steps: range, *, every: int, total: int) -> None:
     """Report ``steps`` as a training loop does, without training."""
     with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
-        reporter.begin(Position(step=steps[0] - 1), total)
+        reporter.begin(EpochPosition(step=steps[0] - 1), total)
         for step in steps:
-            reporter.step(Position(step=step), torch.tensor(1.0), samples=1, lr=0.1)
+            reporter.step(EpochPosition(step=step), torch.tensor(1.0), samples=1, lr=0.1)
 
 
 def scalars(folder: Path) -> EventAccumulator:
@@ -121,7 +121,7 @@ def test_a_loss_is_sent_once_even_if_reports_are_dropped(tmp_path, every):
     with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
         while len(run.of("progress")) < 4:
             step += 1
-            reporter.step(Position(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
+            reporter.step(EpochPosition(step=step), torch.tensor(float(step)), samples=1, lr=0.1)
     sent = [e["metrics"]["loss"] for e in run.of("progress") if "loss" in e["metrics"]]
     assert len(set(sent)) == len(sent)
     if every == 3:

@@ -17,7 +17,7 @@ from robust_train.config.trainers import require
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 from robust_train.vision.keys import logger_of
-from robust_train.vision.step import LossAverage, Position, Score
+from robust_train.vision.step import EpochPosition, LossAverage, Score
 
 log = logging.getLogger("robust_train.vision")
 
@@ -51,7 +51,7 @@ class Reporter:
             if self._curves is not None:
                 self._curves.close(kind is not None)
 
-    def begin(self, position: Position, total_steps: int) -> None:
+    def begin(self, position: EpochPosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
@@ -59,7 +59,9 @@ class Reporter:
             with self._drawing():
                 self._curves = _open_curves(self._cfg, self._run, position.step)
 
-    def step(self, position: Position, loss: Tensor, samples: int, lr: float) -> None:
+    def step(
+        self, position: EpochPosition, loss: Tensor, samples: int, lr: float
+    ) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         step = position.step
         self._recent.add(loss, samples)
@@ -90,7 +92,7 @@ class Reporter:
         """Start the clock of the epoch's line."""
         self._epoch_started = time.monotonic()
 
-    def epoch(self, position: Position, train_loss: float, score: Score) -> None:
+    def epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:
         """Report that an epoch is trained and validated."""
         epoch = position.epoch + 1
         log.info(

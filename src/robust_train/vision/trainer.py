@@ -48,8 +48,8 @@ from robust_train.vision.keys import check_config, preload_modules
 from robust_train.vision.reporting import Reporter
 from robust_train.vision.step import (
     CosineSchedule,
+    EpochPosition,
     LossAverage,
-    Position,
     Precision,
     Score,
     loss_of,
@@ -152,7 +152,7 @@ class Training:
             self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
         )
         run.record_memory("optimizer created")
-        self.position = Position()
+        self.position = EpochPosition()
         self.epoch_loss = LossAverage()
         run.passes_over = True
         self.folder = CheckpointFolder(
@@ -438,7 +438,7 @@ class Training:
         if self.precision.scaler.is_enabled() and content["scaler"]:
             self.precision.scaler.load_state_dict(content["scaler"])
         restore_rng(content["rng"], self.device)
-        self.position = Position(**content["position"])
+        self.position = EpochPosition(**content["position"])
         self.epoch_loss = LossAverage(*content["epoch_loss"])
         # a size that fits one kind of device need not fit another
         if content.get("device") == self._kind_of_device():
