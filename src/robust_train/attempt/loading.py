@@ -30,6 +30,10 @@ _READS = {CHECKPOINTING: CHECKPOINTING, WORKERS: "workers"}
 """What a trainer may declare in ``supports``, and the end of a key that shows it."""
 
 
+_EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
+"""Packages that an extra of the same name installs."""
+
+
 def load(ref: TrainerRef) -> Trainer:
     """Import the trainer. Raises ConfigError: it cannot be imported or is not callable; one
     line that gives the reason."""
@@ -42,10 +46,11 @@ def load(ref: TrainerRef) -> Trainer:
         if not hasattr(found, name):
             functions = [key for key, value in vars(found).items() if callable(value)]
             close = difflib.get_close_matches(name, functions, n=1)
-            raise ref.has_no(found.__name__, name, close[0] if close else None)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ref.refused(f"{found.__name__} has no {name!r}{hint}")
         found = getattr(found, name)
     if not callable(found):
-        raise ConfigError(f"trainer._target_={ref.path}: is not callable")
+        raise ref.refused("is not callable")
     return found  # type: ignore[no-any-return]
 
 
@@ -111,8 +116,9 @@ def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
         *_, (last, line) = traceback.walk_tb(error.__traceback__)
         where = f"{last.f_code.co_filename}, line {line}"
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    extra = f'; pip install "robust-train[{missing}]"' if missing in _EXTRAS else ""
     problem = no_room or named_line(error)
-    return ref.cannot_be_imported(problem, where, missing)
+    return ref.refused(f"cannot be imported: {problem} ({where}){extra}")
 
 
 def declared_features(trainer: object) -> frozenset[str] | None:

@@ -44,14 +44,12 @@ def resume(arguments: Namespace) -> Answer:
     if which and os.path.isfile(Path(which) / SWEEP_FILE):
         command = _of_sweep(Path(which).resolve())
     else:
-        command = _of_job(_meant(which))
+        command = _of_job(choose_run(which, dead_too=True) if which else _unfinished())
     print(command, flush=True)
     return os.execvp("sh", _words_of(command))
 
 
-def _meant(which: str | None) -> KnownRun:
-    if which is not None:
-        return choose_run(which, dead_too=True)
+def _unfinished() -> KnownRun:
     ended = [run for run in find_runs() if run.is_unfinished]
     if not ended:
         raise CommandFailed("no job of yours has ended before it was complete")

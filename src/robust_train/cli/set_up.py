@@ -7,17 +7,13 @@ import shlex
 import socket
 import webbrowser
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from importlib.resources import files
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import robust_train
 from robust_train.cli.command import Answer, CommandFailed
 from robust_train.cli.commands import COMMANDS, members_of
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 _TEMPLATE = "project_template"
 _NOTIFY_SECONDS = 30.0
@@ -25,11 +21,19 @@ _NOTIFY_SECONDS = 30.0
 
 def init(arguments: Namespace) -> Answer:
     """Write a new project; overwrite nothing."""
-    folder = Path(arguments.dir)
-    contents = dict(_files(files("robust_train") / _TEMPLATE))
+    folder, template = (
+        Path(arguments.dir),
+        Path(robust_train.__file__).parent / _TEMPLATE,
+    )
+    files = [
+        one for one in template.rglob("*") if one.is_file() and one.suffix != ".pyc"
+    ]
+    contents = {
+        str(one.relative_to(template)): one.read_bytes() for one in sorted(files)
+    }
     existing = [folder / name for name in contents if os.path.lexists(folder / name)]
     if existing:
-        problem = f"{min(existing)} exists already; name another folder"
+        problem = f"{existing[0]} exists already; name another folder"
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
     try:
         for name, content in contents.items():
@@ -41,18 +45,8 @@ def init(arguments: Namespace) -> Answer:
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
-    written = ", ".join(sorted(contents))
-    return Answer(shown=[f"wrote {written}; now: cd {folder} && python main.py"])
-
-
-def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-    for item in folder.iterdir():
-        if item.name == "__pycache__":
-            continue
-        if item.is_dir():
-            yield from _files(item, f"{prefix}{item.name}/")
-        else:
-            yield f"{prefix}{item.name}", item.read_bytes()
+    there = "" if folder == Path() else f"cd {folder} && "
+    return Answer(shown=[f"wrote {', '.join(contents)}; now: {there}python main.py"])
 
 
 def notify(arguments: Namespace) -> Answer:

@@ -19,8 +19,6 @@ AUTO = "auto"
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+|\$)\}")
 _INTERPOLATION = re.compile(r"\$(?=\$*\{)")
-ALMOST = 0.75
-"""How alike a name is to a placeholder that was probably meant."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,15 @@ def placeholders_in(text: str) -> set[str]:
     return set(_PLACEHOLDER.findall(text)).intersection(PLACEHOLDERS)
 
 
-def near_misses_in(text: str, cutoff: float = ALMOST) -> list[tuple[str, str]]:
-    """Return names in braces that are nearly a placeholder, each with that one; with a ``cutoff``
-    of 0 every name that is none."""
-    misses = []
+def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
+    """Return a name in braces that is nearly a placeholder, and that one; ``every``: also a name
+    that is like none."""
     for name in _PLACEHOLDER.findall(text):
-        close = difflib.get_close_matches(name, PLACEHOLDERS, n=1, cutoff=cutoff)
-        if close and name not in (*PLACEHOLDERS, "$"):
-            misses.append((name, close[0]))
-    return misses
+        if name not in (*PLACEHOLDERS, "$"):
+            cutoff = 0.0 if every else 0.75
+            if close := difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff):
+                return name, close[0]
+    return None
 
 
 def value_from(environ: Mapping[str, str], name: str) -> str | None:

@@ -25,9 +25,6 @@ MAIN_MODULE = "__robust_main__"
 
 PROGRAM_FILE = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
 
-_EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
-"""Packages that an extra of the same name installs."""
-
 
 @dataclass(frozen=True)
 class TrainerRef:
@@ -79,35 +76,20 @@ class TrainerRef:
         """Return the names of the dotted path; raises ConfigError if it is none."""
         parts = self.path.split(".")
         if not all(part.isidentifier() for part in parts) or len(parts) < 2:
-            raise ConfigError(
-                f"trainer._target_={self.path}: accepted is the dotted path of a function, "
-                "package.module.function"
+            raise self.refused(
+                "accepted is the dotted path of a function, package.module.function"
             )
         return parts
 
+    def refused(self, why: str) -> ConfigError:
+        """Return the refusal of this trainer."""
+        return ConfigError(f"trainer._target_={self.path}: {why}")
+
     def no_module(self) -> ConfigError:
         """Return the refusal of a path that leads to no module."""
-        return ConfigError(
-            f"trainer._target_={self.path}: no module {self.path.partition('.')[0]!r} on the "
-            "Python path; start the command from its folder or set PYTHONPATH"
-        )
-
-    def has_no(
-        self, module: str, name: str, did_you_mean: str | None = None
-    ) -> ConfigError:
-        """Return the refusal of a function that its module lacks."""
-        hint = f"; did you mean {did_you_mean!r}?" if did_you_mean else ""
-        return ConfigError(
-            f"trainer._target_={self.path}: {module} has no {name!r}{hint}"
-        )
-
-    def cannot_be_imported(
-        self, problem: str, where: str, missing: str | None = None
-    ) -> ConfigError:
-        """Return the refusal of a module whose import fails; ``missing``: the module it lacks."""
-        extra = f'; pip install "robust-train[{missing}]"' if missing in _EXTRAS else ""
-        return ConfigError(
-            f"trainer._target_={self.path}: cannot be imported: {problem} ({where}){extra}"
+        return self.refused(
+            f"no module {self.path.partition('.')[0]!r} on the Python path; start the command from "
+            "its folder or set PYTHONPATH"
         )
 
 

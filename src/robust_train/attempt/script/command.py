@@ -28,11 +28,10 @@ from robust_train.attempt.script.messages import LineReader, OwnFailure, Result,
 from robust_train.attempt.script.program import Program
 from robust_train.config.checks import read
 from robust_train.config.placeholders import (
-    ALMOST,
     AUTO,
     EVENTS_VARIABLE,
     ScriptValues,
-    near_misses_in,
+    near_miss_in,
 )
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import PROGRAM_FILE
@@ -382,9 +381,9 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
 def _refuse_near_misses(key: str, text: str, *, every: bool = False) -> None:
     """Refuse ``{batchsize}``, which would reach the script unchanged; ``every``: also a name that
     is like none of ours."""
-    for name, meant in near_misses_in(text, cutoff=0.0 if every else ALMOST):
+    if miss := near_miss_in(text, every=every):
         raise ConfigError(
-            f"{key}: {{{name}}} is not a placeholder; did you mean {{{meant}}}? "
+            f"{key}: {{{miss[0]}}} is not a placeholder; did you mean {{{miss[1]}}}? "
             "robust-train run --help lists all"
         )
 
