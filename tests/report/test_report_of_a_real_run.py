@@ -33,7 +33,7 @@ def test_a_job_leaves_a_report(recovered):
     page = (recovered.run_dir / "report.html").read_text()
     assert "Completed in" in page
     assert "at the 3rd attempt, on the CPU with micro-batch 64" in page
-    assert "Memory ran out on cuda:0 at micro-batch 64." in page
+    assert "Out of GPU memory on cuda:0 at micro-batch 64." in page
     assert "2.0 GiB requested, 1.2 GiB of 23.5 GiB free" in page
     assert "retried: loss=high" in page
     assert "report" not in recovered.stderr

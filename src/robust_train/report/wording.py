@@ -65,15 +65,6 @@ def action_in_words(action: str | None) -> str:
     return ACTIONS.get(name, name.replace("_", " "))
 
 
-_TROUBLES = {
-    "device_oom": "memory ran out on {where}{sizes}",
-    "host_oom": "host memory ran out{sizes}",
-    "worker_death": "a data-loader worker died{times}",
-    "disk_full": "the disk was full or failed{times}",
-    "diverged": "training diverged{times}",
-    "interrupted": "it was interrupted{times}",
-}
-
 _GROWTH = {
     "growing": "collect numbers, not tensors: loss.item() or loss.detach(), because a tensor "
     "keeps the whole graph that it was computed by",
@@ -180,18 +171,20 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
         failed, key=lambda a: (a.outcome, a.spec.where)
     ):
         own = list(group)
-        sizes = _listed(dict.fromkeys(str(a.batch_size) for a in own if a.batch_size))
-        what = outcome_in_words(outcome)
-        yield _TROUBLES.get(outcome, what + "{times} on {where}").format(
-            where=where,
-            sizes=f" at micro-batch {sizes}" if sizes else "",
-            times="" if len(own) == 1 else f" {len(own)} times",
-        )
+        sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
+        times, size = "", ""
+        if outcome in OOM and sizes:
+            size = f" at micro-batch {_listed(sizes)}"
+        elif len(own) > 1:
+            times = f" {len(own)} times"
+        # a process without a launcher's GPU chose its device itself
+        place = f" on {where}" if own[0].spec.gpus else ""
+        yield f"{outcome_in_words(outcome)}{times}{place}{size}"
 
 
 def _listed(words: Iterable[str]) -> str:
     """Return ``64, 32 and 16``."""
-    *most, last = tuple(words) or ("",)
+    *most, last = words
     return f"{', '.join(most)} and {last}" if most else last
 
 
