@@ -650,30 +650,3 @@ def test_the_command_line_in_the_documentation_is_one(scripts: CommandWorld):
     ended = scripts.world.run(*shlex.split(typed), "training.batch_size=12")
     assert ended.returncode == 0, ended.output
     assert "--batch_size 12 --gradient_accumulation 1" in ended.stdout.splitlines()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
-def test_a_rank_that_is_killed_inside_of_a_script_is_a_kill_like_any_other(
-    scripts: CommandWorld, launcher: list[str]
-):
-    marker = scripts.world.folder / "was_killed"
-    words = [sys.executable, *launcher, str(SCRIPTS / "ranks.py"), str(marker)]
-    ended = scripts.train(words)
-    assert ended.returncode == 0, ended.output
-    assert [(a["outcome"], a["action"]) for a in ended.attempts] == [
-        ("interrupted", "retry"),
-        ("completed", "none"),
-    ]
-    assert ended.attempts[0]["failure"]["evidence"]["clue"] == "killed"
-
-
-@pytest.mark.slow
-def test_a_killed_worker_of_a_fixed_number_costs_an_attempt_and_not_the_job(scripts: CommandWorld):
-    marker = scripts.world.folder / "was_killed"
-    ended = scripts.train([sys.executable, str(SCRIPTS / "workers.py"), str(marker)])
-    assert ended.returncode == 0, ended.output
-    assert [(a["outcome"], a["action"]) for a in ended.attempts] == [
-        ("worker_death", "retry"),
-        ("completed", "none"),
-    ]
