@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import real_gpus
-from real_gpus import idlest
 from robust_train.gpu.inventory import NO_DRIVER, read_inventory
-from robust_train.gpu.select import others_on
+from robust_train.gpu.select import idlest, others_on
 from robust_train.model.gpu import GpuInfo, GpuProcess
 from robust_train.readable import GIB
 from simulated_nvml import Gpu, Machine, build_driver

@@ -11,14 +11,9 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from robust_train.model.gpu import GpuInfo
 
 _HIDING = Path(__file__).parent / "no_driver"
 _LIBRARIES = ("libnvidia-ml.so.1", "libcuda.so.1")
@@ -69,15 +64,9 @@ def can_be_used() -> bool:
     return torch.cuda.is_available()
 
 
-def idlest(gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the best of the GPUs on which no one computes, None if there is none."""
-    from robust_train.gpu.select import others_on, rank
-
-    return next(iter(rank([gpu for gpu in gpus if not others_on(gpu, {})], 0)), None)
-
-
 def _idlest() -> str:
     from robust_train.gpu.inventory import read_inventory
+    from robust_train.gpu.select import idlest
     from robust_train.gpu.visible import visible_gpus
 
     found = idlest(visible_gpus(read_inventory(), os.environ).gpus)

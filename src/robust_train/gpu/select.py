@@ -106,6 +106,12 @@ def others_on(
     return f"processes that are not listed ({mib(used)} in use, {busy}% busy)"
 
 
+def idlest(gpus: Sequence[GpuInfo], ours: Collection[int] = ()) -> GpuInfo | None:
+    """Return the best of the GPUs on which no one computes but ``ours``, None if there is none."""
+    free = [gpu for gpu in gpus if not others_on(gpu, {}, ours)]
+    return next(iter(rank(free, 0)), None)
+
+
 def find_best_device(min_memory_mb: int = 4000) -> torch.device:
     """Return the GPU with the most free memory as a device for this process, or the CPU.
 
