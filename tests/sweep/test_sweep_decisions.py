@@ -20,7 +20,6 @@ from robust_train.sweep.gpu_queue import (
     LaunchedJob,
     count_gpus,
     jobs_at_once,
-    most_important,
     table_lines,
 )
 from robust_train.sweep.job_process import start_job
@@ -205,8 +204,8 @@ def test_the_table_shows_only_in_what_the_jobs_differ():
 def test_a_table_too_long_for_the_terminal_keeps_what_runs_and_what_failed():
     statuses = {4: "failed", 7: "running"}
     rows = [LaunchedJob(n, (), "", statuses.get(n, "completed")) for n in range(10)]
-    assert [job.number for job in most_important(rows, 3)] == [0, 4, 7]
-    assert len(most_important(rows, -5)) == 1
+    assert [line.split()[0] for line in table_lines(rows, 80, 6)[1:-1]] == ["0", "4", "7"]
+    assert len(table_lines(rows, 80, -5)) == 3
 
 
 def test_the_live_table_fits_its_terminal():

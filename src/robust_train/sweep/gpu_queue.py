@@ -160,7 +160,10 @@ class LiveTable(LiveLines):
 
 def table_lines(jobs: Sequence[LaunchedJob], columns: int, lines: int) -> list[str]:
     """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
-    shown = most_important(jobs, lines - _OTHER_LINES)
+    # running ones are kept first, then failures
+    ranked = sorted(jobs, key=lambda job: (_RANKS.get(job.status, 1), job.number))
+    shown = ranked[: max(lines - _OTHER_LINES, 1)]
+    shown.sort(key=lambda job: job.number)
     cells = [_COLUMNS, *(job.cells() for job in shown)]
     widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
     room = max(columns - sum(widths) + widths[1], _LEAST_COLUMNS)
@@ -169,14 +172,6 @@ def table_lines(jobs: Sequence[LaunchedJob], columns: int, lines: int) -> list[s
     counts = ", ".join(f"{n} {status}" for status, n in tally.items())
     hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
     return [*table, f"{len(jobs)} jobs: {counts}{hidden}"]
-
-
-def most_important(jobs: Sequence[LaunchedJob], most: int) -> list[LaunchedJob]:
-    """Return at most ``most`` jobs in order; running ones are kept first, then failures."""
-
-    ranked = sorted(jobs, key=lambda job: _RANKS.get(job.status, 1))
-    kept = {job.number for job in ranked[: max(most, 1)]}
-    return [job for job in jobs if job.number in kept]
 
 
 class GpuQueue:

@@ -41,6 +41,8 @@ from robust_train.sweep.record import (
 SCHEMA = 1
 _MOST_PARAMETERS = 8
 
+Curves = list[Sequence[Point]]
+
 
 @dataclass(frozen=True)
 class JobStory:
@@ -159,16 +161,8 @@ def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
     overrides = differing_overrides([job.row for job in sweep.jobs])
     reports = Reports(Path(sweep.folder)).values
-    curves = [
-        (job.label, [list(reports.get(job.row.job or 0, {}).items())], job.is_pruned)
-        for job in sweep.jobs
-        if reports.get(job.row.job or 0)
-    ]
-    losses = [
-        (job.label, _losses(job.story), job.is_pruned)
-        for job in sweep.jobs
-        if job.story is not None
-    ]
+    curves = [(job.label, _values(reports, job), job.is_pruned) for job in sweep.jobs]
+    losses = [(job.label, _losses(job), job.is_pruned) for job in sweep.jobs]
     return render(
         "sweep.html.j2",
         title=sweep.name,
@@ -188,9 +182,16 @@ def sweep_page(sweep: SweepStory) -> str:
     )
 
 
-def _losses(story: Story) -> list[Sequence[Point]]:
+def _values(reports: Values, job: JobStory) -> Curves:
+    """Return what a job has reported."""
+    own = reports.get(job.row.job or 0)
+    return [tuple(own.items())] if own else []
+
+
+def _losses(job: JobStory) -> Curves:
     """Return the curves of the loss of training that were not lost."""
-    own = [c for c in story.curves if c.name in ("loss", "train_loss") and not c.lost]
+    curves = () if job.story is None else job.story.curves
+    own = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
     return [curve.points for curve in own if curve.name == own[0].name]
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.errors import ConfigError
@@ -49,25 +49,29 @@ class SweeperSettings:
             )
 
 
-class Points(Protocol):
+class Points:
     """What a sweep runs."""
 
     most: int  # jobs in all
-    fixed: Sequence[str]  # overrides that all have
-    prunes: bool  # whether :meth:`reported` may stop a job
+    fixed: Sequence[str] = ()  # overrides that all have
+    prunes = False  # whether :meth:`reported` may stop a job
 
     def next(self) -> Job | None:
         """Return a job to start now; None: there is none at this moment."""
+        raise NotImplementedError
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
         """Take what a job has reported; return why it is stopped early, None if it is not."""
+        return None
 
     def ended(self, row: SweepJob) -> None:
         """Take how a job that :meth:`next` has returned has ended."""
+        raise NotImplementedError
 
     @property
     def is_over(self) -> bool:
         """Whether no more job will come, now that none runs here."""
+        raise NotImplementedError
 
 
 class Claims:
@@ -120,11 +124,8 @@ def others_work(folder: Path) -> bool:
         os.close(fd)
 
 
-class Listed:
+class Listed(Points):
     """Jobs that are known from the start: a grid, a list, or the batch of a sweeper."""
-
-    fixed: Sequence[str] = ()
-    prunes = False
 
     def __init__(self, jobs: Mapping[int, Sequence[str]], claims: Claims) -> None:
         self.most = len(jobs)
@@ -137,9 +138,6 @@ class Listed:
                 del self._waiting[number]
                 return number, overrides
         return None
-
-    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
-        """Return None: a list learns nothing."""
 
     def ended(self, row: SweepJob) -> None:
         """Leave the job to others; one that completed they find completed."""

@@ -40,7 +40,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.points import STUDY_FILE, Claims, Job, SweeperSettings
+from robust_train.sweep.points import STUDY_FILE, Claims, Job, Points, SweeperSettings
 from robust_train.sweep.record import (
     COMPLETED,
     FAILED,
@@ -57,7 +57,7 @@ _RETRY_SECONDS = 1.0  # until others are asked again for what they have left
 _SEEDS_APART = 1_000_003
 
 
-class Search:
+class Search(Points):
     """Trials of ``space``, which says what each key may be, with what :meth:`next` gives out."""
 
     def __init__(
