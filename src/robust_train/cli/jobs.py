@@ -19,7 +19,7 @@ from robust_train.config.composition import complete, plain_config
 from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.requests import sweep_stop_requested
-from robust_train.folder.state import Summary
+from robust_train.folder.state import EXIT_CODES, Summary
 from robust_train.launcher.hydra_state import remove_refused, sweep_folder
 from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
@@ -150,8 +150,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
 
 def exit_code_of(summary: Summary) -> int:
     """Return the exit code of a job that was not interrupted."""
-    codes = {"completed": 0, "pruned": 0, "no_device": EXIT_TRY_LATER}
-    return codes.get(summary.status, EXIT_FAILED)
+    return EXIT_CODES.get(summary.status, EXIT_FAILED)
 
 
 def print_failure(summary: Summary) -> None:

@@ -14,7 +14,13 @@ from typing import Any
 
 from robust_train.files import parse_json, read_small, strict_json, sync, write_json
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import AttemptsExhausted, NoDevice, TrainerFailed
+from robust_train.model.errors import (
+    EXIT_FAILED,
+    EXIT_TRY_LATER,
+    AttemptsExhausted,
+    NoDevice,
+    TrainerFailed,
+)
 from robust_train.model.events import (
     SCHEMA,
     CheckpointSaved,
@@ -32,6 +38,13 @@ log = logging.getLogger("robust_train")
 
 STATE_FILE = "state.json"
 FINAL = frozenset({"completed", "failed", "no_device", "interrupted", "pruned"})
+EXIT_CODES = {
+    "completed": 0,
+    "pruned": 0,
+    "failed": EXIT_FAILED,
+    "no_device": EXIT_TRY_LATER,
+}
+"""By how a job ended; that of an interrupted one depends on the signal."""
 REQUESTED = "requested by 'robust-train halve-batch'"
 """Why a micro-batch changed on request, as the event has it."""
 _INTERVAL_SECONDS = 1.0

@@ -30,7 +30,7 @@ from robust_train.folder.requests import (
     open_requests,
     sweep_stop_requested,
 )
-from robust_train.folder.state import RunState, StateFile, read_state
+from robust_train.folder.state import EXIT_CODES, RunState, StateFile, read_state
 from robust_train.gpu.processes import user_name
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
@@ -38,8 +38,6 @@ from robust_train.launcher.notifier import Notifier
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
-    EXIT_FAILED,
-    EXIT_TRY_LATER,
 )
 from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json
 from robust_train.model.gpu import Group, device_name
@@ -49,12 +47,6 @@ from robust_train.queue.waiting import WaitStatus
 log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
-_EXIT_CODES = {
-    "completed": 0,
-    "pruned": 0,
-    "failed": EXIT_FAILED,
-    "no_device": EXIT_TRY_LATER,
-}
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
 
 
@@ -252,7 +244,7 @@ class RunFolder:
         self, status: str, reason: str | None, exit_code: int | None = None
     ) -> None:
         """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
-        code = _EXIT_CODES.get(status) if exit_code is None else exit_code
+        code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
         if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
             self._is_counted = False

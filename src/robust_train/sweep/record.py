@@ -27,8 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.files import read_object, write_json
 from robust_train.folder.provenance import public_command
-from robust_train.folder.state import Summary, read_summary
-from robust_train.model.errors import EXIT_TRY_LATER
+from robust_train.folder.state import EXIT_CODES, Summary, read_summary
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
 from robust_train.readable import aligned, shortened, signal_name
 
@@ -57,7 +56,6 @@ COLUMNS = (
 )
 _LONGEST_RESULT = 40
 OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
-_EXIT_CODES = {COMPLETED: 0, PRUNED: 0, "no_device": EXIT_TRY_LATER, INTERRUPTED: 143}
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -204,7 +202,7 @@ def _ended(record: SweepJob, summary: Summary | None) -> SweepJob:
     status, reason = DIED, "its process ended without a summary"
     if summary is not None:
         status, reason = summary.status, summary.reason or ""
-    code = _EXIT_CODES.get(status, 1)
+    code = 143 if status == INTERRUPTED else EXIT_CODES.get(status, 1)
     return replace(record, status=status, exit_code=code, reason=reason or None)
 
 
