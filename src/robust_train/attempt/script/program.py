@@ -52,15 +52,14 @@ class Program:
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
         try:
-            with _own_input() as stdin, _not_ignored(stop_signal):
+            with _own_input() as stdin:
                 self._process = subprocess.Popen(
                     list(argv),
                     env=dict(environ),
                     cwd=cwd,
                     pass_fds=_files_to_inherit(),
                     stdin=stdin,
-                    # where the reaper was killed as well
-                    preexec_fn=partial(signal_at_parents_death, signal.SIGKILL),
+                    preexec_fn=partial(_begin, stop_signal),
                 )
         except OSError as error:
             problem = error.strerror or error
@@ -152,19 +151,12 @@ def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
                 yield process.pid
 
 
-@contextlib.contextmanager
-def _not_ignored(signum: signal.Signals) -> Iterator[None]:
-    """Have a program that is started meanwhile not ignore a signal, as ``nohup … &`` makes it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signum) != signal.SIG_IGN:
-        yield
-        return
-    # a handler is reset by exec, what is ignored stays so
-    signal.signal(signum, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signum, signal.SIG_IGN)
+def _begin(stop_signal: signal.Signals) -> None:
+    """Prepare the script's process."""
+    # `nohup … &` makes it ignore some
+    signal.signal(stop_signal, signal.SIG_DFL)
+    # where the reaper was killed as well
+    signal_at_parents_death(signal.SIGKILL)
 
 
 @contextlib.contextmanager
