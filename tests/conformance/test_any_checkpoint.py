@@ -34,7 +34,7 @@ def trained(folder: Path, kind: str, batch_size: int, resume: str | None = None,
     [
         ("accelerate", {}),
         ("lightning", {}),
-        ("lightning", {"drop_last": True}),
+        pytest.param("lightning", {"drop_last": True}, marks=pytest.mark.slow),
         ("transformers", {}),
     ],
 )

@@ -22,6 +22,7 @@ def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps: SweepWor
     assert sweeps.column("result") == [1, 2]
 
 
+@pytest.mark.slow
 def test_n_jobs_caps_how_many_run_at_once(sweeps: SweepWorld):
     ended = sweeps.sweep("counts_those_at_work", "training.seed=1,2,3", n_jobs=2)
     assert ended.returncode == 0, ended.output
@@ -50,6 +51,7 @@ def test_jobs_that_would_share_a_folder_are_refused_but_for_the_first(sweeps: Sw
     assert sweeps.column("status") == ["completed", "refused"]
 
 
+@pytest.mark.slow
 def test_without_n_jobs_there_is_a_job_for_each_gpu(sweeps: SweepWorld, machine_with):
     sweeps.world.with_environ(machine_with(Gpu(), Gpu()).environ)
     ended = sweeps.sweep("objective", "training.seed=1,2,3", n_jobs=None)
