@@ -76,6 +76,7 @@ def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
             "unified_memory": False,
             "throttled": None,
             "unusable": None,
+            "failed_jobs": 0,
             "mps": False,
             "cuda_index": 0,
         }

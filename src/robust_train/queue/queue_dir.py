@@ -182,14 +182,11 @@ class QueueDir:
         A mistake in the file is one line in the log and means no limit.
         """
         path = self.base / LIMITS_FILE
-        if not os.path.lexists(path):
-            return NO_LIMIT
-        mistake, limit = self._read_limit()
-        if mistake:
-            line = f"{path} is ignored: {mistake}"
-            if line not in _warned:
-                log.warning("%s", line)
-                _warned.add(line)
+        mistake, limit = self._read_limit() if os.path.lexists(path) else ("", NO_LIMIT)
+        line = f"{path} is ignored: {mistake}"
+        if mistake and line not in _warned:
+            log.warning("%s", line)
+            _warned.add(line)
         return limit
 
     def exclusions(self) -> list[GpuFault]:

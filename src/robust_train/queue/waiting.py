@@ -102,7 +102,6 @@ class Waiting:
         self._status = WaitStatus(request.timeout_seconds, 0, "", position=0)
         self._seen: list[QueuedJob] | None = None
         self._me = QueuedJob()
-        self._only: tuple[str, ...] = ()
         self._position = 0
         self._obstacles = ""
         # only programs outside of the queue are in the way: to name them costs the driver a call
@@ -159,7 +158,7 @@ class Waiting:
             self._next_read = started + interval_seconds
             group = self._decide(others)
         else:
-            self._queue.requeue(self._request, self._only)
+            self._queue.requeue(self._request, self._me.only)
         pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (self._position - 1)
         pause = max(min(pause, _LONGEST_PAUSE_SECONDS), _LISTING_FACTOR * cost_seconds)
         self._pause_seconds = pause * random.uniform(0.5, 1.0)
@@ -168,9 +167,9 @@ class Waiting:
     def _decide(self, others: Sequence[QueuedJob]) -> Group:
         visible = self._queue.read()
         usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
-        self._only = tuple(usable) if visible.answered else ()
+        only = tuple(usable) if visible.answered else ()
         gpus = visible.machine or visible.gpus
-        self._me = me = self._queue.requeue(self._request, self._only)
+        self._me = me = self._queue.requeue(self._request, only)
         limit = self._queue.gpu_limit()
         decided = Plan([*others, me], gpus, time.monotonic(), limit)
         if self._queue.is_shared:
