@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -324,7 +325,8 @@ class GpuQueue:
         if session.sweep is not None:
             session.sweep.take_over()
         table.show(list(self._jobs.values()))
-        time.sleep(_POLL_SECONDS)
+        # until a job ends: its GPU is free, and the next one takes some time to start
+        wait([j.process.sentinel for j in self._running if j.process], _POLL_SECONDS)
         while self._received:
             self._pass_on(self._received.popleft())
         if self._stopping is None and sweep_stop_requested(self._folder):
