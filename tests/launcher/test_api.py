@@ -115,6 +115,19 @@ def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback
     assert "Traceback" not in process.stderr
 
 
+def test_ctrl_c_before_the_job_has_begun_is_no_traceback_either(tmp_path: Path):
+    script = tmp_path / "my_script.py"
+    script.write_text(
+        "from omegaconf import OmegaConf\n"
+        "from robust_train import launch\n"
+        "def stopped():\n    raise KeyboardInterrupt\n"
+        "OmegaConf.register_new_resolver('stopped', stopped)\n"
+        "launch(print, {'job_name': '${stopped:}'})\n"
+    )
+    process = warm.run((str(script),), os.environ, tmp_path)
+    assert (process.returncode, process.stderr) == (130, "")
+
+
 def test_a_missing_key_is_one_line_that_names_its_reader(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

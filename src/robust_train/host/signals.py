@@ -73,8 +73,8 @@ def end_without_traceback_if_uncaught() -> None:
     ) -> None:
         if isinstance(error, ConfigError):
             print(error, file=sys.stderr)
-        if isinstance(error, ConfigError | JobInterrupted):
-            raise SystemExit(error.exit_code)
+        if isinstance(error, ConfigError | KeyboardInterrupt):
+            raise SystemExit(getattr(error, "exit_code", 130))
         show(kind, error, frames)
 
     sys.excepthook = end

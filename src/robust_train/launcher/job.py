@@ -151,7 +151,7 @@ def launch(
     with logged_to_screen():
         try:
             summary = run_job(trainer, complete(cfg or {}), run_dir)
-        except (ConfigError, JobInterrupted) as error:
+        except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
             # without our own frames
             raise error.with_traceback(None) from error.__cause__
