@@ -116,7 +116,7 @@ def _listed(runs: Sequence[KnownRun], nothing: str, *, all_of_them: bool) -> Ans
     if len(shown) < len(runs):
         lines.append(f"older runs: {len(runs) - len(shown)}; --all shows them")
     for run in shown:
-        if run.status == DIED:
+        if run.status == DIED and run.state is not None:
             how = f"to go on: robust-train resume {run.id}"
             lines.append(f"{run.id} was interrupted: {run.why_died}; {how}")
     return Answer({"runs": listed}, lines)
