@@ -447,6 +447,7 @@ class Job:
         attempt = self._with_evidence(self._run_attempt(spec))
         if attempt.evidence.bad_step is not None or attempt.evidence.has_checkpoint:
             self.checkpoint = resume_from(self.run_dir, self.beginning.job)
+            attempt = attempt.with_checkpoint(is_there=self.checkpoint is not None)
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)

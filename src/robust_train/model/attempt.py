@@ -226,6 +226,15 @@ class Attempt:
             return self
         return replace(self, saved_step=good, checkpoint=None)
 
+    def with_checkpoint(self, *, is_there: bool) -> Attempt:
+        """Return the failed attempt with whether there is one to go back to. The disk decides: a
+        rank that failed may not have seen what another one was writing."""
+        failure = self.failure
+        if failure is None:
+            return self
+        evidence = replace(failure.evidence, has_checkpoint=is_there)
+        return replace(self, failure=replace(failure, evidence=evidence))
+
     @property
     def outcome(self) -> str:
         """``unfinished``, ``completed`` or the failure's kind."""

@@ -208,7 +208,8 @@ class Step(Generic[T]):
         check, step = self._recorder.recomputing, self._recorder.step()
         if self._start is None or check is None or not check.is_due(step):
             return
-        if self.is_sharded or self.cannot_repeat() is not None:
+        # a lone sample cannot be cut, but computed again
+        if self.is_sharded or Step.cannot_repeat(self) is not None:
             return
         first, repeats = self._start.gradient_bits(), self.repeats
         self._recorder.speed.pause()
