@@ -114,7 +114,7 @@ def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_n
     run.record("metrics", {"step": 6, "loss": 0.5})
     run.report(0.75)
     values = [event for event in reported if isinstance(event, ValueReported)]
-    assert values == [ValueReported(0.25, 4), ValueReported(0.5, 5), ValueReported(0.75, 4)]
+    assert values == [ValueReported(0.25, 1), ValueReported(0.5, 5), ValueReported(0.75, 4)]
 
 
 def test_a_figure_may_have_any_name(tmp_path: Path):
