@@ -125,7 +125,7 @@ def report(name: str, seconds: float, lengths: list[float]) -> None:
 
 def pruned(folder: Path, trials: int) -> None:
     """Search the digits to the end of all trials, and pruned; compare the best and the steps."""
-    for name in ("", "successive_halving", "median"):
+    for name in ("", "successive_halving"):
         here = folder / (name or "to the end")
         here.mkdir()
         command = search(

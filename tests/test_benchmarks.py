@@ -41,7 +41,7 @@ SMALLEST = {
     "sampler.py --rounds 2 --block-seconds 0.05": rf"network: … {X} % … Python alone: … {X} %",
     "save_stall.py --gigabytes 0.01 --saves 1": rf"run.save +-?{X} s lost a save = +-?{X} copies",
     "scheduler.py --jobs 40 --gpus 8 --days 1": rf"memory in use: {X}% … of 4 GPUs \| fifo \| {X}",
-    "search.py --pruned --trials 2": r"to the end: 2 trials, 0 of them pruned … median: 2 ",
+    "search.py --pruned --trials 1": r"to the end: 1 trials, 0 of … successive_halving: 1 trials",
     "search.py --job-seconds 0.2 --trials 4": rf"robust_optuna: 4 trials, {PACKING}",
     "selection_latency.py --rounds 2": rf"ratio: {X}",
     "sharded_saves.py --megabytes 16 --saves 1": rf"time × {X}, memory × {X}",
