@@ -22,6 +22,7 @@ from robust_train.launcher.interpreters import (
     wait_until_prepared,
 )
 from robust_train.launcher.process import has_room_for_standby
+from robust_train.readable import MIB
 from simulated_nvml import Gpu, Machine
 from world import World, is_running, parent_of, wait_until
 
@@ -213,6 +214,10 @@ def test_the_reaper_has_neither_the_packages_name_nor_pythons(world: World):
     world.end(process)
 
 
+# a standby of torch takes as much, and is started where that is little
+@pytest.mark.skipif(
+    not has_room_for_standby(600 * MIB), reason="too little memory is free for a standby"
+)
 def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world: World):
     ended = world.run(
         "trainer._target_=interpreter_trainers.waits_for_the_standby", "max_retries=1"
