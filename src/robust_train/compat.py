@@ -321,6 +321,22 @@ def sharding_has_begun(module: Any) -> bool:
     return module._get_fsdp_state()._is_root is not None
 
 
+def reset_sharding(root: Any) -> None:
+    """Put a model sharded by FSDP2 in order after a pass that was left half-way.
+
+    Before torch 2.15 ``reset_iter_state`` leaves the gradients of whole weights, which the next
+    pass would add to.
+    """
+    root.reset_iter_state()
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                # made by the first pass
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+
+
 def has_own_collectives(module: Any) -> bool:
     """Return whether a module sharded by FSDP2 has collectives of the user's."""
     groups = module._get_fsdp_state()._fsdp_param_groups

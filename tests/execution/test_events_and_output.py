@@ -20,13 +20,13 @@ import numpy
 import pytest
 import torch
 
-from robust_train.attempt.run import STOP, Run
+from robust_train.attempt.run import Run
 from robust_train.files import plain, write_json
 from robust_train.host import wire
 from robust_train.host.job_logging import lose_lines_quietly
 from robust_train.host.screen import Screen, never_blocking_output
 from robust_train.host.signals import stop_signal
-from robust_train.host.votes import Votes
+from robust_train.host.votes import STOP, Votes
 from robust_train.host.wire import EventSender, read_events
 from robust_train.launcher.attempt_output import AttemptLog
 from robust_train.model.attempt import Attempt

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.attempt.run import CHECKPOINT, STOP, Run
-from robust_train.host.votes import Votes
+from robust_train.attempt.run import Run
+from robust_train.host.votes import CHECKPOINT, STOP, Votes
 from robust_train.launcher.ending import RankEnd, root_cause
 from robust_train.model.events import Failed, Finished
 from robust_train.model.failure import Failure, FailureKind

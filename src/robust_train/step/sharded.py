@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from robust_train.compat import (
     has_own_collectives,
     noted_collectives,
+    reset_sharding,
     sharding_has_begun,
 )
 from robust_train.model.errors import UserError
@@ -160,7 +161,7 @@ def reset(roots: Iterable[Any]) -> None:
     """Put sharded models in order after a part that was left; their gradients are dropped."""
     for root in roots:
         if sharding_has_begun(root):
-            root.reset_iter_state()
+            reset_sharding(root)
 
 
 def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
