@@ -265,9 +265,14 @@ def neighbour(day: Day) -> None:
         assert ended.attempts[-1]["gpu_uuid"] is not None, "it has its GPU again"
 
 
+def state_of(day: Day) -> str:
+    return json.loads((day.run_dir / "state.json").read_text())["state"]
+
+
 def pruned(day: Day) -> None:
     """By a sweep, as it trains; alone, the same command goes on with it."""
     request_pruning(day.run_dir, "worse than the median")
+    wait_until(lambda: state_of(day) == "stopping", "the request is read")
     ended = day.end()
     assert ended.returncode == 0, ended.output
     summary = ended.summary
@@ -285,12 +290,9 @@ def another_user_waits(day: Day) -> None:
     probe.update(replace(probe.job, polled_at=time.monotonic() + 1e6))
     os.fchown(probe.fd, ANOTHER_USER, -1)
 
-    def state() -> str:
-        return json.loads((day.run_dir / "state.json").read_text())["state"]
-
-    wait_until(lambda: state() == "stopping", "its time slice is over")
+    wait_until(lambda: state_of(day) == "stopping", "its time slice is over")
     day.hold.unlink()
-    wait_until(lambda: state() == "waiting", "it queues again")
+    wait_until(lambda: state_of(day) == "waiting", "it queues again")
     probe.release()
     registry.close()
     ended = day.end()
