@@ -350,6 +350,14 @@ def test_the_collectives_of_a_sharded_model_are_seen(tmp_path):
         assert not compat.sharding_has_begun(model)
         model(torch.ones(1, 2)).sum().backward()
         assert compat.sharding_has_begun(model)
+        # a pass that is left without its reduction, as in the middle of a step
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 2)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.zero_grad()
+        compat.reset_sharding(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0], [1.0, 1.0]]
         gathered = torch.zeros(2)  # one rank alone has no need of its own collectives
         gather(gathered, torch.ones(2), dist.group.WORLD)
         assert (seen, gathered.tolist()) == ([True], [1, 1])
