@@ -49,7 +49,8 @@ def train(cfg, run):
     'summary = launch(train, {"training": {"batch_size": 128}})',
     "summary.status, summary.result",
 )
-_REDRAWN = "\r\x1b[2K"
+# the status is drawn; the cursor goes back to the output
+_REDRAWN = "\x1b8"
 _LEFT_OUT = re.compile(r"oneDNN")
 
 
@@ -139,7 +140,7 @@ def notebook(scratch: str) -> None:
 def main() -> None:
     real_gpus.hide()
     with tempfile.TemporaryDirectory() as scratch:
-        for number, limit_mib in enumerate(range(600, 50, -50)):
+        for number, limit_mib in enumerate(range(400, 50, -50)):
             folder = Path(scratch) / str(number) / "cnn_digits"
             written = run(folder, limit_mib)
             if "the step is repeated" in written and "attempt 2" not in written:

@@ -22,7 +22,7 @@ from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.readable import GIB, first_line
+from robust_train.readable import first_line, memory
 from robust_train.step.ranks import Agreement, RanOut, SharedStep
 from robust_train.step.rewind import GeneratorStates, StepStart
 from robust_train.step.sharded import RanOutElsewhere
@@ -109,7 +109,7 @@ class Recorder:
             "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
             step,
             "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
-            "" if requested is None else f" asking for {requested / GIB:.2f} GiB",
+            "" if requested is None else f" asking for {memory(requested)}",
             before,
             after,
             "the step is repeated" if training else "the part is repeated",
