@@ -86,7 +86,11 @@ def keep_versions(copied: Any, state: Any) -> None:
         copied._metadata = state._metadata
 
 
-def copy_at_once(torch: Any, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+def copy_at_once(
+    torch: Any,
+    targets: Sequence[Any],
+    sources: Sequence[Any],
+) -> None:
     """Copy each source into its target, of one device and number format: one kernel for all."""
     torch._foreach_copy_(targets, sources)
 
@@ -142,7 +146,11 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
     if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
         return None
 
-    def step_is_done(optimizer: object, args: object, kwargs: object) -> None:
+    def step_is_done(
+        optimizer: object,
+        args: object,
+        kwargs: object,
+    ) -> None:
         on_step()
 
     remove: Callable[[], None] = register(step_is_done).remove
@@ -198,7 +206,11 @@ def running_trial(study: Any, known: Any) -> Any:
     return Trial(study, known._trial_id)
 
 
-def suggest(trial: Any, name: str, space: Any) -> Any:
+def suggest(
+    trial: Any,
+    name: str,
+    space: Any,
+) -> Any:
     """Return the value of a key that an Optuna trial has, or gets now, whatever may be searched."""
     return trial._suggest(name, space)
 
@@ -214,13 +226,17 @@ def for_hydra(version_base: str | None) -> dict[str, Any]:
         return {"version_base": version_base}
     targets = r"_target_='(robust_train|hydra_plugins\.robust)"
     warnings.filterwarnings(
-        "ignore", rf"hydra.utils.instantiate\(\) resolved {targets}"
+        "ignore",
+        rf"hydra.utils.instantiate\(\) resolved {targets}",
     )
     return {}
 
 
 def register_resolver(
-    name: str, resolver: Callable[..., Any], *, use_cache: bool = False
+    name: str,
+    resolver: Callable[..., Any],
+    *,
+    use_cache: bool = False,
 ) -> None:
     """Register a resolver of OmegaConf's, whose 2.4 has given the function an older one's name."""
     from omegaconf import OmegaConf
@@ -228,7 +244,12 @@ def register_resolver(
     register: Any = OmegaConf.register_resolver
     if "use_cache" not in inspect.signature(register).parameters:
         register = OmegaConf.register_new_resolver
-    register(name, resolver, use_cache=use_cache, replace=True)
+    register(
+        name,
+        resolver,
+        use_cache=use_cache,
+        replace=True,
+    )
 
 
 def typed_nodes(config: Any) -> dict[str, object]:
@@ -236,7 +257,11 @@ def typed_nodes(config: Any) -> dict[str, object]:
     return {name: config._get_node(name) for name in config}
 
 
-def replace_node(config: Any, name: str, node: Any) -> None:
+def replace_node(
+    config: Any,
+    name: str,
+    node: Any,
+) -> None:
     """Put ``node``, of any type, in place of one of a structured config's own."""
     node._set_parent(config)
     node._set_key(name)
@@ -258,7 +283,11 @@ def torch_cuda_version() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return None
-    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.M)
+    found = re.search(
+        r"^cuda\b.*= *(?:'([\d.]+)'|None)",
+        text,
+        re.M,
+    )
     return None if found is None else found[1] or "none"
 
 
@@ -274,8 +303,19 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
             group: Any,
             async_op: Any = False,
         ) -> Any:
-            before(True, output_tensor, input_tensor, group, None)
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            before(
+                True,
+                output_tensor,
+                input_tensor,
+                group,
+                None,
+            )
+            return super().__call__(
+                output_tensor,
+                input_tensor,
+                group,
+                async_op,
+            )
 
     class NotedReduceScatter(own.DefaultReduceScatter):
         def __call__(
@@ -286,8 +326,20 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
             op: Any,
             async_op: Any = False,
         ) -> Any:
-            before(False, output_tensor, input_tensor, group, op)
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            before(
+                False,
+                output_tensor,
+                input_tensor,
+                group,
+                op,
+            )
+            return super().__call__(
+                output_tensor,
+                input_tensor,
+                group,
+                op,
+                async_op,
+            )
 
     return NotedAllGather(), NotedReduceScatter()
 
@@ -432,7 +484,11 @@ def accumulates_now(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
+def load_shards(
+    folder: Path,
+    index: Path,
+    wanted: dict[str, Any],
+) -> None:
     """Fill tensors from what ``torch.distributed.checkpoint`` has written; its metadata are in
     ``index``. Compares checksums, as torch does not, and runs no code of a file; raises nearly
     anything for damaged ones."""
@@ -450,10 +506,18 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
                 raise zipfile.BadZipFile(f"a checksum in {name} is wrong")
 
     class CheckingReader(filesystem.FileSystemReader):
-        def read_metadata(self, *args: Any, **named: Any) -> Any:
+        def read_metadata(
+            self,
+            *args: Any,
+            **named: Any,
+        ) -> Any:
             return where
 
-        def read_data(self, plan: Any, planner: Any) -> Any:
+        def read_data(
+            self,
+            plan: Any,
+            planner: Any,
+        ) -> Any:
             for key in {item.storage_index for item in plan.items}:
                 piece = self.storage_data[key]
                 with (folder / piece.relative_path).open("rb") as file:
@@ -474,7 +538,9 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
         where = load(index, weights_only=True)
         try:
             state_dict_loader.load(
-                wanted, storage_reader=CheckingReader(folder), no_dist=True
+                wanted,
+                storage_reader=CheckingReader(folder),
+                no_dist=True,
             )
         except api.CheckpointException as failure:
             raise next(iter(failure.failures.values()))[0] from None

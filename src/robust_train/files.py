@@ -58,12 +58,19 @@ def sync(path: Path) -> None:
 
 
 def write_json(
-    path: Path, content: Any, *, indent: int | None = None, durable: bool = False
+    path: Path,
+    content: Any,
+    *,
+    indent: int | None = None,
+    durable: bool = False,
 ) -> None:
     """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
     written."""
     text = json.dumps(
-        strict_json(content), indent=indent, ensure_ascii=False, default=str
+        strict_json(content),
+        indent=indent,
+        ensure_ascii=False,
+        default=str,
     )
     with replacing(path, durable=durable) as temporary:
         # bytes of a path that are no text are escaped, as JSON does it
@@ -99,7 +106,11 @@ class LineFile:
 
     def append(self, data: bytes) -> None:
         """Append whole lines. Raises OSError."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = os.open(
+            self._path,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o666,
+        )
         try:
             data = b"\n" + data if self._after_torn_line else data
             while data:
@@ -137,7 +148,12 @@ class Spacing:
         # a trainer may name an event of its own for each step
         return kind if kind in self._seen or len(self._seen) < self._MOST_KINDS else ""
 
-    def passes(self, kind: str, length: int, now: float) -> bool:
+    def passes(
+        self,
+        kind: str,
+        length: int,
+        now: float,
+    ) -> bool:
         """Return whether a line of ``length`` bytes is to be written."""
         kind = self.known(kind)
         first, last, written = self._seen.get(kind, (now, now, 0))
@@ -176,7 +192,11 @@ def parse_json(data: bytes | str) -> Any:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(
+        OSError,
+        ValueError,
+        RecursionError,
+    ):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) else {}
     return {}
@@ -221,7 +241,11 @@ def printable(value: Any) -> Any:
     return value
 
 
-def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
+def plain(
+    value: object,
+    where: str = "",
+    within: tuple[int, ...] = (),
+) -> Any:
     """Return what a trainer gave in JSON's types, for a process without torch; never raises.
 
     Numbers of any library become Python's, paths strings; containers are walked, each once on a
@@ -229,7 +253,11 @@ def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
     NaN and infinities, which JSON lacks.
     """
     if isinstance(value, float) and where and not math.isfinite(value):
-        log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
+        log.warning(
+            "%s is %s, which JSON lacks: it is saved as null",
+            where,
+            value,
+        )
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if isinstance(value, int) and value.bit_length() < _LONGEST_INTEGER:
@@ -239,7 +267,11 @@ def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
     is_walked = len(within) < _DEEPEST and id(value) not in within
 
     def inner(key: object, item: object) -> Any:
-        return plain(item, where and f"{where}[{key!r}]", (*within, id(value)))
+        return plain(
+            item,
+            where and f"{where}[{key!r}]",
+            (*within, id(value)),
+        )
 
     with contextlib.suppress(Exception):  # of methods that are not ours
         if kind.startswith("omegaconf."):
@@ -251,10 +283,18 @@ def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
         if isinstance(value, (list, tuple, set, frozenset)) and is_walked:
             return [inner(number, item) for number, item in enumerate(value)]
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            return plain(value.item(), where, (*within, id(value)))
+            return plain(
+                value.item(),
+                where,
+                (*within, id(value)),
+            )
         text = repr(value)
     if where:
-        log.warning("%s is a %s, which is not JSON: it is saved as text", where, kind)
+        log.warning(
+            "%s is a %s, which is not JSON: it is saved as text",
+            where,
+            kind,
+        )
     return text
 
 

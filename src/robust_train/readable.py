@@ -112,7 +112,11 @@ def shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def meant(name: str, names: Collection[str], prefix: str = "") -> str:
+def meant(
+    name: str,
+    names: Collection[str],
+    prefix: str = "",
+) -> str:
     """Return ``did you mean lr?``, else all the names that are accepted."""
     close = difflib.get_close_matches(name, names, n=1)
     return (

@@ -48,7 +48,9 @@ class GpuQueueLauncher(Launcher):
             )
 
     def launch(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+        self,
+        job_overrides: Sequence[Sequence[str]],
+        initial_job_idx: int,
     ) -> Sequence[JobReturn]:
         """Run a sweeper's batch of jobs; return the results in order."""
         from robust_train.sweep.gpu_queue import GpuQueue
@@ -85,7 +87,10 @@ class RobustSweeper(Sweeper):
 
 
 ConfigStore.instance().store(
-    group="hydra/launcher", name="gpu_queue", node=GpuQueueConf, provider="robust_train"
+    group="hydra/launcher",
+    name="gpu_queue",
+    node=GpuQueueConf,
+    provider="robust_train",
 )
 
 __all__ = ["GpuQueueLauncher", "RobustSweeper"]

@@ -24,7 +24,11 @@ class Asked:
             trainer does there.
     """
 
-    def __init__(self, rank: int, flags: Flags | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        flags: Flags | None,
+    ) -> None:
         self.rank = rank
         self.is_cooperative = False
         self.looks_for_checkpoint_requests = False

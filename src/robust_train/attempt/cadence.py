@@ -37,7 +37,11 @@ _LARGEST_SHARE = 0.01
 _READS_BYTES_PER_SECOND = 300e6  # until it is measured
 
 
-def seconds_between_saves(cost: float | None, failures: int, seconds: float) -> float:
+def seconds_between_saves(
+    cost: float | None,
+    failures: int,
+    seconds: float,
+) -> float:
     """Return the time between two checkpoints.
 
     The first comes after a second. From then on saving takes at most 1 % of the time, with 10
@@ -104,7 +108,11 @@ class SaveClock:
         now = self._now()
         every = self._plan.every_seconds
         if every is None:
-            every = seconds_between_saves(self._cost, self._failures, now - self._began)
+            every = seconds_between_saves(
+                self._cost,
+                self._failures,
+                now - self._began,
+            )
         return now - self._saved_at >= every
 
     def begin(self, step: int | None) -> None:
@@ -217,7 +225,11 @@ class Saving:
                 record()
             except OSError as error:
                 why = error.strerror or error
-                log.warning("no manifest of the checkpoint %s yet: %s", path, why)
+                log.warning(
+                    "no manifest of the checkpoint %s yet: %s",
+                    path,
+                    why,
+                )
                 if path.exists():
                     return
             del self._unlisted[path]
@@ -245,7 +257,11 @@ class Saving:
         self.owed = reason
         self.clock.failed()
 
-    def rotate(self, pattern: str, keep: int) -> None:
+    def rotate(
+        self,
+        pattern: str,
+        keep: int,
+    ) -> None:
         """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``, and the
         last one that is known to be good."""
 
@@ -256,10 +272,20 @@ class Saving:
         if self.job is not None:
             self._mark(loss_of)
             # an older one makes room for the manifest of the newest
-            rotate(self.folder, self.job, pattern, max(keep - len(self._unlisted), 1))
+            rotate(
+                self.folder,
+                self.job,
+                pattern,
+                max(keep - len(self._unlisted), 1),
+            )
             self._list()
 
-    def spoiled(self, good_step: int, since: float, how: str) -> Manifest | None:
+    def spoiled(
+        self,
+        good_step: int,
+        since: float,
+        how: str,
+    ) -> Manifest | None:
         """Have no attempt resume from what was saved after ``good_step``, or where steps are not
         known, ``since`` a time, because it is ``how`` (`diverged`, `corrupt`); return the newest
         checkpoint before. What is proven stays so."""

@@ -77,7 +77,10 @@ class Owner(Protocol):
         """Where it is in its data."""
 
     def checkpoint_saved(
-        self, path: Path, step: int | None, position: Position | None = None
+        self,
+        path: Path,
+        step: int | None,
+        position: Position | None = None,
     ) -> None:
         """Report a complete checkpoint."""
 
@@ -116,7 +119,11 @@ class CheckpointFolder:
         self._rotating: Future[None] | None = None
         self._buffers: dict[str, Tensor] = {}  # of the last copy, used again
 
-    def save(self, content: Content, step: int) -> Path:
+    def save(
+        self,
+        content: Content,
+        step: int,
+    ) -> Path:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
@@ -126,19 +133,31 @@ class CheckpointFolder:
         self._rotate()
         return path
 
-    def save_from_copy(self, content: Content, step: int) -> None:
+    def save_from_copy(
+        self,
+        content: Content,
+        step: int,
+    ) -> None:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
         # other ranks may write without: all write
-        copy = _host_copy(content, self._copies, self._buffers)
+        copy = _host_copy(
+            content,
+            self._copies,
+            self._buffers,
+        )
         if copy is None:
             self.save(content, step)
             return
         writing = _in_background(lambda: self._write(copy, step))
         self._goes_on(_InFlight(step, self._run.position, writing))
 
-    def adopt(self, path: Path, step: int) -> None:
+    def adopt(
+        self,
+        path: Path,
+        step: int,
+    ) -> None:
         """Report a checkpoint that a framework has written, once it is on the disk as well: its
         files are in the system's cache, and training goes on meanwhile as above."""
         self.report_written(wait=True)
@@ -167,7 +186,11 @@ class CheckpointFolder:
             kept = self._copies * sum(each.nbytes for each in self._buffers.values())
             if kept > LARGEST_COPY * (read_host_memory().available + kept):
                 self._buffers.clear()
-            self._report(one.path.result(), one.step, one.position)
+            self._report(
+                one.path.result(),
+                one.step,
+                one.position,
+            )
             self._rotate(in_background=not wait)
         if wait and self._rotating is not None:
             self._rotating.result()
@@ -184,7 +207,11 @@ class CheckpointFolder:
             if not is_listed and values.parent != self._run.resume_checkpoint:
                 shutil.rmtree(values.parent, ignore_errors=True)
 
-    def _write(self, content: Content, step: int) -> Path:
+    def _write(
+        self,
+        content: Content,
+        step: int,
+    ) -> Path:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))
@@ -195,14 +222,23 @@ class CheckpointFolder:
             raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
         return path
 
-    def _report(self, path: Path, step: int, at: Position) -> None:
+    def _report(
+        self,
+        path: Path,
+        step: int,
+        at: Position,
+    ) -> None:
         if self._run.is_main:
             self._run.checkpoint_saved(path, step, at)
 
     def _rotate(self, *, in_background: bool = False) -> None:
         if not self._run.is_main or not self._keep:
             return
-        rotate = partial(self._run.saving.rotate, "step-*", self._keep)
+        rotate = partial(
+            self._run.saving.rotate,
+            "step-*",
+            self._keep,
+        )
         # to remove a large file takes its time, too
         self._rotating = _in_background(rotate) if in_background else None
         if not in_background:
@@ -211,7 +247,11 @@ class CheckpointFolder:
 
 def _in_background(act: Callable[[], T]) -> Future[T]:
     """Run something in a thread that ends with it; no process ends before."""
-    thread = ThreadPoolExecutor(1, "checkpoint", _let_training_go_first)
+    thread = ThreadPoolExecutor(
+        1,
+        "checkpoint",
+        _let_training_go_first,
+    )
     future = thread.submit(act)
     thread.shutdown(wait=False)
     return future
@@ -220,11 +260,17 @@ def _in_background(act: Callable[[], T]) -> Future[T]:
 def _let_training_go_first() -> None:
     """Lower the priority of this thread, which Linux has for each."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        os.setpriority(
+            os.PRIO_PROCESS,
+            threading.get_native_id(),
+            _NICE,
+        )
 
 
 def _host_copy(
-    content: Content, copies: int, buffers: dict[str, Tensor]
+    content: Content,
+    copies: int,
+    buffers: dict[str, Tensor],
 ) -> Content | None:
     """Return a copy with all tensors in host memory, in ``buffers`` where they fit; None if
     ``copies`` like it would take more than a quarter of what is available."""
@@ -246,7 +292,9 @@ def _host_copy(
             if not hasattr(one, "to_local"):
                 # pinned: the GPU then writes at full speed, and all tensors in one go
                 buffers[name] = torch.empty_like(
-                    one, device="cpu", pin_memory=one.is_cuda
+                    one,
+                    device="cpu",
+                    pin_memory=one.is_cuda,
                 )
         copied = {
             name: buffers[name].copy_(one, non_blocking=one.is_cuda)
@@ -394,7 +442,11 @@ class _Unusable(Exception):
     """What is wrong with a checkpoint file."""
 
 
-def _read(path: Path, required: Collection[str], share: Share | None) -> Content:
+def _read(
+    path: Path,
+    required: Collection[str],
+    share: Share | None,
+) -> Content:
     """Return a whole checkpoint's content; raise _Unusable, or OSError if it is unreadable now."""
     shards: dict[str, Tensor] = {}
 
@@ -416,7 +468,10 @@ def _read(path: Path, required: Collection[str], share: Share | None) -> Content
             raise _Unusable(f"the checksum of {bad} is wrong")
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
         content = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=bool(share)
+            file,
+            map_location="cpu",
+            weights_only=True,
+            mmap=bool(share),
         )
         if not isinstance(content, dict):
             raise _Unusable(

@@ -49,7 +49,12 @@ class _Source:
 class Code:
     """Notes which of the user's modules attempt number ``attempt`` imports."""
 
-    def __init__(self, plan: CodePlan, attempt: int, rank: int = 0) -> None:
+    def __init__(
+        self,
+        plan: CodePlan,
+        attempt: int,
+        rank: int = 0,
+    ) -> None:
         self._plan, self._attempt, self._rank = plan, attempt, rank
         self._known = _read(plan.folder)
         self._seen = set[str]()
@@ -73,7 +78,10 @@ class Code:
             with contextlib.suppress(OSError):
                 data = Path(path).read_bytes()
                 found = _Source(
-                    name, path, hashlib.sha256(data).hexdigest(), self._attempt
+                    name,
+                    path,
+                    hashlib.sha256(data).hexdigest(),
+                    self._attempt,
                 )
                 known = self._known.get(name)
                 if known is not None and known.digest != found.digest:
@@ -83,7 +91,11 @@ class Code:
         if changed:
             self._log(changed)
 
-    def _record(self, found: _Source, data: bytes) -> None:
+    def _record(
+        self,
+        found: _Source,
+        data: bytes,
+    ) -> None:
         folder = self._plan.folder
         folder.mkdir(exist_ok=True)
         copy = _copy(folder, found.name)
@@ -104,13 +116,22 @@ class Code:
             how = "; code=first keeps a job's code as it began" * (
                 not self._plan.is_script
             )
-            log.warning("attempt %d runs other code; %s%s", self._attempt, since, how)
+            log.warning(
+                "attempt %d runs other code; %s%s",
+                self._attempt,
+                since,
+                how,
+            )
 
 
 class _Finder(MetaPathFinder):
     """Finds modules in the copy."""
 
-    def __init__(self, folder: Path, copies: Mapping[str, _Source]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        copies: Mapping[str, _Source],
+    ) -> None:
         self._folder, self._copies = folder, copies
 
     def find_spec(
@@ -125,14 +146,21 @@ class _Finder(MetaPathFinder):
         if known is None or not copy.is_file():
             return None
         return importlib.util.spec_from_file_location(
-            fullname, known.path, loader=_Loader(fullname, known.path, copy)
+            fullname,
+            known.path,
+            loader=_Loader(fullname, known.path, copy),
         )
 
 
 class _Loader(SourceFileLoader):
     """Loads a module from its copy, under the path that it was copied from."""
 
-    def __init__(self, name: str, path: str, copy: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        copy: Path,
+    ) -> None:
         super().__init__(name, path)
         self._copy = copy
 

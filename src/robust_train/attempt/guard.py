@@ -47,7 +47,12 @@ class Losses:
     not_finite: int = 0  # of these
     recent: tuple[float, ...] = ()  # good ones, where spikes are looked for
 
-    def after(self, step: int, loss: float, plan: DivergenceConfig) -> Losses:
+    def after(
+        self,
+        step: int,
+        loss: float,
+        plan: DivergenceConfig,
+    ) -> Losses:
         """Return the losses with one more."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
@@ -61,7 +66,11 @@ class Losses:
             not_finite=self.not_finite + (not is_finite),
         )
 
-    def _is_spike(self, loss: float, plan: DivergenceConfig) -> bool:
+    def _is_spike(
+        self,
+        loss: float,
+        plan: DivergenceConfig,
+    ) -> bool:
         if not plan.spike_sigma or len(self.recent) < _LEAST_RECENT:
             return False
         middle = statistics.median(self.recent)
@@ -143,13 +152,21 @@ class Guard:
 
     # --- losses ---
 
-    def take(self, step: int, loss: float) -> None:
+    def take(
+        self,
+        step: int,
+        loss: float,
+    ) -> None:
         """Take the loss of a step, for who reports it with a later one: what :meth:`reported` is
         given from here on is not looked at."""
         self._is_given = True
         self._see(step, loss)
 
-    def reported(self, step: int, loss: Any) -> None:
+    def reported(
+        self,
+        step: int,
+        loss: Any,
+    ) -> None:
         """Take the loss with which a step was reported."""
         if not self._is_given:
             self._see(step, loss)
@@ -160,9 +177,19 @@ class Guard:
             return
         self._loss = loss if self._loss is None else self._loss + loss
         if not self._is_reported and self._late_updates is None:
-            self._see(1 + self._steps_done(), loss, is_reported=False)
+            self._see(
+                1 + self._steps_done(),
+                loss,
+                is_reported=False,
+            )
 
-    def _see(self, step: int, loss: Any, *, is_reported: bool = True) -> None:
+    def _see(
+        self,
+        step: int,
+        loss: Any,
+        *,
+        is_reported: bool = True,
+    ) -> None:
         """Take a loss; a tensor's is read a step later, where nothing waits for it."""
         self._is_reported = self._is_reported or is_reported
         if self.divergence is None:
@@ -174,7 +201,12 @@ class Guard:
         elif isinstance(loss, (int, float)):
             self._judge(step, loss, self.divergence)
 
-    def _judge(self, step: int, loss: float, plan: DivergenceConfig) -> None:
+    def _judge(
+        self,
+        step: int,
+        loss: float,
+        plan: DivergenceConfig,
+    ) -> None:
         # what `step` leaves out has spoiled nothing
         if self._late_updates is not None and not math.isfinite(loss):
             return
@@ -182,12 +214,19 @@ class Guard:
         if not self.losses.bad:
             self.good_since = time.time()
         if (why := self.losses.diverged(plan)) is not None:
-            raise self._diverged(why, self.losses.good_step, step)
+            raise self._diverged(
+                why,
+                self.losses.good_step,
+                step,
+            )
 
     # --- updates ---
 
     def step(
-        self, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
+        self,
+        optimizer: Optimizer,
+        scaler: Any,
+        max_grad_norm: float | None,
     ) -> bool:
         """End an optimizer step, without an update that would spoil the weights."""
         from robust_train.step.update import update
@@ -195,7 +234,13 @@ class Guard:
         self._late_updates = self._late_updates or _late_figures()
         loss, self._loss = self._loss, None
         skips = self.divergence is not None
-        done = update(optimizer, loss, scaler, max_grad_norm, skips=skips)
+        done = update(
+            optimizer,
+            loss,
+            scaler,
+            max_grad_norm,
+            skips=skips,
+        )
         number = 1 + self._steps_done()
         if done.is_bad is not None:
             if not done.waits:
@@ -204,7 +249,11 @@ class Guard:
                 self._count_update(earlier[0], bool(earlier[1]))
         return done.moved
 
-    def _count_update(self, step: int, was_left_out: bool) -> None:
+    def _count_update(
+        self,
+        step: int,
+        was_left_out: bool,
+    ) -> None:
         """Count a step whose update was left out; raise after too many in a row."""
         if not was_left_out:
             self._skipped = 0
@@ -228,10 +277,19 @@ class Guard:
             last = first + self._skipped - 1
             raise self._diverged(why, first - 1, last)
 
-    def _diverged(self, why: str, good_step: int | None, bad_step: int) -> Spoiled:
+    def _diverged(
+        self,
+        why: str,
+        good_step: int | None,
+        bad_step: int,
+    ) -> Spoiled:
         evidence = Evidence(good_step=good_step, bad_step=bad_step)
         return self._spoiled(
-            Failure(FailureKind.DIVERGED, f"diverged: {why}", evidence)
+            Failure(
+                FailureKind.DIVERGED,
+                f"diverged: {why}",
+                evidence,
+            )
         )
 
     # --- steps computed twice ---
@@ -240,7 +298,12 @@ class Guard:
         """Return whether a step is to be computed twice."""
         return self._recomputes_every > 0 and step % self._recomputes_every == 0
 
-    def compared(self, step: int, *, is_same: bool) -> None:
+    def compared(
+        self,
+        step: int,
+        *,
+        is_same: bool,
+    ) -> None:
         """Take whether a step had the same gradients twice; raise if it has to, and had not."""
         if is_same:
             self.agreed_step = step - 1
@@ -249,8 +312,18 @@ class Guard:
             last = self.agreed_step
             agreed = "none" if last is None else f"step {last + 1}"
             why = f"step {step}, computed twice, had two results; the last that agreed was {agreed}"
-            evidence = Evidence(clue=Clue.CORRUPT, good_step=last, bad_step=step)
-            raise self._spoiled(Failure(FailureKind.DEVICE_FAULT, why, evidence))
+            evidence = Evidence(
+                clue=Clue.CORRUPT,
+                good_step=last,
+                bad_step=step,
+            )
+            raise self._spoiled(
+                Failure(
+                    FailureKind.DEVICE_FAULT,
+                    why,
+                    evidence,
+                )
+            )
         if not self._has_differed:
             log.warning(
                 "step %d, computed twice, had two results, which may be no fault: "

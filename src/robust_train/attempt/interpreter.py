@@ -89,7 +89,12 @@ def main() -> NoReturn:
         if isinstance(message, Preparation):
             send(_prepare(message, channel))
         elif isinstance(message, Begin):
-            _be_attempt(message, channel, send, descriptors[1:])
+            _be_attempt(
+                message,
+                channel,
+                send,
+                descriptors[1:],
+            )
 
 
 def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
@@ -152,7 +157,10 @@ def _silence() -> Iterator[None]:
 
 
 def _be_attempt(
-    begin: Begin, channel: socket.socket, send: EventSender, descriptors: Sequence[int]
+    begin: Begin,
+    channel: socket.socket,
+    send: EventSender,
+    descriptors: Sequence[int],
 ) -> NoReturn:
     """Run the attempt and end this process.
 
@@ -206,7 +214,12 @@ class _Reporter:
     """Sends events, and which libraries the trainer has imported, when it is loaded and trains; of
     the user's own modules that is recorded then."""
 
-    def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
+    def __init__(
+        self,
+        request: AttemptRequest,
+        send: EventSender,
+        rank: int,
+    ) -> None:
         self._request = request
         self._rank = rank
         self._reported = 0
@@ -271,13 +284,29 @@ def _run_rank(
     for own in descriptors[: 1 if rank else 2]:
         os.set_inheritable(own, False)
     votes = Votes(request.ranks, descriptors[0])
-    set_environment(rank, request, begin.store_port)
+    set_environment(
+        rank,
+        request,
+        begin.store_port,
+    )
     torch = set_up(rank, request)
     # kept until the end: other ranks use it
-    store = None if rank else _host_store(torch, begin.store_port, descriptors[1])
+    store = (
+        None
+        if rank
+        else _host_store(
+            torch,
+            begin.store_port,
+            descriptors[1],
+        )
+    )
     config = for_rank(request.config, rank)
     error = run_attempt(
-        replace(request, config=config, cfg=trainer_config(request.cfg, config)),
+        replace(
+            request,
+            config=config,
+            cfg=trainer_config(request.cfg, config),
+        ),
         report.load,
         report,
         stopping=stop_on_signals,
@@ -299,7 +328,11 @@ def _run_rank(
     return 0
 
 
-def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
+def set_environment(
+    rank: int,
+    request: AttemptRequest,
+    port: int,
+) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
     for name in request.of_first_rank if rank else ():
         os.environ.pop(name, None)
@@ -350,7 +383,11 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
     return torch
 
 
-def _host_store(torch: Any, port: int, listener: int) -> Any:
+def _host_store(
+    torch: Any,
+    port: int,
+    listener: int,
+) -> Any:
     """Serve the store of the ranks on a socket of the loopback that the launcher has bound.
 
     libuv's store, because torch's older one reads in its only thread and hangs on one foreign byte.

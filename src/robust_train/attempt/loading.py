@@ -45,7 +45,11 @@ def load(ref: TrainerRef) -> Trainer:
     for name in names:
         if not hasattr(found, name):
             functions = [key for key, value in vars(found).items() if callable(value)]
-            close = difflib.get_close_matches(name, functions, n=1)
+            close = difflib.get_close_matches(
+                name,
+                functions,
+                n=1,
+            )
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ref.refused(f"{found.__name__} has no {name!r}{hint}")
         found = getattr(found, name)
@@ -184,7 +188,11 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
                 or (name == "lr" and part._key() == "training")
                 or (str(name).endswith("batch_size") and node == batch_size)
             ):
-                part._content[name] = NotedValue(node._value(), key=name, parent=part)
+                part._content[name] = NotedValue(
+                    node._value(),
+                    key=name,
+                    parent=part,
+                )
     NotedValue.names.clear()
     NotedValue.names.update(unknown)
     return lambda ending: any(name.endswith(ending) for name in NotedValue.names)

@@ -54,7 +54,11 @@ class Reserve:
         """Take the memory, unless it is held; without room there is none."""
         if self._pages is None:
             with contextlib.suppress(OSError):
-                self._pages = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
+                self._pages = mmap.mmap(
+                    -1,
+                    _RESERVE_BYTES,
+                    flags=mmap.MAP_PRIVATE,
+                )
 
     def release(self) -> None:
         """Give the memory up."""
@@ -71,7 +75,11 @@ class CacheChecks:
     next check doubles each time that the cache is emptied; a check that finds little resets it.
     """
 
-    def __init__(self, every: int, threshold: float = 0.0) -> None:
+    def __init__(
+        self,
+        every: int,
+        threshold: float = 0.0,
+    ) -> None:
         self._every = every
         self._threshold = threshold
         self._gap = self._left = every
@@ -115,7 +123,8 @@ class AttemptMemory:
         }
         self._checks = {
             name: CacheChecks(
-                count, memory.empty_cache_threshold if name == "step" else 0.0
+                count,
+                memory.empty_cache_threshold if name == "step" else 0.0,
             )
             for name, count in every.items()
             if count
@@ -194,7 +203,11 @@ class AttemptMemory:
         if checks is not None and checks.empties(unused_share):
             self._clear(reason, thorough=False)
 
-    def ran_out(self, error: BaseException, failure: Failure) -> None:
+    def ran_out(
+        self,
+        error: BaseException,
+        failure: Failure,
+    ) -> None:
         """Record what filled the memory; once an attempt, because it takes time."""
         self._reserve.release()
         if not self._has_written_oom:
@@ -206,7 +219,11 @@ class AttemptMemory:
             self._clear("end")
         elif self._settings.clear_on_failure:
             # a thorough check of what is left follows
-            self._clear("failure", thorough=False, error=error)
+            self._clear(
+                "failure",
+                thorough=False,
+                error=error,
+            )
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache; shrink if that is configured."""
@@ -243,7 +260,11 @@ class AttemptMemory:
             self._end_history = record_history_after_an_oom(self._run.run_dir)
 
     def _clear(
-        self, reason: str, *, thorough: bool = True, error: BaseException | None = None
+        self,
+        reason: str,
+        *,
+        thorough: bool = True,
+        error: BaseException | None = None,
     ) -> None:
         of, before = self._in_use()
         started = time.perf_counter()
@@ -257,7 +278,13 @@ class AttemptMemory:
         returned = max(before - after, 0)
         self._run.send(
             MemoryCleared(
-                reason, of, before, after, returned, seconds, self._run.last_step
+                reason,
+                of,
+                before,
+                after,
+                returned,
+                seconds,
+                self._run.last_step,
             )
         )
         log.debug(
@@ -291,7 +318,10 @@ class AttemptMemory:
         self._has_written_oom = True
         run = self._run
         event = write_out_of_memory(
-            run.run_dir, failure, attempt=run.attempt, step=run.last_step
+            run.run_dir,
+            failure,
+            attempt=run.attempt,
+            step=run.last_step,
         )
         if event is not None:
             run.send(event)

@@ -31,9 +31,18 @@ class Batches:
     def position(self) -> Position:
         """Where it is now: the batch given last counts."""
         at = self._at
-        return Position(at.batches, at.in_pass, _state_of(self._loader))
+        return Position(
+            at.batches,
+            at.in_pass,
+            _state_of(self._loader),
+        )
 
-    def resume(self, path: Path, step: int, skips_to: int) -> None:
+    def resume(
+        self,
+        path: Path,
+        step: int,
+        skips_to: int,
+    ) -> None:
         """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
         step ``skips_to``, with which training diverged, are passed over."""
         known = read_manifests(path.parent)

@@ -56,7 +56,10 @@ class AttemptRequests:
     when it is left stays ``.taken``: the launcher knows what comes next."""
 
     def __init__(
-        self, run: Run, run_dir: Path, tick: Callable[[], None] = lambda: None
+        self,
+        run: Run,
+        run_dir: Path,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._run_dir = run_dir
@@ -65,7 +68,9 @@ class AttemptRequests:
         self._is_busy = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(
-            target=self._poll, name="robust-train requests", daemon=True
+            target=self._poll,
+            name="robust-train requests",
+            daemon=True,
         )
         self._stop_watching: Callable[[], None] | None = None
 
@@ -152,7 +157,13 @@ class AttemptRequests:
             # clearing and limiting log their sentence themselves
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
-            self._run.send(RequestDone(verb, self._run.last_step, sentence))
+            self._run.send(
+                RequestDone(
+                    verb,
+                    self._run.last_step,
+                    sentence,
+                )
+            )
         return {"answer": answer}
 
     def _checkpoint(self, waiting: _Pending) -> Reply | None:

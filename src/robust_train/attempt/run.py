@@ -141,7 +141,12 @@ class Run(Asked):
         )
         self.saving = Saving(run_dir, attempt, self.guard.proves)
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
-        self.speed = SpeedMeter(rank, world_size, self._samples, self.send)
+        self.speed = SpeedMeter(
+            rank,
+            world_size,
+            self._samples,
+            self.send,
+        )
         self._objective: str | None = None
         self._mode: str | None = None
         self.micro_batch_plan = MicroBatchPlan()
@@ -188,7 +193,12 @@ class Run(Asked):
         self.send(TrainingStarted(step))
 
     def progress(
-        self, /, step: int, *, total_steps: int | None = None, **scalars: float
+        self,
+        /,
+        step: int,
+        *,
+        total_steps: int | None = None,
+        **scalars: float,
     ) -> bool:
         """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
 
@@ -230,7 +240,11 @@ class Run(Asked):
             # none was good in this attempt: so may be what it resumed from
             good = self.steps_before - 1
         # each rank: that of any may be the one that counts
-        before = self.saving.spoiled(good, self.guard.good_since, how)
+        before = self.saving.spoiled(
+            good,
+            self.guard.good_since,
+            how,
+        )
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
@@ -243,7 +257,13 @@ class Run(Asked):
             reads_lr=self.has_read("lr") if self.reads_lr is None else self.reads_lr,
         )
         message = f"{failure.message}; {last}"
-        return Spoiled(replace(failure, message=message, evidence=evidence))
+        return Spoiled(
+            replace(
+                failure,
+                message=message,
+                evidence=evidence,
+            )
+        )
 
     def splits_no_more(self) -> None:
         """Let a request for a smaller micro-batch be one for the next attempt from here on."""
@@ -313,7 +333,12 @@ class Run(Asked):
         For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
         batcher = self._batcher_at("backward")
-        result = batcher.backward(loss_of, batch, model, **options)
+        result = batcher.backward(
+            loss_of,
+            batch,
+            model,
+            **options,
+        )
         if options.get("training", True):
             self.guard.computed(result[0] if isinstance(result, tuple) else result)
         return result
@@ -346,7 +371,11 @@ class Run(Asked):
         Raises:
             Spoiled: more than ``divergence.max_skips`` updates in a row were left out.
         """
-        return self.guard.step(optimizer, scaler, max_grad_norm)
+        return self.guard.step(
+            optimizer,
+            scaler,
+            max_grad_norm,
+        )
 
     def forward(
         self,
@@ -363,9 +392,18 @@ class Run(Asked):
         If memory runs out, the part that failed is repeated in smaller ones.
         """
         batcher = self._batcher_at("forward")
-        return batcher.forward(function, batch, model, **options)
+        return batcher.forward(
+            function,
+            batch,
+            model,
+            **options,
+        )
 
-    def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
+    def micro_batches(
+        self,
+        *_: Any,
+        **__: Any,
+    ) -> NoReturn:
         """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
         self.micro_batcher.micro_batches()
 
@@ -390,7 +428,9 @@ class Run(Asked):
         # with the first batch: by now the trainer has reported where it begins
         if self.resume_checkpoint is not None and not self._has_resumed:
             self._batches.resume(
-                self.resume_checkpoint, self.steps_before, self.skips_to
+                self.resume_checkpoint,
+                self.steps_before,
+                self.skips_to,
             )
         self._has_resumed = True
         yield from self._batches.over(loader)
@@ -414,7 +454,11 @@ class Run(Asked):
             event = replace(event, last_micro_batch=self.last_micro_batch)
         self.send(event)
 
-    def save(self, state: Mapping[str, Any], step: int) -> None:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+    ) -> None:
         """Save a checkpoint while training goes on::
 
             state = {"model": model, "optimizer": optimizer, "best": 0.0}
@@ -433,10 +477,19 @@ class Run(Asked):
 
         if self.is_main:
             content = contents_of(state, int(step))
-            self.save_content(content, int(step), keep=self._keeps)
+            self.save_content(
+                content,
+                int(step),
+                keep=self._keeps,
+            )
 
     def save_content(
-        self, content: Content, step: int, *, keep: int, suffix: str = ".pt"
+        self,
+        content: Content,
+        step: int,
+        *,
+        keep: int,
+        suffix: str = ".pt",
     ) -> None:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.saving.clock.begin(step)
@@ -444,7 +497,13 @@ class Run(Asked):
         folder = self._checkpoints(keep, suffix)
         self._try_to_write(lambda: folder.save_from_copy(content, step))
 
-    def checkpoint_written(self, path: Path, step: int, *, keep: int) -> None:
+    def checkpoint_written(
+        self,
+        path: Path,
+        step: int,
+        *,
+        keep: int,
+    ) -> None:
         """Report a checkpoint whose files a framework has just written, once they are on the disk;
         training goes on meanwhile. The newest ``keep`` stay; 0: the framework removes old ones."""
         if not self.is_main:
@@ -453,11 +512,19 @@ class Run(Asked):
         folder = self._checkpoints(keep)
         self._try_to_write(lambda: folder.adopt(path, step))
 
-    def _checkpoints(self, keep: int, suffix: str = ".pt") -> CheckpointFolder:
+    def _checkpoints(
+        self,
+        keep: int,
+        suffix: str = ".pt",
+    ) -> CheckpointFolder:
         from robust_train.attempt.checkpoints import CheckpointFolder
 
         if self._folder is None:
-            self._folder = CheckpointFolder(self, keep=keep, suffix=suffix)
+            self._folder = CheckpointFolder(
+                self,
+                keep=keep,
+                suffix=suffix,
+            )
         return self._folder
 
     def load(self, state: MutableMapping[str, Any]) -> int:
@@ -495,7 +562,10 @@ class Run(Asked):
         return self._batches.position
 
     def checkpoint_saved(
-        self, path: Path, step: int | None, position: Position | None = None
+        self,
+        path: Path,
+        step: int | None,
+        position: Position | None = None,
     ) -> None:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it. ``position``
         is where it is in the data, of one that was checked and written a while ago."""
@@ -504,29 +574,62 @@ class Run(Asked):
         if self.is_main:
             at = self.position if position is None else position
             damage = self.saving.damage_in(Path(path)) if position is None else None
-            self.saving.saved(Path(path), step, loss, at, is_good=damage is None)
+            self.saving.saved(
+                Path(path),
+                step,
+                loss,
+                at,
+                is_good=damage is None,
+            )
             if damage is not None:
-                log.warning("checkpoint %s: %s; it is not used", path, damage)
+                log.warning(
+                    "checkpoint %s: %s; it is not used",
+                    path,
+                    damage,
+                )
                 self.checkpoint_failed(damage)
                 return
             spent = round(self.saving.clock.spent, 3)
         is_guarded = self.saving.rotates and loss != "unknown"
-        self.send(CheckpointSaved(str(path), step, loss, is_guarded, spent))
+        self.send(
+            CheckpointSaved(
+                str(path),
+                step,
+                loss,
+                is_guarded,
+                spent,
+            )
+        )
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("save")
         if self._checkpoint_answers:
             self.answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
-    def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
+    def epoch_ended(
+        self,
+        /,
+        epoch: int,
+        **scalars: float,
+    ) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
-        self.send(EpochEnded(int(epoch), self._steps_done(), plain(scalars)))
+        self.send(
+            EpochEnded(
+                int(epoch),
+                self._steps_done(),
+                plain(scalars),
+            )
+        )
         self._report_objective(scalars, int(epoch))
         self.speed.pause()
         if self.memory_keeper is not None:
             self.memory_keeper.occasion("epoch")
 
-    def report(self, value: float, step: int | None = None) -> None:
+    def report(
+        self,
+        value: float,
+        step: int | None = None,
+    ) -> None:
         """Report the figure that a sweep optimises, as it is after ``step`` (default: the last one
         of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
         so report at the same steps in all jobs, as after each epoch."""
@@ -538,24 +641,45 @@ class Run(Asked):
         """Log and record how much memory is in use at a moment called ``name``."""
         self.record_memory(name, logging.INFO)
 
-    def record_memory(self, name: str, level: int | None = None) -> None:
+    def record_memory(
+        self,
+        name: str,
+        level: int | None = None,
+    ) -> None:
         """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
         figures = memory_in_use(context=False)
         usual = logging.INFO if self.logs_memory else logging.DEBUG
-        log.log(level or usual, "%s: %s", name, describe_memory(figures))
+        log.log(
+            level or usual,
+            "%s: %s",
+            name,
+            describe_memory(figures),
+        )
         self.send(MemoryReported(name, **figures))
 
-    def record(self, event: str, fields: Mapping[str, Json]) -> None:
+    def record(
+        self,
+        event: str,
+        fields: Mapping[str, Json],
+    ) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
         self.send(UserEvent(str(event), plain(dict(fields))))
         self._report_objective(fields, fields.get("step"))
 
-    def _report_objective(self, figures: Mapping[str, Json], step: Json) -> None:
+    def _report_objective(
+        self,
+        figures: Mapping[str, Json],
+        step: Json,
+    ) -> None:
         value = figures.get(self._objective) if self._objective else None
         if self.is_main and isinstance(value, (int, float)) and isinstance(step, int):
             self.send(ValueReported(float(value), step, self._mode))
 
-    def monitors(self, figure: str, mode: str) -> None:
+    def monitors(
+        self,
+        figure: str,
+        mode: str,
+    ) -> None:
         """Report the figure whenever it is recorded, unless ``objective`` names another one.
         ``mode``: ``min`` or ``max``, what its framework takes for the best."""
         if self._objective is None:

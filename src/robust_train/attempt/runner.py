@@ -97,7 +97,9 @@ def run_attempt(
     run.skips_to = request.spec.skips_to
     if request.spec.searches:
         run.batch_search = BatchSearch.of(
-            request.config, request.spec, request.search_key
+            request.config,
+            request.spec,
+            request.search_key,
         )
     error: BaseException | None = None
     ending: Finished | Failed
@@ -107,7 +109,12 @@ def run_attempt(
             signals.enter_context(stopping(stop_trainer(run)))
             with AttemptRequests(run, run.run_dir, tick):
                 try:
-                    result = call_trainer(load(), request.cfg, request.config, run)
+                    result = call_trainer(
+                        load(),
+                        request.cfg,
+                        request.config,
+                        run,
+                    )
                 finally:
                     run.finish_saving()
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
@@ -132,7 +139,14 @@ def run_attempt(
         run.speed.send()
         if supports(run, CHECKPOINTING):
             send(TrainerSupports())
-        send(replace(ending, step=run.last_step, memory=memory, at=time.monotonic()))
+        send(
+            replace(
+                ending,
+                step=run.last_step,
+                memory=memory,
+                at=time.monotonic(),
+            )
+        )
         if run.memory_keeper is not None and not (process_ends and error is not None):
             run.memory_keeper.clean_up(error)
     return error
@@ -147,7 +161,11 @@ def figures_of(result: Any, objective: str | None) -> Any:
         return result
     if objective not in result:
         names = ", ".join(map(str, result))
-        log.warning("objective=%s: not in the result, which has %s", objective, names)
+        log.warning(
+            "objective=%s: not in the result, which has %s",
+            objective,
+            names,
+        )
     return {**result, "objective": result.get(objective)}
 
 
@@ -161,7 +179,10 @@ def _refuse_to_lose_steps(run: Run) -> None:
 
 
 def call_trainer(
-    trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run
+    trainer: Trainer,
+    cfg: DictConfig,
+    config: RobustConfig,
+    run: Run,
 ) -> Any:
     """Return ``trainer(cfg)``, or ``trainer(cfg, run)`` if it takes a second parameter.
 
@@ -202,7 +223,11 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, Spoiled):
         return error.failure
     if isinstance(error, (ConfigError, UserError)):
-        return Failure(FailureKind.BUG, str(error), Evidence(clue=Clue.USER_ERROR))
+        return Failure(
+            FailureKind.BUG,
+            str(error),
+            Evidence(clue=Clue.USER_ERROR),
+        )
     failure = classify_failure(error)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
@@ -259,7 +284,13 @@ def trainer_traceback(error: BaseException) -> str:
         frames = frames.tb_next
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         frames = _without_omegaconf(frames)
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return "".join(
+        traceback.format_exception(
+            type(error),
+            error,
+            frames,
+        )
+    )
 
 
 def _pickled(error: BaseException) -> str | None:
@@ -339,7 +370,9 @@ def shield_workers(*, is_script: bool = False) -> None:
         with contextlib.suppress(ValueError):
             signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
         threading.Thread(
-            target=_end_at_signal, args=(watched, no_stop), daemon=True
+            target=_end_at_signal,
+            args=(watched, no_stop),
+            daemon=True,
         ).start()
 
     os.register_at_fork(after_in_child=in_fork)

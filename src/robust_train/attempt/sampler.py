@@ -48,7 +48,11 @@ class SampleFile:
     def add(self, sample: Sample) -> None:
         """Write one more sample, or keep it until :meth:`flush`."""
         line = (encode(sample) + "\n").encode()
-        if self._spacing.passes("sample", len(line), sample.time):
+        if self._spacing.passes(
+            "sample",
+            len(line),
+            sample.time,
+        ):
             self._held.clear()
             self._write(line)
         else:
@@ -66,7 +70,9 @@ class SampleFile:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "cannot write %s: %s; training goes on", self._path, error.strerror
+                    "cannot write %s: %s; training goes on",
+                    self._path,
+                    error.strerror,
                 )
 
 
@@ -89,7 +95,11 @@ def _not_while_forking() -> threading.Lock:
             was_taken = False
             lock.release()
 
-    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
+    os.register_at_fork(
+        before=before,
+        after_in_parent=after,
+        after_in_child=after,
+    )
     return lock
 
 
@@ -128,7 +138,9 @@ class Sampler:
         self._step = step
         self._ended = threading.Event()
         self._thread = threading.Thread(
-            target=self._work, name="memory sampler", daemon=True
+            target=self._work,
+            name="memory sampler",
+            daemon=True,
         )
         self._pid = os.getpid()
 
@@ -138,7 +150,11 @@ class Sampler:
         try:
             self._thread.start()
         except RuntimeError as error:
-            log.warning("no memory over time in %s: %s", FILE_NAME, error)
+            log.warning(
+                "no memory over time in %s: %s",
+                FILE_NAME,
+                error,
+            )
             self._ended.set()
 
     def stop(self) -> None:
@@ -151,7 +167,11 @@ class Sampler:
         try:
             self._sample_until_ended()
         except Exception as error:  # no figure is worth an attempt
-            log.warning("memory over time in %s ends: %s", FILE_NAME, first_line(error))
+            log.warning(
+                "memory over time in %s ends: %s",
+                FILE_NAME,
+                first_line(error),
+            )
 
     def _sample_until_ended(self) -> None:
         is_last = False

@@ -61,7 +61,11 @@ def clean(arguments: Namespace) -> Answer:
     if not arguments.json:
         Table(_COLUMNS, rows).print()
     if arguments.dry_run:
-        return Answer(data, [f"would remove {what} (--dry-run)"], kept)
+        return Answer(
+            data,
+            [f"would remove {what} (--dry-run)"],
+            kept,
+        )
     if not confirmed(f"remove {what}?", arguments):
         return Answer(shown=["nothing was removed"], exit_code=EXIT_FAILED)
     for run, *_ in found:

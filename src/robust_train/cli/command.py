@@ -36,14 +36,26 @@ class Option:
         return shapes.get(self.settings.get("nargs", ""), name)
 
 
-def option(*names: str, key: str = "", **settings: Any) -> Option:
+def option(
+    *names: str,
+    key: str = "",
+    **settings: Any,
+) -> Option:
     """Describe an option with the arguments of ``ArgumentParser.add_argument``."""
     return Option(names, settings, key)
 
 
-def flag(*names: str, key: str = "", help: str) -> Option:
+def flag(
+    *names: str,
+    key: str = "",
+    help: str,
+) -> Option:
     """Describe an option without a value."""
-    return Option(names, {"action": "store_true", "help": help}, key)
+    return Option(
+        names,
+        {"action": "store_true", "help": help},
+        key,
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,11 @@ def confirmed(question: str, arguments: argparse.Namespace) -> bool:
 class CommandFailed(NotDone):
     """The command was not carried out, and ends with this exit code."""
 
-    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+    def __init__(
+        self,
+        message: str,
+        exit_code: int = EXIT_FAILED,
+    ) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -141,12 +157,18 @@ class Table:
         from rich.table import Table as FoldedTable
         from rich.text import Text
 
-        table = FoldedTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table = FoldedTable(
+            box=None,
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+        )
         for name, *cells in zip(self.columns, *self.rows, strict=True):
             is_right = any(isinstance(cell, int) for cell in cells)
             # a UUID is there to be copied, so it folds rather than lose its end
             table.add_column(
-                str(name), justify="right" if is_right else "left", overflow="fold"
+                str(name),
+                justify="right" if is_right else "left",
+                overflow="fold",
             )
         for row in self.rows:
             # as text: a name may contain what rich reads as markup
@@ -172,13 +194,23 @@ class Answer:
     error: str = ""
     exit_code: int = 0
 
-    def print(self, command: str, as_json: bool) -> None:
+    def print(
+        self,
+        command: str,
+        as_json: bool,
+    ) -> None:
         """Print the answer for programs or for people."""
         if self.error:
             print(f"robust-train {command}: {self.error}", file=sys.stderr)
         if as_json:
             error = {"error": self.error} if self.error else {}
-            print(json.dumps({**error, **self.data}, indent=2, default=str))
+            print(
+                json.dumps(
+                    {**error, **self.data},
+                    indent=2,
+                    default=str,
+                )
+            )
             return
         for warning in self.warnings:
             print(f"warning: {warning}", file=sys.stderr)
@@ -190,7 +222,9 @@ class Answer:
 
 
 def checked(
-    convert: Callable[[str], float], accepts: Callable[[float], bool], accepted: str
+    convert: Callable[[str], float],
+    accepts: Callable[[float], bool],
+    accepted: str,
 ) -> Callable[[str], float]:
     """Return a converter for an option's value that refuses other values in one line."""
 

@@ -15,12 +15,37 @@ _RUN = option(
 )
 _WHICH_HELP = "id, run folder or job name; default: your only live job"
 _ENDED_HELP = "id, run folder, sweep folder or job name; default: the last that ended"
-_WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
-_SECONDS = checked(float, lambda n: 0 <= n < 1e6, "a number of seconds, 0 or more")
-_COUNT = checked(int, lambda n: n >= 1, "an integer of 1 or more")
-_POSITIVE = checked(float, lambda n: 0 < n < 1e9, "a number over 0")
-_AMOUNT = checked(int, lambda n: n >= 0, "an integer of 0 or more")
-_SHARE = checked(float, lambda n: 0 < n <= 1, "a number over 0, up to 1")
+_WHICH = option(
+    "which",
+    nargs="?",
+    metavar="RUN",
+    help=_WHICH_HELP,
+)
+_SECONDS = checked(
+    float,
+    lambda n: 0 <= n < 1e6,
+    "a number of seconds, 0 or more",
+)
+_COUNT = checked(
+    int,
+    lambda n: n >= 1,
+    "an integer of 1 or more",
+)
+_POSITIVE = checked(
+    float,
+    lambda n: 0 < n < 1e9,
+    "a number over 0",
+)
+_AMOUNT = checked(
+    int,
+    lambda n: n >= 0,
+    "an integer of 0 or more",
+)
+_SHARE = checked(
+    float,
+    lambda n: 0 < n <= 1,
+    "a number over 0, up to 1",
+)
 _WAIT = option(
     "--wait",
     type=_SECONDS,
@@ -40,7 +65,13 @@ _STARTING = (
         "train",
         "train a job, or with -m a sweep",
         "train:train",
-        (option("overrides", nargs="*", metavar="KEY=VALUE"),),
+        (
+            option(
+                "overrides",
+                nargs="*",
+                metavar="KEY=VALUE",
+            ),
+        ),
         parses_itself=True,
     ),
     Command(
@@ -107,7 +138,11 @@ _STARTING = (
                 metavar="DEVICE",
                 help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
             ),
-            flag("--no-wait", key="wait_for_gpu=false", help="do not wait for a GPU"),
+            flag(
+                "--no-wait",
+                key="wait_for_gpu=false",
+                help="do not wait for a GPU",
+            ),
             flag(
                 "--no-cpu",
                 key="allow_cpu_fallback=false",
@@ -163,7 +198,12 @@ _STARTING = (
         "go on with a job or sweep that has ended",
         "resume:resume",
         (
-            option("which", nargs="?", metavar="RUN", help=_ENDED_HELP),
+            option(
+                "which",
+                nargs="?",
+                metavar="RUN",
+                help=_ENDED_HELP,
+            ),
             flag("--all", help="all that no one ended, in the background"),
         ),
         about="Go on with a job, script or sweep by its own command, in its own working directory, "
@@ -175,7 +215,13 @@ _STARTING = (
         "init",
         "write a new project that trains at once",
         "set_up:init",
-        (option("dir", metavar="DIR", help="made if need be; nothing is overwritten"),),
+        (
+            option(
+                "dir",
+                metavar="DIR",
+                help="made if need be; nothing is overwritten",
+            ),
+        ),
         about="Write a minimal project: config, trainer, justfile, README.",
     ),
 )
@@ -231,7 +277,14 @@ _WATCHING = (
         "wait",
         "wait for jobs or sweeps to end",
         "runs:wait",
-        (option("which", nargs="*", metavar="RUN", help=_WHICH_HELP),),
+        (
+            option(
+                "which",
+                nargs="*",
+                metavar="RUN",
+                help=_WHICH_HELP,
+            ),
+        ),
         about="Wait for jobs or sweeps to end. The exit code is that of the first that did not "
         "complete.",
     ),
@@ -267,8 +320,17 @@ _MACHINE = (
         "change how many jobs of a sweep run at once",
         "runs:max_jobs",
         (
-            option("path", metavar="FOLDER", help="a sweep folder"),
-            option("number", type=_AMOUNT, metavar="N", help="0: no more jobs start"),
+            option(
+                "path",
+                metavar="FOLDER",
+                help="a sweep folder",
+            ),
+            option(
+                "number",
+                type=_AMOUNT,
+                metavar="N",
+                help="0: no more jobs start",
+            ),
             _JSON,
         ),
         about="Change how many jobs of a sweep under gpu_queue or one of our sweepers run at once "
@@ -279,7 +341,11 @@ _MACHINE = (
         "print the overrides of a sweep's best job",
         "runs:best",
         (
-            option("path", metavar="FOLDER", help="a sweep folder"),
+            option(
+                "path",
+                metavar="FOLDER",
+                help="a sweep folder",
+            ),
             flag("--checkpoint", help="print the path of its checkpoint instead"),
             _JSON,
         ),
@@ -319,7 +385,10 @@ _MACHINE = (
         (_FORCE, _RUN, _JSON),
     ),
     Command(
-        "memory reset", "reset the peaks of a live run", "memory:request", (_RUN, _JSON)
+        "memory reset",
+        "reset the peaks of a live run",
+        "memory:request",
+        (_RUN, _JSON),
     ),
     Command(
         "memory fraction",
@@ -447,7 +516,9 @@ _MORE = (
             ),
             flag("--open", help="show it in the browser"),
             option(
-                "--output", metavar="FILE", help="where to write it (PATH/report.html)"
+                "--output",
+                metavar="FILE",
+                help="where to write it (PATH/report.html)",
             ),
             flag("--json", help="print the data instead, for programs"),
         ),

@@ -129,7 +129,11 @@ def doctor(arguments: Namespace) -> Answer:
             row["usable"] = False
     passed = all(result["passed"] for result in data.get("probes", ()))
     is_fine = any(row["usable"] for row in gpus) and queue["problem"] is None and passed
-    return Answer(data, _shown(data), exit_code=0 if is_fine else EXIT_FAILED)
+    return Answer(
+        data,
+        _shown(data),
+        exit_code=0 if is_fine else EXIT_FAILED,
+    )
 
 
 def _facts(inventory: Inventory, in_container: bool) -> dict[str, Json]:
@@ -289,10 +293,15 @@ def probe(gpu: GpuInfo, queue_directory: Path | None) -> tuple[bool, str]:
         run_dir=os.getcwd(),
         jobs_per_device=1,
         read=lambda processes: visible_gpus(
-            read_inventory(processes=processes), os.environ
+            read_inventory(processes=processes),
+            os.environ,
         ),
     )
-    request = GpuRequest(_PROBE_BYTES, wait=False, only=frozenset({gpu.uuid}))
+    request = GpuRequest(
+        _PROBE_BYTES,
+        wait=False,
+        only=frozenset({gpu.uuid}),
+    )
     try:
         found = wait_for_gpus(queue, request)
         if isinstance(found, NoGpu):
@@ -336,14 +345,20 @@ def exercise(device: torch.device, free_bytes: int) -> dict[str, Json]:
         nonlocal calls
         calls += 1
         block = torch.empty(
-            batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device
+            batch_size * (free_bytes // _PARTS),
+            dtype=torch.uint8,
+            device=device,
         )
         block[:: 1 << 20].fill_(1)
         if int(block[-1 - (len(block) - 1) % (1 << 20)]) != 1:
             raise RuntimeError("memory does not hold what was written")
         return batch_size
 
-    size = adaptive_batch_training(use, initial_batch_size=2 * _PARTS, min_batch_size=1)
+    size = adaptive_batch_training(
+        use,
+        initial_batch_size=2 * _PARTS,
+        min_batch_size=1,
+    )
     if calls == 1:
         raise RuntimeError("twice the memory was allocated")
     left = 0

@@ -55,7 +55,9 @@ def plain_job(cfg: DictConfig) -> Any:
 
 
 def project_job(
-    task: Callable[..., Any], trainer: Callable[..., Any], cfg: DictConfig
+    task: Callable[..., Any],
+    trainer: Callable[..., Any],
+    cfg: DictConfig,
 ) -> Any:
     """Run a job of a Hydra project: its ``main``, which calls ``launch`` where the config builds on
     ``robust``; any other ``main`` is itself the trainer."""
@@ -63,7 +65,11 @@ def project_job(
         with refused_in_one_line():
             return task(cfg)
         return None
-    return _job(with_group(cfg), remedies=True, trainer=trainer)
+    return _job(
+        with_group(cfg),
+        remedies=True,
+        trainer=trainer,
+    )
 
 
 def check(cfg: DictConfig) -> None:
@@ -92,14 +98,27 @@ def _job(
             raise ConfigError(job.refusal)
         if trainer is not None:
             cfg = complete(cfg)
-        summary = run_job(trainer, cfg, remedies=remedies, explain=print_failure)
+        summary = run_job(
+            trainer,
+            cfg,
+            remedies=remedies,
+            explain=print_failure,
+        )
         if summary.status == "completed":
             return summary.objective
-        session.job_ended(summary.status, exit_code_of(summary), summary.reason)
+        session.job_ended(
+            summary.status,
+            exit_code_of(summary),
+            summary.reason,
+        )
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
         session.refuse(error)
-        session.job_ended(REFUSED, error.exit_code, str(error))
+        session.job_ended(
+            REFUSED,
+            error.exit_code,
+            str(error),
+        )
         hydra = HydraConfig.get()
         is_named = any(
             one.startswith("hydra.run.dir=") for one in hydra.overrides.hydra
@@ -107,7 +126,11 @@ def _job(
         if hydra.mode == RunMode.RUN and not is_named:
             remove_refused(Path(hydra.runtime.output_dir))
     except JobInterrupted as error:
-        session.job_ended(INTERRUPTED, error.exit_code, str(error) or "interrupted")
+        session.job_ended(
+            INTERRUPTED,
+            error.exit_code,
+            str(error) or "interrupted",
+        )
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
             raise

@@ -83,7 +83,11 @@ def gpus(arguments: Namespace) -> Answer:
     if rows:
         count = len(_OF_GPUS) if any(row[-1] for row in rows) else -1
         parts.append(Table(_OF_GPUS[:count], [row[:count] for row in rows]))
-    return Answer(data, parts, [] if visible.warning is None else [visible.warning])
+    return Answer(
+        data,
+        parts,
+        [] if visible.warning is None else [visible.warning],
+    )
 
 
 def _gpus_as_json(inventory: Inventory) -> list[dict[str, Json]]:
@@ -242,7 +246,13 @@ def _wrapped(line: str) -> str:
     if not sys.stdout.isatty():
         return line
     width = shutil.get_terminal_size().columns
-    return "\n".join(textwrap.wrap(line, width, subsequent_indent="  "))
+    return "\n".join(
+        textwrap.wrap(
+            line,
+            width,
+            subsequent_indent="  ",
+        )
+    )
 
 
 def _job_as_json(
@@ -310,7 +320,11 @@ def _reasons(
 def _about_launcher(job: QueuedJob) -> list[str]:
     """Return what does not fit the launcher that a job's record names."""
     # by number alone: the time of its start and the namespace can be made up as well
-    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+    with contextlib.suppress(
+        psutil.Error,
+        ValueError,
+        OverflowError,
+    ):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:
             whose = f"which here is a process of {user_name(user)}"

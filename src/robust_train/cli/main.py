@@ -108,7 +108,11 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     members = members_of(first)
     if second in members:
         return members[second], list(words[2:])
-    if near := difflib.get_close_matches(second, members, n=1):
+    if near := difflib.get_close_matches(
+        second,
+        members,
+        n=1,
+    ):
         problem = f"{first}: {second}: did you mean {near[0]}?"
     elif first in COMMANDS:
         return COMMANDS[first], list(words[1:])
@@ -138,7 +142,11 @@ def _todays(words: Sequence[str]) -> list[str]:
 def _meant(word: str) -> str:
     """Return the command that is probably meant by one word, else all first words."""
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
-    if near := difflib.get_close_matches(word, by_last_word, n=1):
+    if near := difflib.get_close_matches(
+        word,
+        by_last_word,
+        n=1,
+    ):
         return f"did you mean {by_last_word[near[0]]}?"
     return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"
 

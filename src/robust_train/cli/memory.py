@@ -97,7 +97,11 @@ def cleanup(arguments: Namespace) -> Answer:
     if arguments.stats_only:
         return info(arguments)
     try:
-        answer = _requested("clear", arguments.run, force=arguments.force)
+        answer = _requested(
+            "clear",
+            arguments.run,
+            force=arguments.force,
+        )
     except NotDone as error:
         answer = Answer(error=str(error))
     machine = machine_memory()
@@ -122,7 +126,11 @@ def enable(arguments: Namespace) -> Answer:
     return Answer(data, shown)
 
 
-def _requested(action: str, which: str | None, **options: Json) -> Answer:
+def _requested(
+    action: str,
+    which: str | None,
+    **options: Json,
+) -> Answer:
     """Have a live run carry out an action; return its answer, or what helps without a run."""
     try:
         run = choose_run(which)
@@ -135,7 +143,9 @@ def _requested(action: str, which: str | None, **options: Json) -> Answer:
 
 
 def _described(
-    run: KnownRun, answer: dict[str, Json], columns: dict[str, str]
+    run: KnownRun,
+    answer: dict[str, Json],
+    columns: dict[str, str],
 ) -> list[str | Table]:
     """Return a run's answer with its figures in MiB; ``columns`` maps titles to parts of it."""
     rows = []
@@ -156,7 +166,12 @@ def kill(arguments: Namespace) -> Answer:
     me = psutil.Process()
     ancestors = {process.pid for process in (me, *me.parents())}
     listed = list_cuda_processes(inventory)
-    targets, refusals = choose(listed, arguments.pid, os.getuid(), ancestors)
+    targets, refusals = choose(
+        listed,
+        arguments.pid,
+        os.getuid(),
+        ancestors,
+    )
     if refusals:
         reasons = "; ".join(f"pid {pid} {why}" for pid, why in refusals.items())
         refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
@@ -173,7 +188,11 @@ def kill(arguments: Namespace) -> Answer:
     if not confirmed(f"end {number}?", arguments):
         return Answer(shown=["nothing was ended"], exit_code=EXIT_FAILED)
     try:
-        endings = end_all(targets, arguments.grace, _LAST_SECONDS)
+        endings = end_all(
+            targets,
+            arguments.grace,
+            _LAST_SECONDS,
+        )
     except KeyboardInterrupt:
         print("\nno further signal was sent", end="", file=sys.stderr)
         raise
@@ -185,11 +204,18 @@ def kill(arguments: Namespace) -> Answer:
         sentence = _SENTENCES[how].format(grace=arguments.grace)
         lines.append(f"{process.command} (pid {process.pid}) {sentence}")
     is_left = {"not permitted", "still there"} & {*endings.values()}
-    return Answer(data, lines, exit_code=EXIT_FAILED if is_left else 0)
+    return Answer(
+        data,
+        lines,
+        exit_code=EXIT_FAILED if is_left else 0,
+    )
 
 
 def choose(
-    listed: CudaProcesses, named: Sequence[int], uid: int, ancestors: Collection[int]
+    listed: CudaProcesses,
+    named: Sequence[int],
+    uid: int,
+    ancestors: Collection[int],
 ) -> tuple[list[CudaProcess], dict[int, str]]:
     """Return which of the listed processes to end, and why others that were named must not be.
 
@@ -219,7 +245,9 @@ def choose(
 
 
 def end_all(
-    processes: Sequence[CudaProcess], grace_seconds: float, last_seconds: float
+    processes: Sequence[CudaProcess],
+    grace_seconds: float,
+    last_seconds: float,
 ) -> dict[CudaProcess, str]:
     """Send SIGTERM to all, then SIGKILL to those that are still there after ``grace_seconds``;
     return what became of each.
@@ -238,9 +266,21 @@ def end_all(
     return how
 
 
-def _send(process: CudaProcess, signum: signal.Signals, sent: str) -> str:
+def _send(
+    process: CudaProcess,
+    signum: signal.Signals,
+    sent: str,
+) -> str:
     try:
-        return sent if send_signal(process.pid, process.started, signum) else "gone"
+        return (
+            sent
+            if send_signal(
+                process.pid,
+                process.started,
+                signum,
+            )
+            else "gone"
+        )
     except PermissionError:
         return "not permitted"
 

@@ -22,7 +22,11 @@ from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
 
-_INDENTED = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="  ")
+_INDENTED = textwrap.TextWrapper(
+    78,
+    initial_indent="  ",
+    subsequent_indent="  ",
+)
 EPILOG = f"""
 placeholders in the program's arguments, --resume-argv and --checkpoint:
 {_INDENTED.fill(" ".join("{" + name + "}" for name in PLACEHOLDERS))}
@@ -134,7 +138,11 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
     return {key: value for key, value in texts.items() if value}
 
 
-def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json]) -> int:
+def _run(
+    arguments: Namespace,
+    overrides: Sequence[str],
+    texts: dict[str, Json],
+) -> int:
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.command import check_command
@@ -179,7 +187,11 @@ def _run(arguments: Namespace, overrides: Sequence[str], texts: dict[str, Json])
                 "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
             )
         shown = [override for override in overrides if not is_secret(override)]
-        _keep_config(folder, OmegaConf.to_yaml(cfg), shown)
+        _keep_config(
+            folder,
+            OmegaConf.to_yaml(cfg),
+            shown,
+        )
         return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
     except JobInterrupted as error:
         return error.exit_code
@@ -195,7 +207,11 @@ def _in_options(line: str, arguments: Namespace) -> str:
     """Return a refusal with options in place of the keys that were not written."""
     for key, option in {**_OPTIONS, "trainer.argv": "PROGRAM"}.items():
         if not _gives(arguments, key):
-            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])", option, line)
+            line = re.sub(
+                rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])",
+                option,
+                line,
+            )
     return line
 
 
@@ -213,7 +229,11 @@ def _warnings(arguments: Namespace, used: Collection[str]) -> Iterator[str]:
         )
 
 
-def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
+def _keep_config(
+    run_dir: Path,
+    config: str,
+    overrides: Sequence[str],
+) -> None:
     """Write the config as Hydra does; a full disk costs the record only."""
     folder = run_dir / ".hydra"
     try:
@@ -223,7 +243,11 @@ def _keep_config(run_dir: Path, config: str, overrides: Sequence[str]) -> None:
             json.dumps(list(overrides), indent=1) + "\n"
         )
     except OSError as error:
-        log.warning("cannot write %s: %s", folder, error.strerror)
+        log.warning(
+            "cannot write %s: %s",
+            folder,
+            error.strerror,
+        )
 
 
 def _log_into(run_dir: Path) -> None:

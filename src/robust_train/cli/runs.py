@@ -71,7 +71,11 @@ def list_jobs(arguments: Namespace) -> Answer:
             all_of_them=True,
         )
     nothing = f"no run of yours is on the list in {run_list.state_directory()}"
-    return _listed(find_runs()[::-1], nothing, all_of_them=arguments.all)
+    return _listed(
+        find_runs()[::-1],
+        nothing,
+        all_of_them=arguments.all,
+    )
 
 
 def _goodput(runs: Sequence[KnownRun]) -> Answer:
@@ -96,7 +100,12 @@ def _goodput(runs: Sequence[KnownRun]) -> Answer:
     return Answer(data, [Table(("part", "time", "share"), rows), sentence])
 
 
-def _listed(runs: Sequence[KnownRun], nothing: str, *, all_of_them: bool) -> Answer:
+def _listed(
+    runs: Sequence[KnownRun],
+    nothing: str,
+    *,
+    all_of_them: bool,
+) -> Answer:
     """Show runs, and how those that were interrupted go on."""
     shown = runs if all_of_them else runs[:USUALLY]
     listed = []
@@ -160,7 +169,11 @@ def request(arguments: Namespace) -> Answer:
     """Have a live run do at its next step what the command is called after."""
     run = choose_run(arguments.run or arguments.which)
     verb = arguments.command.replace("-", "_")
-    answer = live.ask(run, verb, wait_seconds=arguments.wait)
+    answer = live.ask(
+        run,
+        verb,
+        wait_seconds=arguments.wait,
+    )
     sentence = _SENTENCES[verb].format(run=run, **answer)
     return Answer({"run": run.id, **answer}, [sentence])
 
@@ -185,7 +198,11 @@ def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
     assert run.holder is not None
     left = named(left_of(run.holder))
     grace_seconds = 0.0 if now else ORPHAN_GRACE_SECONDS
-    stays = end_processes_of(run.holder.job, os.geteuid(), grace_seconds)
+    stays = end_processes_of(
+        run.holder.job,
+        os.geteuid(),
+        grace_seconds,
+    )
     if stays or is_held(run.run_dir):
         which = "a process that cannot be seen here holds its folder"
         if stays:
@@ -265,7 +282,11 @@ def logs(arguments: Namespace) -> int:
     if not numbers and not follows:
         reason = (run.state and run.state.reason) or run.run_dir
         raise CommandFailed(f"{run.id} ({run.status}) has started no attempt: {reason}")
-    for data in output_of(run.run_dir, attempt, follow=follows):
+    for data in output_of(
+        run.run_dir,
+        attempt,
+        follow=follows,
+    ):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     return 0
@@ -281,7 +302,11 @@ def attach(arguments: Namespace) -> int:
     live = LiveStatus(is_wanted=sys.stdout.isatty())
     try:
         with screen.never_blocking_output(), live:
-            for data in output_of(run.run_dir, follow=True, last_bytes=_ATTACH_BYTES):
+            for data in output_of(
+                run.run_dir,
+                follow=True,
+                last_bytes=_ATTACH_BYTES,
+            ):
                 screen.show(sys.stdout.fileno(), data)
                 now = read_run(run.run_dir)
                 if now is not None and now.alive and now.state is not None:
@@ -384,7 +409,11 @@ def output_of(
             time.sleep(POLL_SECONDS)
 
 
-def _line_start(run_dir: Path, number: int, last_bytes: int) -> int:
+def _line_start(
+    run_dir: Path,
+    number: int,
+    last_bytes: int,
+) -> int:
     """Return where the first whole line of the last bytes of a log begins."""
     try:
         size = (run_dir / _LOG.format(number)).stat().st_size
@@ -394,7 +423,11 @@ def _line_start(run_dir: Path, number: int, last_bytes: int) -> int:
     return start and start + _read(run_dir, number, start).find(b"\n") + 1
 
 
-def _read(run_dir: Path, number: int, position: int) -> bytes:
+def _read(
+    run_dir: Path,
+    number: int,
+    position: int,
+) -> bytes:
     try:
         with (run_dir / _LOG.format(number)).open("rb") as file:
             file.seek(position)

@@ -70,7 +70,11 @@ def notify(arguments: Namespace) -> Answer:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
     host, user = socket.gethostname(), user_name(os.geteuid())
     notifier = Notifier(settings)
-    notifier.send("test", f"a test of {user} on {host}", {"host": host, "user": user})
+    notifier.send(
+        "test",
+        f"a test of {user} on {host}",
+        {"host": host, "user": user},
+    )
     notifier.finish(_NOTIFY_SECONDS)
     if notifier.has_failed:  # which is logged
         return Answer(exit_code=EXIT_FAILED)

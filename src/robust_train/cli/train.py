@@ -49,7 +49,11 @@ def open_robust() -> NoReturn:
         _start_early(sys.argv[1:])
         from robust_train.cli import jobs
 
-        code = _open(jobs.robust_job, "robust", name="train_robust")
+        code = _open(
+            jobs.robust_job,
+            "robust",
+            name="train_robust",
+        )
     sys.exit(code)
 
 
@@ -180,7 +184,13 @@ def _open(
     from robust_train.launcher.interpreters import discard_early
     from robust_train.sweep.session import session
 
-    if (mistake := explain_option(arguments, config_name, config_path)) is not None:
+    if (
+        mistake := explain_option(
+            arguments,
+            config_name,
+            config_path,
+        )
+    ) is not None:
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
@@ -214,7 +224,13 @@ def _open(
     except Exception as error:
         if wants_traceback:
             traceback.print_exc()
-        explained = _exit_code_of(error, task, config_name, config_path, arguments)
+        explained = _exit_code_of(
+            error,
+            task,
+            config_name,
+            config_path,
+            arguments,
+        )
         if explained is None and not wants_traceback:
             raise
         code = explained or EXIT_FAILED
@@ -269,7 +285,15 @@ def _exit_code_of(
     if isinstance(error, ValueError) and isinstance(error.__cause__, OSError):
         error = error.__cause__  # logging cannot open its file
     if isinstance(error, REFUSALS):
-        print(explain(error, config_name, arguments, config_path), file=sys.stderr)
+        print(
+            explain(
+                error,
+                config_name,
+                arguments,
+                config_path,
+            ),
+            file=sys.stderr,
+        )
         return exit_code_of(error)
     if problem := known_problem(error):
         print(problem[0], file=sys.stderr)
@@ -366,7 +390,11 @@ def help_text(name: str) -> str:
     command = (
         sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
     )
-    return _HELP.format(command=command, groups=choices, only=only)
+    return _HELP.format(
+        command=command,
+        groups=choices,
+        only=only,
+    )
 
 
 def groups() -> dict[str, list[str]]:

@@ -19,7 +19,11 @@ _CHOSEN = _OF_TRAINING & {item.name for item in fields(AttemptSpec)}
 """Keys under ``training`` that are chosen for each attempt."""
 
 
-def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
+def guest_config(
+    cfg: DictConfig,
+    engine: str,
+    world_size: int,
+) -> DictConfig:
     """Return the config of a job whose ranks an engine has started. Raises ConfigError: the config
     asks for other ranks, or for a script."""
     cfg = cfg.copy()
@@ -38,14 +42,27 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
     return cfg
 
 
-def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustConfig:
+def for_attempt(
+    config: RobustConfig,
+    spec: AttemptSpec,
+    device: str,
+) -> RobustConfig:
     """Return a job's config with what one attempt uses."""
     chosen: dict[str, Any] = {name: getattr(spec, name) for name in _CHOSEN}
     lr = config.training.lr
     if config.is_script:
         lr = config.learning_rate_at(spec.effective_batch_size)
-    training = replace(config.training, lr=lr * spec.lr_factor, **chosen)
-    return replace(config, device=device, num_gpus=spec.ranks, training=training)
+    training = replace(
+        config.training,
+        lr=lr * spec.lr_factor,
+        **chosen,
+    )
+    return replace(
+        config,
+        device=device,
+        num_gpus=spec.ranks,
+        training=training,
+    )
 
 
 def for_rank(config: RobustConfig, rank: int) -> RobustConfig:

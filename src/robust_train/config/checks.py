@@ -56,7 +56,12 @@ def checked(cfg: DictConfig) -> RobustConfig:
 def unchecked(cfg: DictConfig) -> RobustConfig:
     """Return what can be read of a config before a job checks it: a project's may lack our keys, or
     hold values that the job will refuse; these have their defaults here."""
-    return read(RobustConfig, ours(cfg), "", is_lenient=True)
+    return read(
+        RobustConfig,
+        ours(cfg),
+        "",
+        is_lenient=True,
+    )
 
 
 def gone(key: str) -> str | None:
@@ -68,7 +73,11 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
     return whether there was any."""
     own = ours(cfg)
-    given = OmegaConf.select(own, "notify.urls", throw_on_missing=False)
+    given = OmegaConf.select(
+        own,
+        "notify.urls",
+        throw_on_missing=False,
+    )
     if not given:
         return False
     urls = (
@@ -88,7 +97,11 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
 
 
 def read(
-    schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False
+    schema: type[T],
+    cfg: DictConfig,
+    prefix: str,
+    *,
+    is_lenient: bool = False,
 ) -> T:
     """Return the keys that ``schema`` declares, ``prefix`` before their names in errors; all other
     keys are the trainer's."""
@@ -107,7 +120,10 @@ def read(
             if group is not None:
                 if isinstance(given, DictConfig):
                     values[item.name] = read(
-                        group, given, f"{name}.", is_lenient=is_lenient
+                        group,
+                        given,
+                        f"{name}.",
+                        is_lenient=is_lenient,
                     )
                 continue
             if isinstance(given, ListConfig):
@@ -146,7 +162,12 @@ def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
     for name in sorted({str(key) for key in cfg} - known):
         if answer := gone(name):
             raise ConfigError(answer)
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        close = difflib.get_close_matches(
+            name,
+            known,
+            n=1,
+            cutoff=0.85,
+        )
         if close or prefix:
             hint = meant(name, known, prefix)
             raise ConfigError(f"{prefix}{name}: no such key; {hint}")
@@ -167,14 +188,23 @@ def _with_batch(config: RobustConfig) -> RobustConfig:
         size = _share(effective, config.num_gpus)
         _check_auto(config, size)
     elif effective is not None:
-        steps = _accumulation(size, steps, effective, config.num_gpus)
+        steps = _accumulation(
+            size,
+            steps,
+            effective,
+            config.num_gpus,
+        )
     training = replace(
         training,
         batch_size=size,
         gradient_accumulation_steps=steps,
         effective_batch_size=effective,
     )
-    return replace(config, training=training, finds_batch_size=finds_batch_size)
+    return replace(
+        config,
+        training=training,
+        finds_batch_size=finds_batch_size,
+    )
 
 
 def _share(effective: int, gpus: int) -> int:
@@ -204,7 +234,12 @@ def _check_auto(config: RobustConfig, share: int) -> None:
         )
 
 
-def _accumulation(size: int, steps: int, effective: int, gpus: int) -> int:
+def _accumulation(
+    size: int,
+    steps: int,
+    effective: int,
+    gpus: int,
+) -> int:
     needed, rest = divmod(effective, size * gpus)
     processes = "" if gpus == 1 else f" × num_gpus={gpus}"
     if rest or needed < 1:

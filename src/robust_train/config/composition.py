@@ -45,7 +45,11 @@ def group_node(schema: type) -> DictConfig:
     for item in fields(schema):
         key: Declaration | None = item.metadata.get("key")
         if "group" in item.metadata:
-            replace_node(node, item.name, group_node(item.metadata["group"]))
+            replace_node(
+                node,
+                item.name,
+                group_node(item.metadata["group"]),
+            )
         elif key is not None and key.is_untyped:
             value = item.default if key.written is ... else key.written
             replace_node(
@@ -62,25 +66,44 @@ def register() -> None:
     if "robust_schema.yaml" not in store.repo:
         _store_schemas(store)
     # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
-    register_resolver("robust_pid", os.getpid, use_cache=True)
+    register_resolver(
+        "robust_pid",
+        os.getpid,
+        use_cache=True,
+    )
     register_resolver("robust_job", folder_name)
 
 
 def _store_schemas(store: ConfigStore) -> None:
     store.store(
-        name="plain_schema", node=open_root(PlainConfig), provider="robust_train"
+        name="plain_schema",
+        node=open_root(PlainConfig),
+        provider="robust_train",
     )
     store.store(
-        name="robust_schema", node=open_root(RobustConfig), provider="robust_train"
+        name="robust_schema",
+        node=open_root(RobustConfig),
+        provider="robust_train",
     )
-    store_group("trainer", "command", TrainerConfig)
+    store_group(
+        "trainer",
+        "command",
+        TrainerConfig,
+    )
 
 
-def store_group(group: str, option: str, schema: type) -> None:
+def store_group(
+    group: str,
+    option: str,
+    schema: type,
+) -> None:
     """Put the keys of a group's option into Hydra's ConfigStore."""
     node = group_node(schema)
     ConfigStore.instance().store(
-        group=f"schema/{group}", name=option, node=node, provider="robust_train"
+        group=f"schema/{group}",
+        name=option,
+        node=node,
+        provider="robust_train",
     )
 
 

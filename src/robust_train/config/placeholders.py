@@ -42,7 +42,11 @@ class ScriptValues:
     # `true`: recompute activations to save memory
     gradient_checkpointing: str = "false"
 
-    def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
+    def fill(
+        self,
+        text: str,
+        quote: Callable[[str], str] = str,
+    ) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
         ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
         values = {**asdict(self), "$": "$"}
@@ -74,7 +78,12 @@ def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
     for name in _PLACEHOLDER.findall(text):
         if name not in (*PLACEHOLDERS, "$"):
             cutoff = 0.0 if every else 0.75
-            if close := difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff):
+            if close := difflib.get_close_matches(
+                name,
+                PLACEHOLDERS,
+                1,
+                cutoff,
+            ):
                 return name, close[0]
     return None
 

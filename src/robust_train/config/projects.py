@@ -98,7 +98,11 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     return defaults
 
 
-def _check_batch(cfg: DictConfig, value: Any, found: list[str]) -> None:
+def _check_batch(
+    cfg: DictConfig,
+    value: Any,
+    found: list[str],
+) -> None:
     key = f"{GROUP}.training.{_BATCH}"
     if value is None and found:
         raise ConfigError(

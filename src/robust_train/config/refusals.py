@@ -129,23 +129,37 @@ def explain(
         overrides = [word for word in arguments if not word.startswith("-")]
         compose_with = _composer(config_path, config_name)
         return _unknown_key(
-            match[1] or (found and found[1]) or match[2], compose_with, overrides
+            match[1] or (found and found[1]) or match[2],
+            compose_with,
+            overrides,
         )
     return " ".join(line.strip() for line in lines[:3] if line.strip())
 
 
-def _unknown_option(group: str, option: str, chain: str) -> str:
+def _unknown_option(
+    group: str,
+    option: str,
+    chain: str,
+) -> str:
     listed = _OPTIONS.search(chain)
     options = [
         name for name in (listed[1] if listed else "").split() if name != "__init__"
     ]
-    close = difflib.get_close_matches(option, options, n=1)
+    close = difflib.get_close_matches(
+        option,
+        options,
+        n=1,
+    )
     near = f"; did you mean {close[0]}?" if close else ""
     hint = f"; the options are {', '.join(options)}" if options else ""
     return f"{group}={option}: no such option{hint}{near}"
 
 
-def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> str:
+def _unknown_key(
+    key: str,
+    compose_with: Composed,
+    overrides: Sequence[str],
+) -> str:
     if answer := gone(key):
         return answer
     typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
@@ -159,7 +173,11 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
         )
     beside = [k for k in everything if k.rpartition(".")[0] == parent]
     if parent and beside:
-        hint = meant(name, [k.rpartition(".")[2] for k in beside], f"{parent}.")
+        hint = meant(
+            name,
+            [k.rpartition(".")[2] for k in beside],
+            f"{parent}.",
+        )
     else:
         near = _nearest(name, everything, 0.75) or _nearest(key, everything, 0.75)
         hint = f"did you mean {near}?" if near else "--cfg job lists all"
@@ -169,17 +187,28 @@ def _unknown_key(key: str, compose_with: Composed, overrides: Sequence[str]) -> 
     return f"{typed}: no such key; {hint}"
 
 
-def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
+def _nearest(
+    name: str,
+    keys: Sequence[str],
+    cutoff: float = 0.6,
+) -> str | None:
     """Return the key that is most like ``name``, which may leave out its group."""
     full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {
         key: key for key in keys
     }
-    close = difflib.get_close_matches(name, full, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(
+        name,
+        full,
+        n=1,
+        cutoff=cutoff,
+    )
     return full[close[0]] if close else None
 
 
 def composed(
-    overrides: Sequence[str], config_path: str = OURS, config_name: str = "robust"
+    overrides: Sequence[str],
+    config_path: str = OURS,
+    config_name: str = "robust",
 ) -> DictConfig:
     """Return a config with overrides, by default that of ``train_robust.py``."""
     running = GlobalHydra.instance().hydra  # the sweep that is being checked
@@ -195,11 +224,17 @@ def composed(
 
 
 def _composer(config_path: str, config_name: str) -> Composed:
-    return functools.partial(composed, config_path=config_path, config_name=config_name)
+    return functools.partial(
+        composed,
+        config_path=config_path,
+        config_name=config_name,
+    )
 
 
 def explain_option(
-    arguments: Sequence[str], config_name: str, config_path: str = OURS
+    arguments: Sequence[str],
+    config_name: str,
+    config_path: str = OURS,
 ) -> str | None:
     """Return one line about an option that Hydra does not have, None if there is none."""
     unknown = [one for one in unknown_to_hydra(arguments) if one.startswith("-")]
@@ -212,7 +247,8 @@ def explain_option(
         else ()
     )
     value = value or next(
-        (one for one in after if not re.search("^-[a-z-]|=", one)), "…"
+        (one for one in after if not re.search("^-[a-z-]|=", one)),
+        "…",
     )
     keys = all_keys(_composer(config_path, config_name), ())
     key = _nearest(name.replace("-", "_"), keys)

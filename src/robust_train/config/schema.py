@@ -57,7 +57,9 @@ class TrainingConfig:
         read=integer_or_auto,
     )
     gradient_accumulation_steps: int = key(
-        1, "micro-batches per optimizer step", range=FROM_1
+        1,
+        "micro-batches per optimizer step",
+        range=FROM_1,
     )
     effective_batch_size: int | None = key(
         None,
@@ -72,10 +74,15 @@ class TrainingConfig:
         follows="dataset.num_workers",
     )
     prefetch_factor: int = key(
-        2, "batches that each worker prepares ahead", range=FROM_1
+        2,
+        "batches that each worker prepares ahead",
+        range=FROM_1,
     )
     epochs: int = key(
-        10, "passes over the training data", range=FROM_1, follows="dataset.epochs"
+        10,
+        "passes over the training data",
+        range=FROM_1,
+        follows="dataset.epochs",
     )
     lr: float = key(
         1e-3,
@@ -85,10 +92,20 @@ class TrainingConfig:
     )
     weight_decay: float = key(0.01, "weight decay", range=FROM_0)
     warmup_fraction: float = key(
-        0.05, "share of the steps with a rising learning rate", range=SHARE
+        0.05,
+        "share of the steps with a rising learning rate",
+        range=SHARE,
     )
-    label_smoothing: float = key(0.0, "label smoothing of the loss", range=SHARE)
-    max_grad_norm: float = key(1.0, "gradient clipping; `0`: none", range=FROM_0)
+    label_smoothing: float = key(
+        0.0,
+        "label smoothing of the loss",
+        range=SHARE,
+    )
+    max_grad_norm: float = key(
+        1.0,
+        "gradient clipping; `0`: none",
+        range=FROM_0,
+    )
     mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
     gradient_checkpointing: bool = key(False, "less memory for more time")
     sharding: str = key(
@@ -107,9 +124,15 @@ class TrainingConfig:
         written=AUTO,
     )
     checkpoint_every_steps: int | None = key(
-        None, "besides the minutes: at most this many steps are lost", range=FROM_0
+        None,
+        "besides the minutes: at most this many steps are lost",
+        range=FROM_0,
     )
-    keep_checkpoints: int = key(2, "number of checkpoints kept", range=FROM_1)
+    keep_checkpoints: int = key(
+        2,
+        "number of checkpoints kept",
+        range=FROM_1,
+    )
     regrow_after_steps: int | None = key(
         None,
         "after an out-of-memory error, steps until a larger micro-batch is tried",
@@ -117,9 +140,16 @@ class TrainingConfig:
         range=FROM_0,
     )
     log_every_steps: int = key(
-        50, "steps between progress lines where no live status shows them", range=FROM_1
+        50,
+        "steps between progress lines where no live status shows them",
+        range=FROM_1,
     )
-    seed: int = key(42, "seed of the built-in trainer", range=FROM_0, follows="seed")
+    seed: int = key(
+        42,
+        "seed of the built-in trainer",
+        range=FROM_0,
+        follows="seed",
+    )
 
 
 @dataclass(frozen=True)
@@ -140,19 +170,26 @@ class MemoryConfig:
         written=AUTO,
     )
     empty_cache_frequency: int = key(
-        10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
+        10,
+        "steps between checks of the CUDA cache; `0`: never",
+        range=FROM_0,
     )
     empty_cache_threshold: float = key(
-        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
+        0.5,
+        "share of the cache that must be unused for it to be emptied",
+        range=SHARE,
     )
     clear_on_start: bool = key(True, "empty the CUDA cache at the start")
     clear_after_save: bool = key(True, "… after a checkpoint")
     clear_after_epoch: bool = key(True, "… after an epoch")
     clear_on_failure: bool = key(
-        True, "clear a failed trainer's frames; `false` leaves them to a debugger"
+        True,
+        "clear a failed trainer's frames; `false` leaves them to a debugger",
     )
     log_frequency: int = key(
-        0, "steps between log lines about memory; `0`: none", range=FROM_0
+        0,
+        "steps between log lines about memory; `0`: none",
+        range=FROM_0,
     )
     sample_interval_ms: int = key(
         100,
@@ -174,7 +211,9 @@ class DivergenceConfig:
         choices=("recover", "ignore"),
     )
     patience: int = key(
-        3, "reports in a row with a loss that is not finite", range=FROM_1
+        3,
+        "reports in a row with a loss that is not finite",
+        range=FROM_1,
     )
     spike_sigma: float = key(
         0.0,
@@ -249,7 +288,10 @@ class NotifyConfig:
         read=events,
     )
     waiting_minutes: float = key(
-        30.0, "waiting longer for a GPU is notified once", unit="minutes", range=FROM_0
+        30.0,
+        "waiting longer for a GPU is notified once",
+        unit="minutes",
+        range=FROM_0,
     )
     sweep_jobs: bool = key(
         False,
@@ -317,7 +359,12 @@ class PlainConfig:
         more="Without a GPU here, all but `auto` and `cpu` are refused",
         section="Device and queue",
     )
-    seed: int = key(42, "seed of everything random", range=FROM_0, section="Training")
+    seed: int = key(
+        42,
+        "seed of everything random",
+        range=FROM_0,
+        section="Training",
+    )
     training: TrainingConfig = group(TrainingConfig, "Training")
     memory: MemoryConfig = group(MemoryConfig, "Memory")
 
@@ -352,7 +399,10 @@ class RobustConfig(PlainConfig):
     )
     wait_for_gpu: bool = key(True, "wait until that much is free")
     gpu_wait_timeout_minutes: float = key(
-        60.0, "longest wait", unit="minutes", range=FROM_0
+        60.0,
+        "longest wait",
+        unit="minutes",
+        range=FROM_0,
     )
     gpu_check_interval_seconds: float = key(
         30.0,
@@ -418,7 +468,10 @@ class RobustConfig(PlainConfig):
     )
 
     min_batch_size: int = key(
-        4, "no attempt uses a smaller micro-batch", range=FROM_1, section="Recovery"
+        4,
+        "no attempt uses a smaller micro-batch",
+        range=FROM_1,
+        section="Recovery",
     )
     max_retries: int | None = key(
         None,
@@ -582,7 +635,8 @@ class RobustConfig(PlainConfig):
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""
         power = {"linear": 1.0, "sqrt": 0.5}.get(
-            self.trainer.scale_learning_rate or "", 0
+            self.trainer.scale_learning_rate or "",
+            0,
         )
         share = effective_batch_size / self.samples_per_step
         return float(self.training.lr * share**power)

@@ -38,7 +38,10 @@ class TrainerRef:
 
     @classmethod
     def of(
-        cls, trainer: str | Callable[..., Any], *, inline: bool = False
+        cls,
+        trainer: str | Callable[..., Any],
+        *,
+        inline: bool = False,
     ) -> TrainerRef:
         """Return the reference for a dotted path or a callable; nothing is imported.
 
@@ -64,7 +67,8 @@ class TrainerRef:
             if name.isidentifier() and (file := _script_of(trainer)):
                 return cls(f"{MAIN_MODULE}.{name}", file)
         return cls(
-            f"__main__.{name or type(trainer).__name__}", pickled=_by_value(trainer)
+            f"__main__.{name or type(trainer).__name__}",
+            pickled=_by_value(trainer),
         )
 
     @property
@@ -104,7 +108,11 @@ def end_import_at_launch(trainer: object) -> None:
         raise LaunchReached(f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}")
 
 
-def _is_found(trainer: object, module: str, name: str) -> bool:
+def _is_found(
+    trainer: object,
+    module: str,
+    name: str,
+) -> bool:
     """Return whether its name leads to it: not that of an object's method or a decorated copy."""
     try:
         return bool(attrgetter(name)(sys.modules[module]) == trainer)
@@ -181,7 +189,9 @@ def job_name_of(config: RobustConfig, trainer: Trainer) -> str:
         # None in a notebook
         script = getattr(sys.modules["__main__"], "__file__", None)
         target = target.replace(
-            "__main__.", f"{Path(script).stem}." if script else "", 1
+            "__main__.",
+            f"{Path(script).stem}." if script else "",
+            1,
         )
     return job_name(
         config.job_name,
@@ -222,14 +232,23 @@ def name_of_program(program: Sequence[str]) -> str:
 
 def folder_name(*about: Any) -> str:
     """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
-    name = re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
+    name = re.sub(
+        r"[^\w.-]+",
+        "_",
+        job_name(*about) or "job",
+    )
     return name.encode()[:200].decode(errors="ignore")  # file systems take 255 bytes
 
 
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
-def require(module: str, key: str, *, extra: str = "vision") -> Any:
+def require(
+    module: str,
+    key: str,
+    *,
+    extra: str = "vision",
+) -> Any:
     """Return ``module``, imported; ``key`` is the override that needs it, for the error. Raises
     ConfigError: it is not installed; names the ``extra`` of ours that brings it."""
     try:

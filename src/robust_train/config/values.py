@@ -69,7 +69,11 @@ class Declaration:
         """Whether Hydra is to take any value, because the key accepts several types."""
         return self.read is not None or self.written == AUTO
 
-    def value(self, name: str, given: Any) -> Any:
+    def value(
+        self,
+        name: str,
+        given: Any,
+    ) -> Any:
         """Return a key's value in the type of the code. Raises ConfigError: it is not accepted."""
         if self.read is not None:
             return self.read(name, given)
@@ -98,10 +102,18 @@ def is_secret(word: str) -> bool:
     return word.lstrip("+~").startswith(("notify.urls=", "notify="))
 
 
-def key(default: Any, meaning: str, **declared: Any) -> Any:
+def key(
+    default: Any,
+    meaning: str,
+    **declared: Any,
+) -> Any:
     """Declare a key: its default, what it means, and what else :class:`Declaration` holds."""
     about = Declaration(meaning, **declared)
-    return field(default=default, repr=not about.is_secret, metadata={"key": about})
+    return field(
+        default=default,
+        repr=not about.is_secret,
+        metadata={"key": about},
+    )
 
 
 def group(cls: type, section: str = "") -> Any:

@@ -76,7 +76,12 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
     shortage = ""
     for report in reports_of(exception):
         stack = "" if report.exception is None else stack_of(report.exception)
-        found = refined(match(report), report.text, report.types, stack)
+        found = refined(
+            match(report),
+            report.text,
+            report.types,
+            stack,
+        )
         if found is None and named("UNCLEAR").matches(report):
             shortage = (
                 "host memory had run out just before" if host_memory_ran_out else ""
@@ -90,7 +95,8 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
     if not matches:
         # what no section matches is shown as its author wrote it
         return Failure(
-            FailureKind.BUG, message=next(iter(reports_of(exception))).headline
+            FailureKind.BUG,
+            message=next(iter(reports_of(exception))).headline,
         )
     report, found = most_telling(matches)
     evidence = read_evidence(report.text, found)

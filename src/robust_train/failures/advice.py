@@ -172,7 +172,11 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
 
 
 def with_advice(
-    attempt: Attempt, *, is_script: bool, is_built_in: bool, cuda_versions: str = ""
+    attempt: Attempt,
+    *,
+    is_script: bool,
+    is_built_in: bool,
+    cuda_versions: str = "",
 ) -> Attempt:
     """Return the attempt with advice on its failure that its trainer can follow.
 

@@ -55,16 +55,28 @@ def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
 
 
 def _follow(
-    exception: BaseException, seen: set[int], in_group: bool
+    exception: BaseException,
+    seen: set[int],
+    in_group: bool,
 ) -> Iterator[ErrorReport]:
     if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
         return
     seen.add(id(exception))
     types = tuple(cls.__name__ for cls in type(exception).__mro__)
-    own = list(reports_in(_text_of(exception), types, errno=_errno_of(exception)))
+    own = list(
+        reports_in(
+            _text_of(exception),
+            types,
+            errno=_errno_of(exception),
+        )
+    )
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
-        yield replace(report, in_group=in_group, exception=raised)
+        yield replace(
+            report,
+            in_group=in_group,
+            exception=raised,
+        )
     # exception groups, also the backport's
     members = getattr(exception, "exceptions", None)
     if isinstance(members, (tuple, list)):
@@ -149,7 +161,9 @@ _HINT = re.compile(
 
 
 def reports_in(
-    text: str, types: tuple[str, ...] = (), errno: int | None = None
+    text: str,
+    types: tuple[str, ...] = (),
+    errno: int | None = None,
 ) -> Iterator[ErrorReport]:
     """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
 
@@ -179,12 +193,20 @@ def reports_in(
     for number, report in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
         known = types if number == 0 and report.types[0] in types else report.types
-        yield replace(report, types=known, errno=errno if number == 0 else None)
+        yield replace(
+            report,
+            types=known,
+            errno=errno if number == 0 else None,
+        )
         if report.is_programming_error:
             return
 
 
-def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> ErrorReport:
+def _plain(
+    lines: list[str],
+    types: tuple[str, ...],
+    errno: int | None,
+) -> ErrorReport:
     text = one_line(lines)
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
@@ -192,12 +214,24 @@ def _plain(lines: list[str], types: tuple[str, ...], errno: int | None) -> Error
     unwrapped = one_line(lines, "")
     if prefix is not None:  # "MemoryError: …" inside of another exception's message
         inner = prefix.group(1).rpartition(".")[2]
-        return ErrorReport((*types, inner), text, first, errno, unwrapped)
+        return ErrorReport(
+            (*types, inner),
+            text,
+            first,
+            errno,
+            unwrapped,
+        )
     if name in ("", "RuntimeError") and first:
         headline = first
     else:
         headline = f"{name}: {first}" if first else name
-    return ErrorReport(types, text, headline[:_LINE_LIMIT], errno, unwrapped)
+    return ErrorReport(
+        types,
+        text,
+        headline[:_LINE_LIMIT],
+        errno,
+        unwrapped,
+    )
 
 
 def _where_caught(lines: list[str], start: int) -> str:
@@ -249,5 +283,6 @@ def _first_line(lines: list[str]) -> str:
     """Return the first line with words in it, unchanged."""
     stripped = (line.strip() for line in lines)
     return next(
-        (line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), ""
+        (line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))),
+        "",
     )

@@ -53,7 +53,10 @@ _NATIVE = re.compile(
 
 
 def classify_exit(
-    returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
+    returncode: int,
+    output_tail: str = "",
+    *,
+    oom_killed: bool | None = None,
 ) -> Failure:
     """Return why a process failed that left no report.
 
@@ -75,7 +78,9 @@ def classify_exit(
     killer = _KERNELS.search(output_tail)
     record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
     by_kernel = Failure(
-        FailureKind.HOST_OOM, f"{ended}: {record}", Evidence(library="kernel")
+        FailureKind.HOST_OOM,
+        f"{ended}: {record}",
+        Evidence(library="kernel"),
     )
     if name == "SIGKILL" and oom_killed:
         return by_kernel
@@ -85,19 +90,39 @@ def classify_exit(
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         if name == "SIGKILL":
             message = "killed by SIGKILL (sender unknown)"
-            return Failure(FailureKind.INTERRUPTED, message, Evidence(clue=Clue.KILLED))
+            return Failure(
+                FailureKind.INTERRUPTED,
+                message,
+                Evidence(clue=Clue.KILLED),
+            )
         taken = _TAKEN.search(one_line(lines))
         clue = None if taken is None else Clue.KILLED
-        return Failure(FailureKind.INTERRUPTED, ended, Evidence(clue=clue))
-    reported = _reported_in(output_tail, lines, native=name is not None)
+        return Failure(
+            FailureKind.INTERRUPTED,
+            ended,
+            Evidence(clue=clue),
+        )
+    reported = _reported_in(
+        output_tail,
+        lines,
+        native=name is not None,
+    )
     if reported is not None:
         report, found = reported
         evidence = read_evidence(report.text, found)
-        failure = Failure(found.kind, f"{ended}: {report.headline}", evidence)
+        failure = Failure(
+            found.kind,
+            f"{ended}: {report.headline}",
+            evidence,
+        )
         return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
-        return Failure(FailureKind.WORKER_DEATH, ended, Evidence(library="kernel"))
+        return Failure(
+            FailureKind.WORKER_DEATH,
+            ended,
+            Evidence(library="kernel"),
+        )
     if killer is not None:
         return by_kernel
     crash = native_stack_in(output_tail) if name is not None else None
@@ -110,7 +135,11 @@ def classify_exit(
         words = _told_last(lines)
     clue = Clue.CRASHED if name == "SIGSEGV" else None
     message = f"{ended}: {words}" if words else ended
-    return Failure(FailureKind.BUG, message, Evidence(clue=clue))
+    return Failure(
+        FailureKind.BUG,
+        message,
+        Evidence(clue=clue),
+    )
 
 
 def by_oom_killer(failure: Failure) -> Failure:
@@ -133,7 +162,9 @@ def signal_of(returncode: int) -> int | None:
 
 
 def _reported_in(
-    output: str, lines: Sequence[str], native: bool
+    output: str,
+    lines: Sequence[str],
+    native: bool,
 ) -> tuple[ErrorReport, Match] | None:
     """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
     Where there is a traceback, it alone counts: what was logged before may have been overcome."""
@@ -155,7 +186,12 @@ def _reported_in(
     if has_traceback:
         stack = last_stack_in(output)
         for report in reports_in(output):
-            found = refined(match(report), report.text, report.types, stack)
+            found = refined(
+                match(report),
+                report.text,
+                report.types,
+                stack,
+            )
             if found is not None:
                 return report, found
     return None

@@ -142,7 +142,8 @@ def match(report: ErrorReport) -> Match | None:
     if found is not None or report.unwrapped in ("", report.text):
         return found
     return next(
-        (row.match for row in in_turn if row.words.search(report.unwrapped)), None
+        (row.match for row in in_turn if row.words.search(report.unwrapped)),
+        None,
     )
 
 

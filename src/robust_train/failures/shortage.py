@@ -88,7 +88,10 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     message = f"{failure.message} ({why})"
     evidence = Evidence(library="onednn", clue=Clue.UNCLEAR)
     shortage = replace(
-        failure, kind=FailureKind.HOST_OOM, message=message, evidence=evidence
+        failure,
+        kind=FailureKind.HOST_OOM,
+        message=message,
+        evidence=evidence,
     )
     return replace(attempt, failure=shortage)
 

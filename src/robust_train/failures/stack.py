@@ -34,7 +34,8 @@ _IN_WORKER = re.compile(
     r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+"
 )
 _CRASHED_THREAD = re.compile(
-    r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE
+    r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)",
+    re.MULTILINE,
 )
 _IS_A_LIBRARYS = re.compile(
     r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen"
@@ -47,13 +48,16 @@ _IS_OURS = re.compile(
 )
 _OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
 _RANK = re.compile(
-    r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE
+    r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$",
+    re.MULTILINE,
 )
 _PROCESS = re.compile(
-    r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE
+    r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$",
+    re.MULTILINE,
 )
 _THREAD = re.compile(
-    r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)", re.MULTILINE
+    r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)",
+    re.MULTILINE,
 )
 _FRAME = re.compile(
     r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)'
@@ -114,7 +118,8 @@ def native_stack_in(output: str) -> NativeStack | None:
 def _above_runner(frames: Iterable[str]) -> Iterator[str]:
     """Yield the frames that the runner has called, innermost first."""
     return itertools.takewhile(
-        lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames
+        lambda frame: not _IS_OF_THE_RUNNER.search(frame),
+        frames,
     )
 
 
@@ -171,7 +176,10 @@ def memory_clue(stack: str) -> str | None:
 
 
 def refined(
-    found: Match | None, text: str, types: tuple[str, ...], stack: str
+    found: Match | None,
+    text: str,
+    types: tuple[str, ...],
+    stack: str,
 ) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
@@ -189,9 +197,17 @@ def refined(
     is_in_loader = _IN_A_LOADER.search(stack) is not None
     if is_in_loader and "ConnectionResetError" in types:
         # the first that the loader sees of a killed worker, if it was just handing over a batch
-        return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
+        return Match(
+            FailureKind.WORKER_DEATH,
+            "torch",
+            Clue.KILLED,
+        )
     if found.kind.is_memory:
-        return Match(found.kind, found.library, memory_clue(stack) or found.clue)
+        return Match(
+            found.kind,
+            found.library,
+            memory_clue(stack) or found.clue,
+        )
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
     out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or is_in_loader)

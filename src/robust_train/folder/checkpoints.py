@@ -110,7 +110,15 @@ def record_checkpoint(
     now = round(max(time.time(), latest + 1e-6), 6)
     size = size_of(path)
     about = seconds, loss, position
-    manifest = Manifest(job, attempt, step, now, path, *size, *about)
+    manifest = Manifest(
+        job,
+        attempt,
+        step,
+        now,
+        path,
+        *size,
+        *about,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
     sync(folder.parent)
@@ -126,10 +134,18 @@ def _write(folder: Path, manifest: Manifest) -> None:
     path = manifest.path
     beside = path.parent == folder.absolute()
     content = asdict(manifest) | {"path": path.name if beside else str(path)}
-    write_json(_file_of(folder, path), {"schema": SCHEMA, **content}, durable=True)
+    write_json(
+        _file_of(folder, path),
+        {"schema": SCHEMA, **content},
+        durable=True,
+    )
 
 
-def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
+def mark(
+    folder: Path,
+    job: str,
+    loss_of: Callable[[Manifest], str],
+) -> None:
     """Write down what is known by now of the loss at each checkpoint of ``job``."""
     for manifest in of_job(folder, job):
         loss = loss_of(manifest)
@@ -161,7 +177,11 @@ def _bad_part(file: Path) -> str | None:
 
 
 def pass_over_damaged(
-    folder: Path, job: str, path: Path, *, lacks_file: bool = False
+    folder: Path,
+    job: str,
+    path: Path,
+    *,
+    lacks_file: bool = False,
 ) -> bool:
     """Have no attempt resume from a checkpoint that its script could not read, if there is one
     before it; return whether there is. One that can be read here is not damaged, unless it is a
@@ -176,7 +196,11 @@ def pass_over_damaged(
         own = of_job(folder, job)
         before = (one for one in own if one.path != path and one.loss not in USELESS)
         if any(state_of(one) == "whole" for one in before):
-            mark(folder, job, lambda one: "damaged" if one.path == path else one.loss)
+            mark(
+                folder,
+                job,
+                lambda one: "damaged" if one.path == path else one.loss,
+            )
             return True
     return False
 
@@ -197,10 +221,23 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             log.warning("checkpoint %s is torn and is skipped", manifest.path)
     if changed is not None:
         log.warning(
-            "checkpoint %s has changed since it was reported; using it", changed.path
+            "checkpoint %s has changed since it was reported; using it",
+            changed.path,
         )
         return changed
-    return _unlisted(folder, Manifest(job, 0, -1, 0.0, folder / _OURS, "", 0, 0))
+    return _unlisted(
+        folder,
+        Manifest(
+            job,
+            0,
+            -1,
+            0.0,
+            folder / _OURS,
+            "",
+            0,
+            0,
+        ),
+    )
 
 
 _OURS = "step-0.pt"
@@ -224,7 +261,14 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
             step = None if known.step is None else max(its_numbers[-1], known.step + 1)
             size = size_of(path)
-            return Manifest(known.job, known.attempt, step, known.time, path, *size)
+            return Manifest(
+                known.job,
+                known.attempt,
+                step,
+                known.time,
+                path,
+                *size,
+            )
     return None
 
 
@@ -257,14 +301,23 @@ def why_full(run_dir: Path, message: str) -> str | None:
         size = max((one.bytes for one in read_manifests(folder)), default=0)
         # what counts space, inodes and a quota
         with tempfile.TemporaryFile(dir=folder if folder.is_dir() else run_dir) as file:
-            os.posix_fallocate(file.fileno(), 0, max(size, _LEAST_BYTES))
+            os.posix_fallocate(
+                file.fileno(),
+                0,
+                max(size, _LEAST_BYTES),
+            )
             os.fsync(file.fileno())
     except OSError as error:
         return f"no checkpoint fits into {run_dir} ({error.strerror})"
     return None
 
 
-def rotate(folder: Path, job: str, pattern: str, keep: int) -> None:
+def rotate(
+    folder: Path,
+    job: str,
+    pattern: str,
+    keep: int,
+) -> None:
     """Remove all but the newest ``keep`` whole checkpoints of ``job`` that are named like
     ``pattern``. What was written last stays, and so does everything without a manifest of it; and
     the newest that is proven to be good, or until there is one, the oldest that may be."""

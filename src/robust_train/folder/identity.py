@@ -89,7 +89,11 @@ def wait_until_readable(
                     "; nothing was changed, and what cannot be read may be removed"
                 )
                 raise unusable_folder(problem, error) from error
-        log.warning("%s; trying again in %g s", problem, pause)
+        log.warning(
+            "%s; trying again in %g s",
+            problem,
+            pause,
+        )
         sleep(pause)
 
 
@@ -105,7 +109,12 @@ def refuse_other_version(run_dir: Path, *, resume: bool) -> None:
         )
 
 
-def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginning:
+def begin_job(
+    run_dir: Path,
+    *,
+    resume: bool,
+    max_launches: int = 0,
+) -> Beginning:
     """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
     the unfinished job of the folder, if there is one.
 
@@ -119,7 +128,11 @@ def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginnin
     attempts, found = wait_until_readable(lambda: read_earlier(journal))
     job = wait_until_readable(lambda: read_identity(run_dir))
     if job is None or job.completed is not None or not resume:
-        job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
+        job = Identity(
+            uuid.uuid4().hex,
+            time.time(),
+            cleared=False,
+        )
         _write(run_dir, job)
         for parent in run_dir.parents[:_NEW_LEVELS]:
             with contextlib.suppress(OSError):
@@ -129,13 +142,26 @@ def begin_job(run_dir: Path, *, resume: bool, max_launches: int = 0) -> Beginnin
         job = replace(job, cleared=True)
         _write(run_dir, job)
     known = wait_until_readable(lambda: read_manifests(folder))
-    _check_progress(run_dir, job, known, max_launches)
+    _check_progress(
+        run_dir,
+        job,
+        known,
+        max_launches,
+    )
     most = max([attempts, *(manifest.attempt for manifest in known)])
-    return Beginning(job.id, most, found, resume_from(run_dir, job.id))
+    return Beginning(
+        job.id,
+        most,
+        found,
+        resume_from(run_dir, job.id),
+    )
 
 
 def _check_progress(
-    run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
+    run_dir: Path,
+    job: Identity,
+    known: Sequence[Manifest],
+    max_launches: int,
 ) -> None:
     """Begin to count launches again after a new checkpoint, or where they may be any number."""
     own = [one for one in known if one.job == job.id and one.loss not in USELESS]
@@ -219,7 +245,11 @@ def read_identity(run_dir: Path) -> Identity | None:
 def _write(run_dir: Path, identity: Identity) -> None:
     path = run_dir / "job.json"
     try:
-        write_json(path, asdict(identity), durable=True)
+        write_json(
+            path,
+            asdict(identity),
+            durable=True,
+        )
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror or error}"
         raise unusable_folder(problem, error) from error

@@ -43,12 +43,20 @@ class Journal:
         self._held: dict[str, bytes] = {}
         self._owed: list[bytes] = []
 
-    def write(self, event: Event, attempt: int | None = None) -> None:
+    def write(
+        self,
+        event: Event,
+        attempt: int | None = None,
+    ) -> None:
         """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""
         now = time.time()
         whose = {} if attempt is None else {"attempt": attempt}
         content = strict_json({"time": round(now, 6), **whose, **event.as_json()})
-        text = json.dumps(content, ensure_ascii=False, default=repr)
+        text = json.dumps(
+            content,
+            ensure_ascii=False,
+            default=repr,
+        )
         line = (text + "\n").encode(errors="replace")
         if event.is_frequent:
             kind = self._spacing.known(_kind_of(event))
@@ -70,7 +78,9 @@ class Journal:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "cannot write %s: %s; training goes on", self.path, error.strerror
+                    "cannot write %s: %s; training goes on",
+                    self.path,
+                    error.strerror,
                 )
 
 

@@ -87,11 +87,19 @@ def status(run: KnownRun) -> dict[str, Json]:
     figures: dict[str, Json] = {}
     if run.status == "running":
         with contextlib.suppress(ControlError):
-            figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
+            figures = ask(
+                run,
+                "figures",
+                wait_seconds=_FIGURES_SECONDS,
+            )
     return {**run.about(), **figures}
 
 
-def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply | None:
+def _wait_for_reply(
+    run: KnownRun,
+    request: Path,
+    wait_seconds: float,
+) -> Reply | None:
     """Return the reply, None if it does not come in time; ControlError if the run has ended."""
     started = time.monotonic()
     answer = request.with_suffix(ANSWER)

@@ -79,7 +79,11 @@ class Holder:
         """The launcher's process; None if it has ended, or is not here."""
         if not self.is_here:
             return None
-        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+        with contextlib.suppress(
+            psutil.Error,
+            ValueError,
+            OverflowError,
+        ):
             if is_there(self.pid, self.process_started):
                 return psutil.Process(self.pid)
         return None
@@ -96,12 +100,20 @@ class RunLock:
     cannot lock. Raises ConfigError: a live job of this host holds it; RunFolderUnavailable: what
     another host may have left holds it, also after a while. Nothing was written."""
 
-    def __init__(self, run_dir: Path, job: str) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        job: str,
+    ) -> None:
         self.hold: tuple[int, ...] = ()
         self._fd: int | None = None
         path = run_dir / LOCK_FILE
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+            self._fd = os.open(
+                path,
+                os.O_RDWR | os.O_CREAT | _FLAGS,
+                0o600,
+            )
             if os.fstat(self._fd).st_uid == os.geteuid():
                 os.fchmod(self._fd, 0o600)  # version 0.2 made it readable for all
             fd = self._fd
@@ -131,7 +143,11 @@ class RunLock:
         )
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(asdict(holder)).encode(), 0)
+            os.pwrite(
+                self._fd,
+                json.dumps(asdict(holder)).encode(),
+                0,
+            )
 
     def release(self) -> None:
         """Release the lock, also for processes that still have the descriptor."""
@@ -240,7 +256,11 @@ def _end_leftovers(holder: Holder | None) -> None:
         named(left),
         ORPHAN_SECONDS,
     )
-    if left := end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS):
+    if left := end_processes_of(
+        holder.job,
+        os.geteuid(),
+        ORPHAN_SECONDS,
+    ):
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
 
 

@@ -145,12 +145,18 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
 class Provenance:
     """Writes the file of one launch in the background."""
 
-    def __init__(self, run_dir: Path, gpus: Group) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        gpus: Group,
+    ) -> None:
         self._run_dir = run_dir
         self._gpus = gpus
         self._short: dict[str, Json] | None = None
         self._thread = threading.Thread(
-            target=self._write, name="environment", daemon=True
+            target=self._write,
+            name="environment",
+            daemon=True,
         )
         with contextlib.suppress(RuntimeError):  # no room for one more thread
             self._thread.start()
@@ -177,7 +183,8 @@ class Provenance:
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
                 "driver": _found(
-                    r"Kernel Module\D*?([\d.]+)", "/proc/driver/nvidia/version"
+                    r"Kernel Module\D*?([\d.]+)",
+                    "/proc/driver/nvidia/version",
                 ),
                 "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
                 "variables": public_variables(os.environ),
@@ -186,9 +193,18 @@ class Provenance:
             content |= _code(cwd)
             short = {name: content[name] for name in _SHORT}
             self._short = {**short, "gpus": [gpu.name for gpu in self._gpus]}
-            write_json(self._run_dir / FILE, content, indent=1)
+            write_json(
+                self._run_dir / FILE,
+                content,
+                indent=1,
+            )
         except Exception as error:  # a record is never worth a job
-            log.info("no %s: %s: %s", FILE, type(error).__name__, error)
+            log.info(
+                "no %s: %s: %s",
+                FILE,
+                type(error).__name__,
+                error,
+            )
 
 
 def _code(cwd: str) -> dict[str, Json]:
@@ -197,7 +213,12 @@ def _code(cwd: str) -> dict[str, Json]:
     Of changed files only the names: what they hold may be secret.
     """
     commit = _git(cwd, "rev-parse", "HEAD")
-    status = commit and _git(cwd, "status", "--porcelain", "--untracked-files=no")
+    status = commit and _git(
+        cwd,
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+    )
     changed = [
         line[3:] for line in (status or b"").decode(errors="replace").splitlines()
     ]
@@ -225,7 +246,13 @@ def _packages() -> dict[str, str]:
                 or distribution.read_text("PKG-INFO")
                 or ""
             )
-            fields = dict(re.findall(r"^(Name|Version): *(.+?) *$", about, re.M)[:2])
+            fields = dict(
+                re.findall(
+                    r"^(Name|Version): *(.+?) *$",
+                    about,
+                    re.M,
+                )[:2]
+            )
             found.setdefault(fields["Name"], fields["Version"])
     return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
 
@@ -233,7 +260,11 @@ def _packages() -> dict[str, str]:
 def _found(pattern: str, file: str | Path) -> str | None:
     """Return what a pattern finds in a file."""
     with contextlib.suppress(OSError):
-        found = re.search(pattern, Path(file).read_text(), re.M)
+        found = re.search(
+            pattern,
+            Path(file).read_text(),
+            re.M,
+        )
         return found and found[1]
     return None
 
@@ -254,7 +285,11 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN:
             return None
-        return _with_folder("hydra.run.dir", run_dir, str(hydra.runtime.cwd))
+        return _with_folder(
+            "hydra.run.dir",
+            run_dir,
+            str(hydra.runtime.cwd),
+        )
     words = command()
     arguments = _of_run(words)
     if not arguments:
@@ -265,7 +300,12 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
         _unnamed.append(run_dir)
         if run_dir != _unnamed[0]:
             return None
-        return _from(os.getcwd(), words, "env", f"{RUN_DIR_VARIABLE}={run_dir}")
+        return _from(
+            os.getcwd(),
+            words,
+            "env",
+            f"{RUN_DIR_VARIABLE}={run_dir}",
+        )
     if not any(word.startswith("--run-dir") for word in words):
         words[arguments:arguments] = ["--run-dir", str(run_dir)]
     return _from(os.getcwd(), words)
@@ -300,7 +340,11 @@ def _of_run(words: Sequence[str]) -> int:
     return program + 2 if is_run else 0
 
 
-def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
+def _with_folder(
+    key: str,
+    folder: Path,
+    cwd: str,
+) -> str | None:
     """Return the command of this process with a folder for ``key``."""
     path = str(folder)
     if not _PLAIN.fullmatch(path):  # a bracket or comma has a meaning in an override
@@ -309,7 +353,11 @@ def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
     return _from(cwd, [*kept, f"{key}={path}"])
 
 
-def _from(cwd: str, words: list[str], *before: str) -> str | None:
+def _from(
+    cwd: str,
+    words: list[str],
+    *before: str,
+) -> str | None:
     # the interpreter by its path, for another PATH would find another one
     same = shlex.join([*before, sys.executable, *words[1:]])
     same = f"cd {shlex.quote(cwd)} && {same}"

@@ -159,7 +159,11 @@ def register(run_dir: Path, token: str) -> None:
     """Put a run folder at the end of the list; drop folders that are gone or too old."""
     directory = state_directory()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(
+            mode=0o700,
+            parents=True,
+            exist_ok=True,
+        )
         links = _links(directory)
         kept = [
             name for name, to in links.items() if to != run_dir and not _is_gone(to)

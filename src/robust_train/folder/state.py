@@ -111,7 +111,11 @@ class RunState:
             state = replace(self, attempt=self.attempt.after(event))
         match event:
             case CheckpointSaved():
-                return replace(state, checkpoint=event.path, checkpoint_step=event.step)
+                return replace(
+                    state,
+                    checkpoint=event.path,
+                    checkpoint_step=event.step,
+                )
             case MicroBatchChanged(training=True, reason=reason) if reason == REQUESTED:
                 return replace(state, requested_micro_batch=event.after)
             case PauseLearned():
@@ -168,7 +172,11 @@ class StateFile:
     A disk that is full costs the file and not the job.
     """
 
-    def __init__(self, run_dir: Path, state: RunState) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        state: RunState,
+    ) -> None:
         self.state = state
         self._path = run_dir / STATE_FILE
         self._is_due = True
@@ -199,7 +207,8 @@ class StateFile:
             self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
             try:
                 write_json(
-                    self._path, as_json(replace(self.state, updated=time.time()))
+                    self._path,
+                    as_json(replace(self.state, updated=time.time())),
                 )
             except OSError as error:
                 self._is_due = True
@@ -309,7 +318,11 @@ class Summary:
             for each in (path, path.parent):
                 sync(each)
         except OSError as error:
-            log.warning("cannot write %s: %s", path, error.strerror)
+            log.warning(
+                "cannot write %s: %s",
+                path,
+                error.strerror,
+            )
 
 
 def read_summary(folder: Path) -> Summary | None:

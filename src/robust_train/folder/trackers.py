@@ -23,7 +23,11 @@ _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 
 
 def tracker_environment(
-    environ: Mapping[str, str], run_dir: Path, job: str, *, is_script: bool
+    environ: Mapping[str, str],
+    run_dir: Path,
+    job: str,
+    *,
+    is_script: bool,
 ) -> dict[str, str]:
     """Return what an attempt is to have in its environment, none of which the user has set.
 
@@ -45,7 +49,11 @@ class TrackerNote:
     """Keeps in the run folder which run of MLflow this process logs to; ``job`` is empty where no
     launcher would read it."""
 
-    def __init__(self, run_dir: Path, job: str | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        job: str | None,
+    ) -> None:
         self._run_dir, self._job = run_dir, job
         self._noted: str | None = None
         # as the launcher sees it: set_tracking_uri() changes the variable in this process

@@ -125,7 +125,8 @@ def run_command(
             child.communicate(timeout=_LAST_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning(
-                "pid %d does not end after SIGKILL: it hangs in the kernel", child.pid
+                "pid %d does not end after SIGKILL: it hangs in the kernel",
+                child.pid,
             )
         raise NoAnswer(
             f"{command[0]} has not ended after {limit_seconds:g} s"
@@ -133,7 +134,12 @@ def run_command(
     except BaseException:
         child.kill()
         raise
-    return subprocess.CompletedProcess(command, child.returncode, out, err)
+    return subprocess.CompletedProcess(
+        command,
+        child.returncode,
+        out,
+        err,
+    )
 
 
 def printed_by(
@@ -144,7 +150,11 @@ def printed_by(
     """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
     fails or takes longer. ``variables`` are set beside this process's environment."""
     try:
-        done = run_command(command, limit_seconds, {**os.environ, **(variables or {})})
+        done = run_command(
+            command,
+            limit_seconds,
+            {**os.environ, **(variables or {})},
+        )
     except (OSError, NoAnswer):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -42,7 +42,11 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     # isolated (-I): the script's folder must not come before the standard library
     command = [sys.executable, "-I", "-S", __file__]
     try:
-        done = run_command(command, _TIMEOUT_SECONDS, environ)
+        done = run_command(
+            command,
+            _TIMEOUT_SECONDS,
+            environ,
+        )
     except (OSError, NoAnswer) as error:
         return str(error)
     if done.returncode != 0:

@@ -33,7 +33,8 @@ _COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_proces
 # products that share the host's memory. A discrete card may lack its figures as well (no
 # permission, a fault), so the name decides
 _INTEGRATED = re.compile(
-    r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE
+    r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b",
+    re.IGNORECASE,
 )
 
 # `nvmlClocksEventReason…` in nvml.h
@@ -233,7 +234,11 @@ class NvmlSession:
         reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
         return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
 
-    def _read_gpu(self, index: int, processes: bool) -> list[GpuInfo]:
+    def _read_gpu(
+        self,
+        index: int,
+        processes: bool,
+    ) -> list[GpuInfo]:
         """Return one GPU, or its slices if it is cut into some; a passing error is no error."""
         try:
             return self._read_gpu_once(index, processes)
@@ -248,7 +253,11 @@ class NvmlSession:
                 raise
             return self._read_gpu_once(index, processes)
 
-    def _read_gpu_once(self, index: int, processes: bool) -> list[GpuInfo]:
+    def _read_gpu_once(
+        self,
+        index: int,
+        processes: bool,
+    ) -> list[GpuInfo]:
         device = self._known.get(index)
         if device is None:
             handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
@@ -263,7 +272,10 @@ class NvmlSession:
         return [replace(gpu, unusable=why) for gpu in found]
 
     def _device(
-        self, index: int, handle: Any, parent: _Device | None = None
+        self,
+        index: int,
+        handle: Any,
+        parent: _Device | None = None,
     ) -> _Device:
         name = self._optional(self.nvml.nvmlDeviceGetName, handle)
         unknown = "unknown GPU" if parent is None else f"{parent.name} MIG"
@@ -279,7 +291,13 @@ class NvmlSession:
             can_be_sliced = mode is not None
         uuid = str(self.nvml.nvmlDeviceGetUUID(handle))
         return _Device(
-            index, handle, uuid, str(name or unknown), pci_bus_id, can_be_sliced, parent
+            index,
+            handle,
+            uuid,
+            str(name or unknown),
+            pci_bus_id,
+            can_be_sliced,
+            parent,
         )
 
     def _is_sliced(self, gpu: _Device) -> bool:
@@ -288,7 +306,11 @@ class NvmlSession:
         mode = self._optional(self.nvml.nvmlDeviceGetMigMode, gpu.handle)
         return mode is not None and mode[0] == self.nvml.NVML_DEVICE_MIG_ENABLE
 
-    def _read_slices(self, parent: _Device, processes: bool) -> list[GpuInfo]:
+    def _read_slices(
+        self,
+        parent: _Device,
+        processes: bool,
+    ) -> list[GpuInfo]:
         """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
         nvml = self.nvml
         slices: list[GpuInfo] = []
@@ -308,7 +330,11 @@ class NvmlSession:
             raise _Unreadable(reason)
         return slices
 
-    def _read_device(self, device: _Device, processes: bool) -> GpuInfo:
+    def _read_device(
+        self,
+        device: _Device,
+        processes: bool,
+    ) -> GpuInfo:
         nvml, handle, parent = self.nvml, device.handle, device.parent
         total, free, used, is_unified = self._read_memory(device)
         utilization = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -346,7 +372,11 @@ class NvmlSession:
             bits = bits or (read and self._optional(read, handle)) or 0
         return ", ".join(text for bit, text in _THROTTLES.items() if bits & bit) or None
 
-    def _read_mode(self, handle: Any, compute_mode: str) -> tuple[str | None, bool]:
+    def _read_mode(
+        self,
+        handle: Any,
+        compute_mode: str,
+    ) -> tuple[str | None, bool]:
         """Return why the compute mode lets no job start now, and whether MPS owns the GPU."""
         if compute_mode == "prohibited":
             return "compute mode is prohibited", False
@@ -365,7 +395,9 @@ class NvmlSession:
         # version 2 of the call does not count the driver's own memory as used; some drivers have
         # its symbol and refuse it (seen on WSL)
         memory = self._optional(
-            nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2
+            nvml.nvmlDeviceGetMemoryInfo,
+            handle,
+            nvml.nvmlMemory_v2,
         )
         problem = "NVML reports no memory for it (a total of 0)"
         try:
@@ -394,7 +426,11 @@ class NvmlSession:
             GpuProcess(pid, size, pid in computing) for pid, size in used.items()
         )
 
-    def _list_processes(self, handle: Any, kind: str) -> list[Any] | None:
+    def _list_processes(
+        self,
+        handle: Any,
+        kind: str,
+    ) -> list[Any] | None:
         """Return NVML's list; None on any error."""
         call = getattr(self.nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")
         listed: list[Any] | None = self._optional(call, handle)
@@ -413,7 +449,11 @@ class NvmlSession:
         """Yield what is wrong with a whole GPU, as far as it reports that."""
         nvml = self.nvml
         field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
-        answers = self._optional(nvml.nvmlDeviceGetFieldValues, handle, [field])
+        answers = self._optional(
+            nvml.nvmlDeviceGetFieldValues,
+            handle,
+            [field],
+        )
         # each field has a return code of its own; on some drivers the value is of another width
         if (
             answers
@@ -430,7 +470,11 @@ class NvmlSession:
         if self._optional(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
             yield "memory pages wait to be retired: reset it or reboot"
 
-    def _optional(self, call: Callable[..., _T], *arguments: Any) -> _T | None:
+    def _optional(
+        self,
+        call: Callable[..., _T],
+        *arguments: Any,
+    ) -> _T | None:
         """Return a metric that a GPU may lack: None on any error."""
         try:
             return call(*arguments)

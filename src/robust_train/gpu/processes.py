@@ -84,7 +84,11 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
     processes = []
     for pid in sorted(on):
         others.pop(pid, None)
-        found = _identify(pid, tuple(dict.fromkeys(on[pid])), used[pid])
+        found = _identify(
+            pid,
+            tuple(dict.fromkeys(on[pid])),
+            used[pid],
+        )
         if found is None:
             others[pid] = (
                 "is not visible from here (in another container, or it just ended)"
@@ -121,7 +125,11 @@ def started_at(pid: int) -> float | None:
         return None
 
 
-def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
+def send_signal(
+    pid: int,
+    started: float,
+    signum: signal.Signals,
+) -> bool:
     """Signal a process that is known by number and start; return False if it has ended. Raises
     PermissionError: it is another user's."""
     try:
@@ -177,7 +185,9 @@ def is_mps_server(pid: int) -> bool:
 
 
 def _identify(
-    pid: int, gpus: tuple[int, ...], used_bytes: int | None
+    pid: int,
+    gpus: tuple[int, ...],
+    used_bytes: int | None,
 ) -> CudaProcess | None:
     started = started_at(pid)
     if started is None:
@@ -187,7 +197,15 @@ def _identify(
         uid, command = process.uids().real, _command(process)
     except psutil.Error:
         return None
-    return CudaProcess(pid, uid, user_name(uid), command, started, gpus, used_bytes)
+    return CudaProcess(
+        pid,
+        uid,
+        user_name(uid),
+        command,
+        started,
+        gpus,
+        used_bytes,
+    )
 
 
 def _command(process: psutil.Process) -> str:
@@ -243,7 +261,11 @@ def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
     path = _contexts_file()
     if learned != known and path is not None:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(
+                mode=0o700,
+                parents=True,
+                exist_ok=True,
+            )
             write_json(path, learned, indent=2)
 
 

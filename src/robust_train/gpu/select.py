@@ -91,7 +91,9 @@ def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str
 
 
 def others_on(
-    gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int] = ()
+    gpu: GpuInfo,
+    holders: Mapping[int, GpuUser],
+    ours: Collection[int] = (),
 ) -> str:
     """Return who computes on a GPU that was read with its processes; empty if no one does but
     ``ours``. Where none is listed (in a container, under WSL), memory and time in use show them."""

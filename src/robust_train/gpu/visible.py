@@ -61,7 +61,9 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     if not inventory.answered:
         hidden = mask is not None and _hides_all(mask)
         return Visible(
-            hidden_on_purpose=hidden, problem=inventory.problem, answered=False
+            hidden_on_purpose=hidden,
+            problem=inventory.problem,
+            answered=False,
         )
     listed = _listed(inventory)
     warning = None
@@ -159,7 +161,12 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     # a trailing comma hides nothing
     if shown and not any(entry.strip() for entry in ignored):
         return Visible(tuple(shown))
-    mistake = _mistake(mask, ignored[0], _NOT_AN_ENTRY, len(shown))
+    mistake = _mistake(
+        mask,
+        ignored[0],
+        _NOT_AN_ENTRY,
+        len(shown),
+    )
     return Visible(tuple(shown), warning=mistake)
 
 
@@ -190,7 +197,12 @@ def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
     return matches[0]
 
 
-def _mistake(mask: str, entry: str, fault: str, shown: int) -> str:
+def _mistake(
+    mask: str,
+    entry: str,
+    fault: str,
+    shown: int,
+) -> str:
     effect = "no GPU is visible" if shown == 0 else "only the entries before it count"
     return (
         f"{VARIABLE}={mask}: the entry '{entry}' {fault}, so {effect}; correct or unset the "
@@ -218,13 +230,30 @@ def _listed(inventory: Inventory) -> list[GpuInfo]:
             later = (i for i, gpu in enumerate(listed) if gpu.index > lost.index)
             listed.insert(
                 next(later, len(listed)),
-                _unreadable(lost.uuid, lost.index, lost.reason),
+                _unreadable(
+                    lost.uuid,
+                    lost.index,
+                    lost.reason,
+                ),
             )
     return listed
 
 
-def _unreadable(uuid: str, index: int, reason: str) -> GpuInfo:
-    return GpuInfo(uuid, "unreadable GPU", index, "", 0, 0, 0, unusable=reason)
+def _unreadable(
+    uuid: str,
+    index: int,
+    reason: str,
+) -> GpuInfo:
+    return GpuInfo(
+        uuid,
+        "unreadable GPU",
+        index,
+        "",
+        0,
+        0,
+        0,
+        unusable=reason,
+    )
 
 
 def _order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> bool:

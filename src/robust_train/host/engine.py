@@ -70,7 +70,11 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
         job = f"torchrun-{_as_name(run_id or '')}"
     elif "SLURM_JOB_ID" in environ:
         job = f"slurm-{environ['SLURM_JOB_ID']}"
-    elastic = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    elastic = _number(
+        environ,
+        "TORCHELASTIC_RESTART_COUNT",
+        0,
+    )
     return GuestRank(
         engine="torchrun"
         if run_id is not None
@@ -132,7 +136,11 @@ def first_host(hosts: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
+def _tasks_here(
+    environ: Mapping[str, str],
+    node: int,
+    tasks: int,
+) -> int:
     """Return how many tasks of the step this node has: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
     counts: list[int] = []
     for one in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
@@ -145,7 +153,11 @@ def _as_name(text: str) -> str:
     return re.sub(r"[^\w.-]", "_", text)
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    default: int | None = None,
+) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdigit():
         raise ConfigError(f"{name}={text}: accepted is a number of 0 or more")

@@ -61,11 +61,19 @@ def _prctl(option: int, value: int) -> None:
     _libc_prctl(option, value, 0, 0, 0)
 
 
-def release_blocks(path: Path, offset: int, length: int) -> None:
+def release_blocks(
+    path: Path,
+    offset: int,
+    length: int,
+) -> None:
     """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
     where = ctypes.c_long(offset), ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
-        _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, *where)
+        _libc_fallocate(
+            file.fileno(),
+            _PUNCH_HOLE_AND_KEEP_SIZE,
+            *where,
+        )
 
 
 def children(*, recursive: bool = False) -> list[psutil.Process]:
@@ -147,7 +155,11 @@ def job_mark(job: str) -> int:
 
 def mark_of(pid: int | str) -> int | None:
     """Return the mark of a process, also of a zombie; None if it is of no job."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(
+        OSError,
+        ValueError,
+        IndexError,
+    ):
         limits = Path(f"/proc/{pid}/limits").read_bytes()
         return int(limits.partition(_OF_FILE_LOCKS)[2].split(None, 1)[0])
     return None
@@ -193,7 +205,11 @@ def named(processes: Iterable[psutil.Process]) -> str:
     return ", ".join(found)
 
 
-def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:
+def end_processes_of(
+    job: str,
+    uid: int,
+    grace_seconds: float,
+) -> list[psutil.Process]:
     """End what is left of a job without a launcher; return what cannot be ended.
 
     SIGTERM goes to what none of the others has started, for a last checkpoint; then all are killed.
@@ -250,7 +266,11 @@ def lock(fd: int, byte: int | None = None) -> bool:
         OSError: the file system has no locks.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, byte))
+        fcntl.fcntl(
+            fd,
+            fcntl.F_OFD_SETLK,
+            _request(fcntl.F_WRLCK, byte),
+        )
     except BlockingIOError:
         return False
     return True
@@ -258,7 +278,11 @@ def lock(fd: int, byte: int | None = None) -> bool:
 
 def unlock(fd: int, byte: int | None = None) -> None:
     """Release the lock, also for the processes that have inherited the descriptor."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+    fcntl.fcntl(
+        fd,
+        fcntl.F_OFD_SETLK,
+        _request(fcntl.F_UNLCK, byte),
+    )
 
 
 def is_locked(fd: int) -> bool:
@@ -267,7 +291,11 @@ def is_locked(fd: int) -> bool:
     Raises:
         OSError: the file system has no locks.
     """
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_RDLCK))
+    answer = fcntl.fcntl(
+        fd,
+        fcntl.F_OFD_GETLK,
+        _request(fcntl.F_RDLCK),
+    )
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
@@ -285,4 +313,10 @@ def is_flocked(fd: int) -> bool:
 
 def _request(kind: int, byte: int | None = None) -> bytes:
     start, length = (0, 0) if byte is None else (byte, 1)  # 0: up to the end
-    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+    return _FLOCK.pack(
+        kind,
+        os.SEEK_SET,
+        start,
+        length,
+        0,
+    )

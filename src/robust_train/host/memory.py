@@ -128,7 +128,9 @@ def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
                 limit = int(_read(folder / limit_file))
                 used = int(_read(folder / usage_file))
                 pages = re.search(
-                    rf"^{cached} (\d+)$", _read(folder / "memory.stat"), re.M
+                    rf"^{cached} (\d+)$",
+                    _read(folder / "memory.stat"),
+                    re.M,
                 )
                 used -= int(pages[1]) if pages else 0
                 if limit < _UNLIMITED:

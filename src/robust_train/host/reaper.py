@@ -73,14 +73,20 @@ class Reaper:
                 self._collect()
                 if self._control.fileno() in ready:
                     data, descriptors, _, _ = socket.recv_fds(
-                        self._control, _LARGEST_PACKET, _MOST_DESCRIPTORS
+                        self._control,
+                        _LARGEST_PACKET,
+                        _MOST_DESCRIPTORS,
                     )
                     if not data:
                         break
                     self._handle(json.loads(data), descriptors)
         self._end()
 
-    def _handle(self, message: dict[str, Any], descriptors: list[int]) -> None:
+    def _handle(
+        self,
+        message: dict[str, Any],
+        descriptors: list[int],
+    ) -> None:
         if "start" in message:
             self._start(descriptors)
         elif "signal" in message and message["pid"] in self._started:
@@ -191,7 +197,11 @@ def _mark(pid: int, mark: int) -> None:
     # the administrator may have set a lower limit
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.prlimit(pid, _RLIMIT_LOCKS)
-        resource.prlimit(pid, _RLIMIT_LOCKS, (mark, most))
+        resource.prlimit(
+            pid,
+            _RLIMIT_LOCKS,
+            (mark, most),
+        )
 
 
 def main() -> None:
@@ -211,7 +221,11 @@ def main() -> None:
     channel = socket.socket(fileno=int(control))
     channel.set_inheritable(False)
     Reaper(
-        channel, int(launcher), blocked, int(stop_signal), float(grace_seconds)
+        channel,
+        int(launcher),
+        blocked,
+        int(stop_signal),
+        float(grace_seconds),
     ).serve()
 
 

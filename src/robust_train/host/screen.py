@@ -58,7 +58,11 @@ class Screen:
         """Whether output waits for its reader."""
         return bool(self._waiting)
 
-    def write_line_of(self, source: object, data: bytes) -> None:
+    def write_line_of(
+        self,
+        source: object,
+        data: bytes,
+    ) -> None:
         """Show ``data``; a line that the other of us and the trainer has left open is ended."""
         is_others = (source is None) != (self._source is None)
         if is_others and self._is_in_line and not data.startswith((b"\n", b"\r\n")):
@@ -134,7 +138,11 @@ def screen_of(descriptor: int) -> Screen:
     return _screens[target]
 
 
-def show(descriptor: int, data: bytes, source: object = None) -> None:
+def show(
+    descriptor: int,
+    data: bytes,
+    source: object = None,
+) -> None:
     """Write to one of our streams without waiting; nothing where it is closed. ``source`` is who
     writes: what another one writes does not go into its unfinished line."""
     with contextlib.suppress(OSError):
@@ -190,7 +198,9 @@ class LiveArea:
         self._descriptor = descriptor
         self._screen = screen_of(descriptor)
         self._console = Console(
-            file=io.StringIO(), force_terminal=True, highlight=False
+            file=io.StringIO(),
+            force_terminal=True,
+            highlight=False,
         )
         self._status: list[bytes] = []
         self._is_drawn = False
@@ -220,12 +230,21 @@ class LiveArea:
         columns, _ = self.size
         with self._console.capture() as captured:
             for line in status:
-                self._console.print(line, no_wrap=True, overflow="crop", width=columns)
+                self._console.print(
+                    line,
+                    no_wrap=True,
+                    overflow="crop",
+                    width=columns,
+                )
         self._status = captured.get().encode(errors="replace").splitlines()
         self._screen.show()
         self._screen.write(self._erase() + self._draw())
 
-    def write(self, data: bytes, source: object = None) -> None:
+    def write(
+        self,
+        data: bytes,
+        source: object = None,
+    ) -> None:
         """Write what ``source`` prints, above the status."""
         erase = self._erase()
         if source is not self._source and (self._line or self._below):

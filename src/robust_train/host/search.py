@@ -23,7 +23,10 @@ def is_found(pattern: str, text: str) -> bool:
     given = json.dumps([pattern, text]).encode()
     try:
         found = subprocess.run(
-            command, input=given, capture_output=True, timeout=LIMIT_SECONDS
+            command,
+            input=given,
+            capture_output=True,
+            timeout=LIMIT_SECONDS,
         )
         if found.returncode == 0:
             return found.stdout.strip() == b"True"
@@ -32,5 +35,9 @@ def is_found(pattern: str, text: str) -> bool:
         why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
     except OSError as error:
         why = str(error)
-    log.warning("retry.rules: message %s is skipped: %s", pattern, why)
+    log.warning(
+        "retry.rules: message %s is skipped: %s",
+        pattern,
+        why,
+    )
     return False

@@ -25,7 +25,8 @@ STOP_SIGNALS = (
 FORWARDED = {
     signal.SIGRTMIN + number: signum
     for number, signum in enumerate(
-        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS),
+        start=1,
     )
 }
 """From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
@@ -69,7 +70,9 @@ def end_without_traceback_if_uncaught() -> None:
     show = sys.excepthook
 
     def end(
-        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+        kind: type[BaseException],
+        error: BaseException,
+        frames: TracebackType | None,
     ) -> None:
         if isinstance(error, ConfigError):
             print(error, file=sys.stderr)
@@ -135,7 +138,8 @@ class SignalWatch:
             self._delivered = signum
             # any watched signal wakes the main thread; under submitit ``signum`` may not be one
             signal.pthread_kill(
-                threading.main_thread().ident or 0, next(iter(self._previous))
+                threading.main_thread().ident or 0,
+                next(iter(self._previous)),
             )
 
     def pause(self) -> None:
@@ -180,7 +184,11 @@ class SignalWatch:
         if self.received is not None:
             raise JobInterrupted(self.received)
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+    def _on_signal(
+        self,
+        signum: int,
+        frame: FrameType | None,
+    ) -> None:
         delivered, self._delivered = self._delivered, None
         signum = delivered or signum
         is_the_same = False

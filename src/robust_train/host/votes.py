@@ -28,7 +28,12 @@ _ANSWER_SECONDS_AT_STOP = 5.0
 """A process that was asked to stop is killed soon; a rank that is silent then has ended."""
 
 
-def next_due(flag: str, due: int, fewest: int, most: int) -> int:
+def next_due(
+    flag: str,
+    due: int,
+    fewest: int,
+    most: int,
+) -> int:
     """Return at which look a raised flag is due; ``fewest``, ``most``: looks of a rank so far."""
     return most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
 
@@ -36,7 +41,11 @@ def next_due(flag: str, due: int, fewest: int, most: int) -> int:
 class Flags(Protocol):
     """How several ranks see at the same step what they are asked for."""
 
-    def look(self, flag: str, rank: int) -> int:
+    def look(
+        self,
+        flag: str,
+        rank: int,
+    ) -> int:
         """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
 
     def raise_flag(self, flag: str) -> None:
@@ -54,7 +63,11 @@ class Votes:
     ``descriptor`` is the file in memory of the other ranks; None makes a new one.
     """
 
-    def __init__(self, ranks: int, descriptor: int | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        descriptor: int | None = None,
+    ) -> None:
         self._row = ranks + 2  # raised, due, and the looks of each rank
         self._size = len(FLAGS) * self._row * _WORD
         self.descriptor = os.memfd_create("votes") if descriptor is None else descriptor
@@ -63,7 +76,11 @@ class Votes:
         self._words = memoryview(mmap.mmap(self.descriptor, self._size)).cast("q")
         self._thread_lock = threading.Lock()
 
-    def look(self, flag: str, rank: int) -> int:
+    def look(
+        self,
+        flag: str,
+        rank: int,
+    ) -> int:
         """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
 
         It stays due until it is raised again.
@@ -88,7 +105,11 @@ class Votes:
         """Close the file in memory; the ranks keep it."""
         os.close(self.descriptor)
 
-    def _set_due(self, flag: str, row: int) -> None:
+    def _set_due(
+        self,
+        flag: str,
+        row: int,
+    ) -> None:
         if not self._words[row]:
             return
         self._words[row] = 0
@@ -115,7 +136,12 @@ class StoreVotes:
     furthest of all, and each goes on. While no flag is raised, a thread of each rank polls.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+    ) -> None:
         self._store, self._rank, self._ranks = store, rank, range(ranks)
         self._lock = threading.Lock()
         self._looks = dict.fromkeys(FLAGS, 0)
@@ -128,7 +154,11 @@ class StoreVotes:
         # of rank 0: how many were raised and dealt with
         self._seen = dict.fromkeys(FLAGS, 0)
         self._is_stopping = self._is_over = False
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="votes")
+        self._thread = threading.Thread(
+            target=self._follow,
+            daemon=True,
+            name="votes",
+        )
 
     def __enter__(self) -> StoreVotes:
         self._thread.start()
@@ -138,7 +168,11 @@ class StoreVotes:
         self._is_over = True
         self._thread.join(2.0)
 
-    def look(self, flag: str, rank: int) -> int:
+    def look(
+        self,
+        flag: str,
+        rank: int,
+    ) -> int:
         """Count a look; return the number of the look at which the flag is due, or 0. It stays due
         until it is raised again."""
         held_since: float | None = None
@@ -213,5 +247,10 @@ class StoreVotes:
         silent = [rank for rank in self._ranks if here[rank] not in answered]
         if all(self._store.check([f"ended/{rank}"]) for rank in silent):
             looks = [json.loads(self._store.get(key)) for key in answered]
-            due = next_due(flag, self._due[flag], min(looks), max(looks))
+            due = next_due(
+                flag,
+                self._due[flag],
+                min(looks),
+                max(looks),
+            )
             self._store.set(f"due/{self._rounds}", str(due))

@@ -88,7 +88,11 @@ class EventSender:
         with os.fdopen(os.memfd_create("event"), "wb") as file:
             file.write(data)
             file.flush()
-            socket.send_fds(self._channel, [_IN_A_FILE], [file.fileno()])
+            socket.send_fds(
+                self._channel,
+                [_IN_A_FILE],
+                [file.fileno()],
+            )
 
 
 def read_events(channel: socket.socket, most: int | None = None) -> Iterator[Event]:
@@ -96,14 +100,22 @@ def read_events(channel: socket.socket, most: int | None = None) -> Iterator[Eve
     time; ``most``: an attempt may send them faster than they are taken."""
     for _ in itertools.count() if most is None else range(most):
         try:
-            data, descriptors, _, _ = socket.recv_fds(channel, 2 * _LARGEST_PACKET, 1)
+            data, descriptors, _, _ = socket.recv_fds(
+                channel,
+                2 * _LARGEST_PACKET,
+                1,
+            )
         except OSError:
             return
         if not data:
             return
         for descriptor in descriptors:
             with os.fdopen(descriptor, "rb") as file:
-                data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+                data = os.pread(
+                    file.fileno(),
+                    os.fstat(file.fileno()).st_size,
+                    0,
+                )
         try:
             event = parse(json.loads(data))
         except ValueError as error:

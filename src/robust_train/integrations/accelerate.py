@@ -25,8 +25,16 @@ from robust_train.step.ranks import is_sharded, of_all_ranks
 from robust_train.step.splitting import part_of
 
 _NEEDED_BY = "robust_train.integrations.accelerate"
-require("accelerate", _NEEDED_BY, extra="accelerate")
-_loaders = require("accelerate.data_loader", _NEEDED_BY, extra="accelerate")
+require(
+    "accelerate",
+    _NEEDED_BY,
+    extra="accelerate",
+)
+_loaders = require(
+    "accelerate.data_loader",
+    _NEEDED_BY,
+    extra="accelerate",
+)
 
 __all__ = ["RobustLoop", "effective_batch_size"]
 
@@ -54,7 +62,13 @@ class RobustLoop:
     """
 
     def __init__(
-        self, accelerator: Any, model: Any, loader: Any, *, cfg: DictConfig, run: Run
+        self,
+        accelerator: Any,
+        model: Any,
+        loader: Any,
+        *,
+        cfg: DictConfig,
+        run: Run,
     ) -> None:
         _check(accelerator, run)
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
@@ -142,21 +156,37 @@ class RobustLoop:
             self._has_samples = True
 
     def backward(
-        self, loss_of: Callable[[Any], Any], batch: Any, **options: Any
+        self,
+        loss_of: Callable[[Any], Any],
+        batch: Any,
+        **options: Any,
     ) -> Any:
         """Call ``run.backward`` for this loop's model, with the accelerator's backward pass."""
         if not self._has_samples:
             options["length"] = lambda batch: 0
         options.setdefault("backward", self.accelerator.backward)
-        result = self.run.backward(loss_of, batch, self.model, **options)
+        result = self.run.backward(
+            loss_of,
+            batch,
+            self.model,
+            **options,
+        )
         self._loss = result[0] if isinstance(result, tuple) else result
         return result
 
     def forward(
-        self, function: Callable[[Any], T], batch: Any, **options: Any
+        self,
+        function: Callable[[Any], T],
+        batch: Any,
+        **options: Any,
     ) -> list[T]:
         """Call ``run.forward`` for this loop's model."""
-        return self.run.forward(function, batch, self.model, **options)
+        return self.run.forward(
+            function,
+            batch,
+            self.model,
+            **options,
+        )
 
     def save(self) -> Path | None:
         """Save a checkpoint, and remove those that are too many.
@@ -181,7 +211,11 @@ class RobustLoop:
             self.run.checkpoint_failed(problem)
             return None
         self._saved_step = self.step
-        self.run.checkpoint_written(path, self.step, keep=self._cfg.keep_checkpoints)
+        self.run.checkpoint_written(
+            path,
+            self.step,
+            keep=self._cfg.keep_checkpoints,
+        )
         return path
 
     def state_dict(self) -> dict[str, object]:
@@ -200,7 +234,11 @@ class RobustLoop:
         self.run.micro_batcher.restore(state["micro_batch"])
 
     def _step_done(self) -> None:
-        self._steps.done(self.step, self._total, self._loss)
+        self._steps.done(
+            self.step,
+            self._total,
+            self._loss,
+        )
         self._loss = None
         if self.run.stop_requested:
             self.save()

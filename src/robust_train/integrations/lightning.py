@@ -33,8 +33,16 @@ from robust_train.model.events import BatchTaken
 from robust_train.model.spec import AttemptSpec
 
 _NEEDED_BY = "robust_train.integrations.lightning"
-_pytorch = require("lightning.pytorch", _NEEDED_BY, extra="lightning")
-_callbacks = require("lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning")
+_pytorch = require(
+    "lightning.pytorch",
+    _NEEDED_BY,
+    extra="lightning",
+)
+_callbacks = require(
+    "lightning.pytorch.callbacks",
+    _NEEDED_BY,
+    extra="lightning",
+)
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -92,7 +100,13 @@ def fit(
         Interrupted: a stop was requested; a checkpoint was saved.
     """
     _fit(trainer, model, data, cfg, run, options)
-    return _result(trainer, model, data, metric, options.get("val_dataloaders"))
+    return _result(
+        trainer,
+        model,
+        data,
+        metric,
+        options.get("val_dataloaders"),
+    )
 
 
 def _fit(
@@ -107,11 +121,21 @@ def _fit(
     _check(trainer, cfg, run)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
-    _accumulate(trainer, model, cfg.training.gradient_accumulation_steps, run)
+    _accumulate(
+        trainer,
+        model,
+        cfg.training.gradient_accumulation_steps,
+        run,
+    )
     callback = RobustCallback(cfg, run)
     _prepare(data, callback)
     trainer.callbacks.append(callback)
-    recover_in_steps(trainer, model, run, callback)
+    recover_in_steps(
+        trainer,
+        model,
+        run,
+        callback,
+    )
     path = run.resume_checkpoint
     is_module = hasattr(data, "train_dataloader")
     options["datamodule" if is_module else "train_dataloaders"] = data
@@ -122,7 +146,8 @@ def _fit(
         with warnings.catch_warnings():
             # Lightning cannot know that this loader continues where it was
             warnings.filterwarnings(
-                "ignore", message="You're resuming from a checkpoint that ended"
+                "ignore",
+                message="You're resuming from a checkpoint that ended",
             )
             if path is not None:
                 options["ckpt_path"] = str(path)
@@ -161,7 +186,8 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
             return
         _check_ranks(trainer, run)
         log.warning(
-            "%s; this fit is Lightning's own, without checkpoints of ours", reason
+            "%s; this fit is Lightning's own, without checkpoints of ours",
+            reason,
         )
         keep_batch(run, reason)
         options |= {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
@@ -174,7 +200,11 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         _pytorch.Trainer.fit = own
 
 
-def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
+def _with_batch_of(
+    data: Any,
+    cfg: DictConfig,
+    run: Run,
+) -> DictConfig:
     """Return the config with the data module's own batch size for the job's if that is not set.
 
     Raises:
@@ -186,7 +216,11 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     if not hasattr(data, "train_dataloader") or type(theirs) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    asked = run.asked or AttemptSpec((), cfg.training.batch_size, steps)
+    asked = run.asked or AttemptSpec(
+        (),
+        cfg.training.batch_size,
+        steps,
+    )
     if theirs in (cfg.training.batch_size, asked.batch_size):
         return cfg
     name = type(data).__name__
@@ -244,7 +278,11 @@ def _counts_micro_batches(trainer: Any) -> str | None:
     )
 
 
-def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
+def _check(
+    trainer: Any,
+    cfg: DictConfig,
+    run: Run,
+) -> None:
     accumulation = cfg.training.gradient_accumulation_steps
     _check_ranks(trainer, run)
     if trainer.accumulate_grad_batches not in (1, accumulation) or any(
@@ -267,7 +305,12 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
         )
 
 
-def _accumulate(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
+def _accumulate(
+    trainer: Any,
+    model: Any,
+    micro_batches: int,
+    run: Run,
+) -> None:
     """Have the trainer, or a model with manual optimization, accumulate so many in a step."""
     if model.automatic_optimization:
         trainer.accumulate_grad_batches = micro_batches
@@ -288,7 +331,11 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
         callback.own_loader(data, "train_dataloaders")
         return
     # where Lightning's own batch size finder sets it
-    _give(data, "batch_size", callback.micro_batch)
+    _give(
+        data,
+        "batch_size",
+        callback.micro_batch,
+    )
     made = data.train_dataloader
 
     @wraps(made)
@@ -298,7 +345,11 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
     data.train_dataloader = train_dataloader
 
 
-def _give(owner: Any, name: str, value: int) -> bool:
+def _give(
+    owner: Any,
+    name: str,
+    value: int,
+) -> bool:
     """Set an attribute or hyperparameter; return whether there is one."""
     is_attribute, is_hyperparameter = (
         hasattr(owner, name),
@@ -312,7 +363,11 @@ def _give(owner: Any, name: str, value: int) -> bool:
 
 
 def _result(
-    trainer: Any, model: Any, data: Any, metric: str | None, validation: Any
+    trainer: Any,
+    model: Any,
+    data: Any,
+    metric: str | None,
+    validation: Any,
 ) -> Any:
     found = logged(trainer)
     inherited = _pytorch.LightningDataModule.val_dataloader
@@ -327,6 +382,10 @@ def _result(
             if validation is not None
             else {"datamodule": data}
         )
-        trainer.validate(model, **loaders, verbose=False)
+        trainer.validate(
+            model,
+            **loaders,
+            verbose=False,
+        )
         found |= logged(trainer)
     return result_of(metric, found)

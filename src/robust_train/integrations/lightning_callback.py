@@ -28,9 +28,15 @@ log = logging.getLogger("robust_train.integrations")
 _SUFFIX = ".ckpt"
 _NEEDED_BY = "robust_train.integrations.lightning"
 _Checkpoint: Any = require(
-    "lightning.pytorch.callbacks", _NEEDED_BY, extra="lightning"
+    "lightning.pytorch.callbacks",
+    _NEEDED_BY,
+    extra="lightning",
 ).Checkpoint
-_plugins = require("lightning.pytorch.plugins.io", _NEEDED_BY, extra="lightning")
+_plugins = require(
+    "lightning.pytorch.plugins.io",
+    _NEEDED_BY,
+    extra="lightning",
+)
 
 
 class Stopped(Exception):
@@ -43,12 +49,19 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     It is a ``Checkpoint``, so Lightning calls it after the user's callbacks.
     """
 
-    def __init__(self, cfg: DictConfig, run: Run) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        run: Run,
+    ) -> None:
         self.run = run
         self.micro_batch: int = cfg.training.batch_size
         accumulation: int = cfg.training.gradient_accumulation_steps
         self.shares = StepShares(
-            self.micro_batch, accumulation, run.rank, run.world_size
+            self.micro_batch,
+            accumulation,
+            run.rank,
+            run.world_size,
         )
         self.position = LightningPosition()
         self._order: SampleOrder | None = None
@@ -62,7 +75,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
 
-    def own_loader(self, loader: Any, name: str) -> Any:
+    def own_loader(
+        self,
+        loader: Any,
+        name: str,
+    ) -> Any:
         """Give the training samples an order that a resumed run can continue."""
         self._order = take_over(
             loader,
@@ -79,14 +96,20 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         if self._order is not None:
             is_done = position.samples >= position.epoch_samples
             self._order.begin(
-                position.epoch + is_done, 0 if is_done else position.samples
+                position.epoch + is_done,
+                0 if is_done else position.samples,
             )
 
     def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
         return {"position": asdict(self.position), "rng": capture_rng(self._device)}
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+    def on_load_checkpoint(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        checkpoint: Any,
+    ) -> None:
         """Convert the loops' counters to this attempt's micro-batches."""
         restored = checkpoint["callbacks"].get(self.state_key)
         if restored is None:
@@ -98,10 +121,19 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.position = LightningPosition(**restored["position"])
         loops, is_manual = checkpoint["loops"], not pl_module.automatic_optimization
         about = self.position, self.shares.at_once
-        loops["fit_loop"] = loops_at(loops["fit_loop"], *about, is_manual=is_manual)
+        loops["fit_loop"] = loops_at(
+            loops["fit_loop"],
+            *about,
+            is_manual=is_manual,
+        )
         self._set_order()
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        stage: str,
+    ) -> None:
         """Watch every checkpoint that is written, by whichever callback."""
         if stage != "fit":
             return
@@ -115,12 +147,19 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         write = writer.save_checkpoint
 
         @wraps(write)
-        def save_checkpoint(checkpoint: Any, path: Any, **options: Any) -> None:
+        def save_checkpoint(
+            checkpoint: Any,
+            path: Any,
+            **options: Any,
+        ) -> None:
             if self._is_saving:
                 self._saved_step = checkpoint["global_step"]
                 keep = self._cfg.training.keep_checkpoints
                 self.run.save_content(
-                    checkpoint, self._saved_step, keep=keep, suffix=_SUFFIX
+                    checkpoint,
+                    self._saved_step,
+                    keep=keep,
+                    suffix=_SUFFIX,
                 )
                 return
             write(checkpoint, path, **options)
@@ -131,13 +170,21 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
         writer.save_checkpoint = save_checkpoint
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_start(
+        self,
+        trainer: Any,
+        pl_module: Any,
+    ) -> None:
         """Take SIGTERM back from Lightning, whose handler ends the run within a step."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         if self._sigterm not in (signal.SIG_DFL, None) and is_main_thread:
             signal.signal(signal.SIGTERM, self._sigterm)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(
+        self,
+        trainer: Any,
+        pl_module: Any,
+    ) -> None:
         """Restore random numbers and counters."""
         self.on_sanity_check_start(trainer, pl_module)
         batches = getattr(trainer.train_dataloader, "batch_sampler", None)
@@ -162,28 +209,50 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             if getattr(one, "monitor", None) is not None:
                 self.run.monitors(one.monitor, getattr(one, "mode", "min"))
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(
+        self,
+        trainer: Any,
+        pl_module: Any,
+    ) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""
         self.run.speed.begin()
         self.run.speed.wait_begins()
-        self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
+        self.position = replace(
+            self.position,
+            epoch=trainer.current_epoch,
+            samples=0,
+        )
         self._begin_step(0)
         if self._order is not None:
             # reloaded data has had one pass more than epochs
             self._order.begin(trainer.current_epoch)
 
-    def on_train_batch_start(self, trainer: Any, *arguments: Any) -> None:
+    def on_train_batch_start(
+        self,
+        trainer: Any,
+        *arguments: Any,
+    ) -> None:
         """Take the time: the batch is there."""
         self.run.speed.wait_ends()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+    def on_before_backward(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        loss: Any,
+    ) -> None:
         """Weight the loss so that every sample of a step counts the same."""
         weight = self.shares.weight(self._step, self.done)
         if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
 
     def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
         self.done += 1
@@ -198,31 +267,57 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             self.position = replace(self.position, samples=seen)
         self.run.speed.wait_begins()
 
-    def _after_step(self, trainer: Any, outputs: Any, seen: int) -> None:
-        self.position = replace(self.position, samples=seen, step=trainer.global_step)
+    def _after_step(
+        self,
+        trainer: Any,
+        outputs: Any,
+        seen: int,
+    ) -> None:
+        self.position = replace(
+            self.position,
+            samples=seen,
+            step=trainer.global_step,
+        )
         self._step_done(trainer, outputs)
         self._stop_if_requested(trainer)
         # at the end of an epoch once validation has logged its figures
         if seen < self.position.epoch_samples and self.run.checkpoint_due:
             self.save(trainer)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(
+        self,
+        trainer: Any,
+        pl_module: Any,
+    ) -> None:
         """Leave validation out of the time of the steps."""
         self.run.speed.pause()
 
-    def on_validation_batch_end(self, trainer: Any, *arguments: Any) -> None:
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        *arguments: Any,
+    ) -> None:
         """Stop during validation if requested; what it has computed is not kept."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._stop_if_requested(trainer)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+    ) -> None:
         """Record the figures in the journal."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self.run.record(
-                "validation", {"step": trainer.global_step, **logged(trainer)}
+                "validation",
+                {"step": trainer.global_step, **logged(trainer)},
             )
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+    ) -> None:
         """Save, unless another callback of the trainer has just done it."""
         step, saved = trainer.global_step, self._saved()
         if not step and not pl_module.automatic_optimization:
@@ -253,10 +348,15 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def _begin_step(self, start: int) -> None:
         self.done = 0
         self._step = next(
-            self.shares.steps(self.position.epoch_samples, start), range(0)
+            self.shares.steps(self.position.epoch_samples, start),
+            range(0),
         )
 
-    def _step_done(self, trainer: Any, outputs: Any) -> None:
+    def _step_done(
+        self,
+        trainer: Any,
+        outputs: Any,
+    ) -> None:
         step, total = self.position.step, trainer.estimated_stepping_batches
         has_loss = isinstance(outputs, Mapping) and "loss" in outputs
         # Lightning has divided it
@@ -264,7 +364,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         is_known = trainer.lightning_module.automatic_optimization and total != float(
             "inf"
         )
-        self._steps.done(step, total if is_known else None, loss)
+        self._steps.done(
+            step,
+            total if is_known else None,
+            loss,
+        )
 
     def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.stop_requested:

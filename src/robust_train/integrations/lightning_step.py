@@ -36,22 +36,38 @@ log = logging.getLogger("robust_train.integrations")
 
 _NEEDED_BY = "robust_train.integrations.lightning"
 _automatic: Any = require(
-    "lightning.pytorch.loops.optimization.automatic", _NEEDED_BY, extra="lightning"
+    "lightning.pytorch.loops.optimization.automatic",
+    _NEEDED_BY,
+    extra="lightning",
 )
 _strategies: Any = require(
-    "lightning.pytorch.strategies", _NEEDED_BY, extra="lightning"
+    "lightning.pytorch.strategies",
+    _NEEDED_BY,
+    extra="lightning",
 )
 _LightningModule: Any = require(
-    "lightning.pytorch", _NEEDED_BY, extra="lightning"
+    "lightning.pytorch",
+    _NEEDED_BY,
+    extra="lightning",
 ).LightningModule
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
-def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
+def recover_in_steps(
+    trainer: Any,
+    model: Any,
+    run: Run,
+    callback: Any,
+) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
     reason = why_not(trainer, model)
-    _keep_evaluation_batches(trainer, run, callback.micro_batch, can_split=not reason)
+    _keep_evaluation_batches(
+        trainer,
+        run,
+        callback.micro_batch,
+        can_split=not reason,
+    )
     if reason is not None:
         in_step.say(reason, on_all_ranks=True)
         return
@@ -65,13 +81,21 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
         in_step.say(f"{reason} (automatic_optimization=False)", on_all_ranks=True)
     for name in ("validation_step", "test_step", "predict_step"):
         step = partial(
-            _evaluate, trainer, in_step, logged, getattr(trainer.strategy, name)
+            _evaluate,
+            trainer,
+            in_step,
+            logged,
+            getattr(trainer.strategy, name),
         )
         setattr(trainer.strategy, name, step)
 
 
 def _keep_evaluation_batches(
-    trainer: Any, run: Run, micro_batch: int, *, can_split: bool
+    trainer: Any,
+    run: Run,
+    micro_batch: int,
+    *,
+    can_split: bool,
 ) -> None:
     """Let loaders of validation and test have the batches that they had in the job's first attempt;
     their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
@@ -113,7 +137,11 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     """Lightning's automatic optimization, whose closure may be run for parts of the batch."""
 
     def __init__(
-        self, trainer: Any, in_step: InStep, logged: _Logged, callback: Any
+        self,
+        trainer: Any,
+        in_step: InStep,
+        logged: _Logged,
+        callback: Any,
     ) -> None:
         super().__init__(trainer)
         self._callback = callback
@@ -122,8 +150,17 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         self._step: OpenStep | None = None
         self._zero_grad: Callable[[], None] | None = None
 
-    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        closure = super()._make_closure(kwargs, optimizer, batch_idx)
+    def _make_closure(
+        self,
+        kwargs: Any,
+        optimizer: Any,
+        batch_idx: int,
+    ) -> Any:
+        closure = super()._make_closure(
+            kwargs,
+            optimizer,
+            batch_idx,
+        )
         if isinstance(optimizer, torch.optim.LBFGS) and self._in_step.is_on:
             self._in_step.is_on = False
             self._in_step.say("LBFGS runs the closure several times a step")
@@ -131,14 +168,28 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
             whole, runs = (
                 closure.closure,
-                iter([partial(self._run, kwargs, optimizer, batch_idx)]),
+                iter(
+                    [
+                        partial(
+                            self._run,
+                            kwargs,
+                            optimizer,
+                            batch_idx,
+                        )
+                    ]
+                ),
             )
             # only the first call is the step's: optimizers of two passes have another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
 
     @torch.enable_grad()
-    def _run(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+    def _run(
+        self,
+        kwargs: Any,
+        optimizer: Any,
+        batch_idx: int,
+    ) -> Any:
         """Run the closure for each part of the batch; return the batch's result."""
         trainer, batch = self.trainer, kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -148,10 +199,20 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._zero_grad = zero_grad
             restore = partial(self._logged.restore, self._logged.state())
             self._step = self._in_step.begin(
-                trainer.model, on_rewind=restore, keeps_gradients=False
+                trainer.model,
+                on_rewind=restore,
+                keeps_gradients=False,
             )
             if self._step is None:
-                return super()._make_closure(kwargs, optimizer, batch_idx).closure()
+                return (
+                    super()
+                    ._make_closure(
+                        kwargs,
+                        optimizer,
+                        batch_idx,
+                    )
+                    .closure()
+                )
 
         number = self._callback.done
 
@@ -172,13 +233,26 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 return result
 
             backward, zero_grad = self._make_backward_fn(optimizer), self._zero_once
-            closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
-            with self._logged.part(part, samples, is_whole=is_whole):
+            closure = _automatic.Closure(
+                step,
+                backward,
+                self._zero_grad and zero_grad,
+            )
+            with self._logged.part(
+                part,
+                samples,
+                is_whole=is_whole,
+            ):
                 return closure.closure()
 
         is_last = not accumulates_now(trainer)
         samples = self._in_step.samples_of(batch)
-        found = self._step.run_batch(batch, samples, body, is_last=is_last)
+        found = self._step.run_batch(
+            batch,
+            samples,
+            body,
+            is_last=is_last,
+        )
         self._logged.batch_ends(batch, syncs=is_last)
         if is_last:
             self._step = None
@@ -200,14 +274,23 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
 
 def _evaluate(
-    trainer: Any, in_step: InStep, logged: _Logged, inner: Any, batch: Any, *rest: Any
+    trainer: Any,
+    in_step: InStep,
+    logged: _Logged,
+    inner: Any,
+    batch: Any,
+    *rest: Any,
 ) -> Any:
     """Run a validation, test or prediction step for each part of a batch."""
 
     samples = in_step.samples_of(batch) if in_step.is_on else None
 
     def body(part: Part) -> Any:
-        with logged.part(part, samples, is_whole=part.data is batch):
+        with logged.part(
+            part,
+            samples,
+            is_whole=part.data is batch,
+        ):
             result = inner(part.data, *rest)
             loss = result.get("loss") if isinstance(result, dict) else result
             logged.loss = loss if isinstance(loss, Tensor) else None
@@ -234,13 +317,22 @@ class _Logged:
         if trainer.world_size > 1:
             trainer.strategy.reduce = self.reduce
 
-    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+    def reduce(
+        self,
+        tensor: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Reduce over ranks; within a part, which others may not have, leave as it is."""
         return tensor if self._in_part else self._reduce(tensor, *args, **options)
 
     @contextlib.contextmanager
     def part(
-        self, part: Part, samples: int | None, *, is_whole: bool
+        self,
+        part: Part,
+        samples: int | None,
+        *,
+        is_whole: bool,
     ) -> Iterator[None]:
         """Let values logged within the block count as a mean over the part's samples, of so many
         ``samples`` in the batch."""
@@ -298,13 +390,23 @@ class _Logged:
             else:
                 setattr(metric, LATEST, _mean(found))
 
-    def _count_once(self, key: str, metric: Any, whole: Tensor) -> None:
+    def _count_once(
+        self,
+        key: str,
+        metric: Any,
+        whole: Tensor,
+    ) -> None:
         """Let the epoch's figure go on from the batch's start by this value alone."""
         known = self._before[0].get(key)
         both = [whole] if known is None else [known["value"].to(whole), whole]
         metric.value = torch.as_tensor(metric.meta.reduce_fx(torch.stack(both)))
 
-    def batch_ends(self, batch: Any, *, syncs: bool) -> None:
+    def batch_ends(
+        self,
+        batch: Any,
+        *,
+        syncs: bool,
+    ) -> None:
         """Show a batch's values; with ``syncs`` of all ranks."""
         for key, metric in self._values():
             if metric.is_tensor and (found := self._of_parts.get(key)):
@@ -341,7 +443,12 @@ class _Logged:
     def _values(self) -> list[tuple[str, Any]]:
         return list((logged_by(self._trainer) or {}).items())
 
-    def _reduced(self, key: str, metric: Any, found: list[_OfPart]) -> Tensor:
+    def _reduced(
+        self,
+        key: str,
+        metric: Any,
+        found: list[_OfPart],
+    ) -> Tensor:
         """Return a batch's value of those of its parts."""
         values = torch.stack([one.value for one in found])
         if metric.meta.is_mean_reduction or len(found) == 1:
@@ -382,7 +489,10 @@ class _OfPart:
             loss is not None
             and loss.ndim == 0
             and torch.isclose(
-                loss.detach().to(self.value), self.value, rtol=1e-6, atol=0
+                loss.detach().to(self.value),
+                self.value,
+                rtol=1e-6,
+                atol=0,
             ).item()
             is True
         )

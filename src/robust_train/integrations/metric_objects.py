@@ -24,7 +24,9 @@ log = logging.getLogger("robust_train.integrations")
 
 # Lightning needs it
 _Metric: Any = require(
-    "torchmetrics", "robust_train.integrations.lightning", extra="lightning"
+    "torchmetrics",
+    "robust_train.integrations.lightning",
+    extra="lightning",
 ).Metric
 
 _MOST_BYTES = 64 * MIB
@@ -115,7 +117,11 @@ class MetricObjects:
         return self._found or []
 
     @contextlib.contextmanager
-    def _noted(self, metric: Any, calls: list[Call]) -> Iterator[None]:
+    def _noted(
+        self,
+        metric: Any,
+        calls: list[Call],
+    ) -> Iterator[None]:
         """Note the calls of a metric itself, but none that another metric makes."""
         attributes = vars(metric)
         own = {name: attributes[name] for name in _CALLS if name in attributes}
@@ -127,7 +133,12 @@ class MetricObjects:
                 del attributes[name]
             attributes.update(own)
 
-    def _noting(self, metric: Any, name: str, calls: list[Call]) -> Callable[..., Any]:
+    def _noting(
+        self,
+        metric: Any,
+        name: str,
+        calls: list[Call],
+    ) -> Callable[..., Any]:
         call = getattr(metric, name)
 
         @functools.wraps(call)

@@ -48,7 +48,11 @@ class StepShares:
         """Samples in a step; an epoch's last one may have fewer."""
         return self.at_once * self.accumulation
 
-    def steps(self, length: int, start: int = 0) -> Iterator[range]:
+    def steps(
+        self,
+        length: int,
+        start: int = 0,
+    ) -> Iterator[range]:
         """Yield each step's samples, from ``start`` to the end of an epoch of ``length`` samples.
 
         Frameworks step when so many micro-batches of the epoch are done: if another effective batch
@@ -73,7 +77,11 @@ class StepShares:
         is_short = -(-len(mine) // self.micro_batch) < self.micro_batches(step)
         return [*mine, step[0]] if is_short else mine
 
-    def weight(self, step: range, number: int) -> float:
+    def weight(
+        self,
+        step: range,
+        number: int,
+    ) -> float:
         """Return the factor for the mean loss of micro-batch ``number`` (from 0) of a step.
 
         The framework divides it by the accumulation and averages the gradients over the ranks. It
@@ -110,7 +118,11 @@ class SampleOrder(Sampler[Any]):
         self._generator = generator
         self.begin(0)
 
-    def begin(self, epoch: int, skip: int = 0) -> None:
+    def begin(
+        self,
+        epoch: int,
+        skip: int = 0,
+    ) -> None:
         """Set the next pass to ``epoch`` (from 0) without its first ``skip`` samples.
 
         Every later pass is the next whole epoch.
@@ -165,7 +177,13 @@ class SampleOrder(Sampler[Any]):
             before.restore()
 
 
-def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
+def take_over(
+    loader: Any,
+    *,
+    name: str,
+    shares: StepShares,
+    seed: int,
+) -> SampleOrder:
     """Replace the sampler of ``loader``, which makes micro-batches, by a :class:`SampleOrder`.
 
     With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
@@ -213,7 +231,11 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
     if loader.generator is None:
         loader.generator = torch.Generator()
     order = SampleOrder(
-        sampler, seed=seed, limit=limit, generator=loader.generator, shares=shares
+        sampler,
+        seed=seed,
+        limit=limit,
+        generator=loader.generator,
+        shares=shares,
     )
     batches.sampler = order
     return order

@@ -71,7 +71,8 @@ def unwritten(run: Run, write: Callable[[], object]) -> str | None:
         problem = first_line(error)
         if run.is_main:
             log.warning(
-                "checkpoint: %s; training goes on, earlier ones are kept", problem
+                "checkpoint: %s; training goes on, earlier ones are kept",
+                problem,
             )
         return problem
     return None
@@ -80,25 +81,42 @@ def unwritten(run: Run, write: Callable[[], object]) -> str | None:
 class Steps:
     """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
 
-    def __init__(self, cfg: DictConfig, run: Run) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        run: Run,
+    ) -> None:
         run.saving.plan = SavePlan.of(unchecked(cfg))
         self._run = run
         self._every = max(cfg.training.log_every_steps, 1)
         self._loss: dict[str, float] = {}
 
-    def log_loss(self, step: int, loss: float) -> None:
+    def log_loss(
+        self,
+        step: int,
+        loss: float,
+    ) -> None:
         """Take the loss of a step, and send it with the next one that is passed on."""
         self._loss = {"loss": loss}
         self._run.guard.take(step, loss)
 
-    def done(self, step: int, total_steps: int | None, loss: Any = None) -> None:
+    def done(
+        self,
+        step: int,
+        total_steps: int | None,
+        loss: Any = None,
+    ) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""
         if loss is not None:
             self._run.guard.take(step, loss)
             if step % self._every == 0:  # reading it waits for the GPU
                 self._loss = {"loss": float(loss)}
         is_first = self._run.last_step is None
-        if self._run.progress(step, total_steps=total_steps, **self._loss):
+        if self._run.progress(
+            step,
+            total_steps=total_steps,
+            **self._loss,
+        ):
             self._loss = {}
         if is_first:
             self._run.record_memory("first step done")
@@ -136,7 +154,9 @@ class OpenStep(Step[Any]):
     refuses_collectives = False
 
     def begin(
-        self, say: Callable[[str], None], on_rewind: Callable[[], None] = lambda: None
+        self,
+        say: Callable[[str], None],
+        on_rewind: Callable[[], None] = lambda: None,
     ) -> OpenStep:
         """Set what is called with the reason why the step cannot start over, and if it does."""
         self._say = say
@@ -156,7 +176,12 @@ class OpenStep(Step[Any]):
         """Return the results of a batch's parts; in training the last one ends the step."""
         # views: the structure as it is now, whatever a body does to it
         whole = data if samples is None else splitting.part_of(data, 0, samples)
-        parts = Parts(whole, samples or 1, count=count, counts_whole=False)
+        parts = Parts(
+            whole,
+            samples or 1,
+            count=count,
+            counts_whole=False,
+        )
         self._can_be_cut = samples is not None
 
         def on_original(part: Part) -> Any:
@@ -194,7 +219,11 @@ class OpenStep(Step[Any]):
 class InStep:
     """Whether and how the steps and evaluations of a trainer are repeated in smaller parts."""
 
-    def __init__(self, run: Run, framework: str) -> None:
+    def __init__(
+        self,
+        run: Run,
+        framework: str,
+    ) -> None:
         # False once the model turned out to be one that cannot be split
         self.is_on = True
         self._run = run
@@ -203,7 +232,12 @@ class InStep:
         self._said = False
         self._has_begun = False
 
-    def say(self, reason: str, *, on_all_ranks: bool = False) -> None:
+    def say(
+        self,
+        reason: str,
+        *,
+        on_all_ranks: bool = False,
+    ) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if self._said:
             return
@@ -244,7 +278,10 @@ class InStep:
         if shared is None:
             return None
         step = self._batcher.open_step(
-            OpenStep, model, shared, keeps_gradients=keeps_gradients
+            OpenStep,
+            model,
+            shared,
+            keeps_gradients=keeps_gradients,
         )
         return step.begin(self.say, on_rewind)
 
@@ -259,7 +296,10 @@ class InStep:
         return samples if samples > 1 else None
 
     def evaluate(
-        self, model: nn.Module, batch: Any, body: Body[Any]
+        self,
+        model: nn.Module,
+        batch: Any,
+        body: Body[Any],
     ) -> list[tuple[Any, Part]]:
         """Run a batch of a validation in parts that fit; return each part's result."""
         samples = self.samples_of(batch) if self.is_on else None
@@ -274,7 +314,8 @@ class InStep:
         """Return a batch's result of those of its parts; run out of memory if they don't fit."""
         try:
             return splitting.joined(
-                [result for result, _ in found], [len(part) for _, part in found]
+                [result for result, _ in found],
+                [len(part) for _, part in found],
             )
         except ValueError as error:
             self.say(f"the results of parts cannot be put together: {error}")
@@ -303,7 +344,11 @@ def like(failure: Failure | None) -> Exception:
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         if "c10d" in func.namespace:
             raise CannotSplit(

@@ -37,8 +37,16 @@ from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
 # Trainer cannot be had without it
-require("accelerate", _NEEDED_BY, extra="transformers")
-_transformers = require("transformers", _NEEDED_BY, extra="transformers")
+require(
+    "accelerate",
+    _NEEDED_BY,
+    extra="transformers",
+)
+_transformers = require(
+    "transformers",
+    _NEEDED_BY,
+    extra="transformers",
+)
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -78,7 +86,13 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     }
 
 
-def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -> Any:
+def fit(
+    trainer: Any,
+    *,
+    cfg: DictConfig,
+    run: Run,
+    metric: str | None = None,
+) -> Any:
     """Run ``trainer.train`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
@@ -101,7 +115,12 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     callback = TransformersCallback(cfg, run)
     trainer.add_callback(callback)
     saving_through(
-        trainer, lambda write: callback.save(write, trainer.args, trainer.state)
+        trainer,
+        lambda write: callback.save(
+            write,
+            trainer.args,
+            trainer.state,
+        ),
     )
     recover_in_steps(trainer, run)
     checkpoint = trainer.args.resume_from_checkpoint
@@ -149,14 +168,22 @@ _TrainerCallback: Any = _transformers.TrainerCallback
 class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
     """Adds checkpoints, progress and stopping to a trainer."""
 
-    def __init__(self, cfg: DictConfig, run: Run) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        run: Run,
+    ) -> None:
         self.run = run
         self._cfg = cfg
         self._steps = Steps(cfg, run)
         self._problem: str | None = None  # why the last checkpoint was not written
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
     ) -> None:
         """Check that batches have this attempt's size, whatever the checkpoint has."""
         batches = getattr(others.get("train_dataloader"), "batch_sampler", None)
@@ -174,19 +201,35 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self.run.monitors(name, "max" if args.greater_is_better else "min")
 
     def on_epoch_begin(
-        self, args: Any, state: Any, control: Any, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
     ) -> None:
         """Take the time: the epoch's first batches are read from here on."""
         self.run.speed.begin()
         self.run.speed.wait_begins()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_step_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
+    ) -> None:
         """Refuse a step after the last, which comes if ``max_steps`` ends within an epoch."""
         self.run.speed.wait_ends()
         if state.global_step >= state.max_steps:
             raise _AlreadyDone
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
+    def on_step_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
+    ) -> Any:
         """Save after an optimizer step if it is time or a stop is requested."""
         self._steps.done(state.global_step, state.max_steps)
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
@@ -199,19 +242,34 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self.run.speed.wait_begins()
         return control
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_epoch_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
+    ) -> None:
         """Prepare for another save by the Trainer."""
         self._before_saving(args, state, control)
 
     def on_prediction_step(
-        self, args: Any, state: Any, control: Any, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
     ) -> None:
         """Stop during evaluation if requested; what it has computed is not kept."""
         if self.run.stop_requested:
             raise _StoppedInEvaluation
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        **others: Any,
     ) -> None:
         """Record what the Trainer logs in the journal."""
         figures = _numbers(logs or {})
@@ -219,12 +277,23 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             self._steps.log_loss(state.global_step, figures["loss"])
         self.run.record("metrics", {"step": state.global_step, **figures})
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_evaluate(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
+    ) -> None:
         """Start the clock of saving, which comes after evaluating."""
         self.run.saving.clock.begin(state.global_step)
         self.run.speed.pause()
 
-    def save(self, write: Callable[[], None], args: Any, state: Any) -> None:
+    def save(
+        self,
+        write: Callable[[], None],
+        args: Any,
+        state: Any,
+    ) -> None:
         """Write a checkpoint and mark it complete once every rank has written its files. If the
         disk keeps one rank from it, all of them train on."""
         path = _folder(args, state)
@@ -244,13 +313,24 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         if self._problem is not None and self.run.is_main:
             shutil.rmtree(path, ignore_errors=True)
 
-    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_save(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
+    ) -> None:
         """Report a checkpoint, and stop here if requested."""
         self.saved(args, state)
         if self.run.stop_requested:
             raise Interrupted(f"stopped after step {state.global_step}")
 
-    def _before_saving(self, args: Any, state: Any, control: Any) -> None:
+    def _before_saving(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+    ) -> None:
         """Unmark a checkpoint of this very step, which is overwritten file by file."""
         if not control.should_save:
             return
@@ -258,10 +338,18 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             (_folder(args, state) / _MARK).unlink(missing_ok=True)
         of_all_ranks(None)
 
-    def saved(self, args: Any, state: Any) -> None:
+    def saved(
+        self,
+        args: Any,
+        state: Any,
+    ) -> None:
         """Report the checkpoint of this step, or that it could not be written."""
         if self._problem is None:
-            self.run.checkpoint_written(_folder(args, state), state.global_step, keep=0)
+            self.run.checkpoint_written(
+                _folder(args, state),
+                state.global_step,
+                keep=0,
+            )
         else:
             self.run.checkpoint_failed(self._problem)
 
@@ -270,7 +358,11 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
 
 
-def _check(args: Any, cfg: DictConfig, run: Run) -> None:
+def _check(
+    args: Any,
+    cfg: DictConfig,
+    run: Run,
+) -> None:
     training = cfg.training
     wanted = {
         "per_device_train_batch_size": training.batch_size,

@@ -32,7 +32,9 @@ from robust_train.step.splitting import Part, length_of, part_of
 log = logging.getLogger("robust_train.integrations")
 
 _transformers: Any = require(
-    "transformers", "robust_train.integrations.transformers", extra="transformers"
+    "transformers",
+    "robust_train.integrations.transformers",
+    extra="transformers",
 )
 _TrainerCallback: Any = _transformers.TrainerCallback
 _IGNORED = -100  # the label of positions without loss
@@ -90,14 +92,22 @@ class TrainersLoss:
 
     # --- in an attempt that splits the batch in another way than the job was asked for ---
 
-    def weigh_as(self, asked: AttemptSpec, ranks: int) -> None:
+    def weigh_as(
+        self,
+        asked: AttemptSpec,
+        ranks: int,
+    ) -> None:
         """Give losses that the Trainer adds up although they are means of their micro-batch the
         weight that they have with the split ``asked`` for; this attempt has so many ``ranks``."""
         self._asked, self._ranks = asked, ranks
         self._trainer.compute_loss = self._compute_weighted
 
     def _compute_weighted(
-        self, model: nn.Module, inputs: Any, *args: Any, **named: Any
+        self,
+        model: nn.Module,
+        inputs: Any,
+        *args: Any,
+        **named: Any,
     ) -> Any:
         items = named.get("num_items_in_batch")
         weight = self._weight(model, inputs, items) if model.training else 1.0
@@ -108,7 +118,12 @@ class TrainersLoss:
             return found[0] * weight, *found[1:]
         return found * weight
 
-    def _weight(self, model: nn.Module, inputs: Any, items: Any) -> float:
+    def _weight(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        items: Any,
+    ) -> float:
         trainer, asked = self._trainer, self._asked
         assert asked is not None
         is_scaled = trainer.loss_is_scaled_for_ga
@@ -141,7 +156,12 @@ class TrainersLoss:
 
     # --- two samples ---
 
-    def adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
+    def adds_up(
+        self,
+        model: nn.Module,
+        data: Any,
+        items: Any,
+    ) -> bool:
         """Return whether losses are divided by the step's items, so that those of parts add up.
 
         What the Trainer takes for such a loss may ignore the count.
@@ -156,7 +176,12 @@ class TrainersLoss:
             self._is_sum = all(of_all_ranks(found)) if self._asked else found
         return self._is_sum
 
-    def items(self, model: nn.Module, data: Any, items: Any = None) -> float | Tensor:
+    def items(
+        self,
+        model: nn.Module,
+        data: Any,
+        items: Any = None,
+    ) -> float | Tensor:
         """Return of how many items the loss over ``data`` is a mean."""
         labels = data.get("shift_labels", data.get("labels"))
         if (
@@ -170,7 +195,9 @@ class TrainersLoss:
                 items = labels.ne(_IGNORED).sum()
             # what adds up is divided by the Trainer's count
             adds_up = self._trainer.model_accepts_loss_kwargs and self.adds_up(
-                model, data, items
+                model,
+                data,
+                items,
             )
             if (
                 shifts_labels(self._trainer)
@@ -180,7 +207,11 @@ class TrainersLoss:
                 labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
 
-    def _shifts_labels(self, model: nn.Module, data: Any) -> bool:
+    def _shifts_labels(
+        self,
+        model: nn.Module,
+        data: Any,
+    ) -> bool:
         """Return whether a mean over labels leaves out the first of each sample."""
         few = part_of(data, 0, 2)
         labels = few["labels"]
@@ -189,14 +220,23 @@ class TrainersLoss:
             without[..., 0] = _IGNORED
             items = labels.ne(_IGNORED).sum()
             known, other = (
-                self._of(model, type(few)({**few, "labels": one}), items)
+                self._of(
+                    model,
+                    type(few)({**few, "labels": one}),
+                    items,
+                )
                 for one in (labels, without)
             )
             self._shifts = bool(torch.isclose(known, other, rtol=1e-5, atol=0))
         return shifts_labels(self._trainer) if self._shifts is None else self._shifts
 
     @torch.no_grad()
-    def _of(self, model: nn.Module, data: Any, items: Any) -> Tensor:
+    def _of(
+        self,
+        model: nn.Module,
+        data: Any,
+        items: Any,
+    ) -> Tensor:
         """Return the loss of ``data``; it leaves nothing behind."""
         trainer, was_training = self._trainer, model.training
         generators, logged = GeneratorStates(), LoggedOfPasses(trainer)
@@ -204,7 +244,11 @@ class TrainersLoss:
         try:
             with trainer.compute_loss_context_manager():
                 inputs = prepared_inputs(trainer, data)
-                loss: Tensor = self._compute(model, inputs, num_items_in_batch=items)
+                loss: Tensor = self._compute(
+                    model,
+                    inputs,
+                    num_items_in_batch=items,
+                )
         finally:
             model.train(was_training)
             generators.restore()
@@ -248,7 +292,12 @@ class LoggedOfPasses:
 class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
-    def __init__(self, trainer: Any, in_step: InStep, loss: TrainersLoss) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        in_step: InStep,
+        loss: TrainersLoss,
+    ) -> None:
         self._trainer = trainer
         self._loss = loss
         self._in_step = in_step
@@ -264,20 +313,32 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         trainer.prediction_step = self.prediction_step
         trainer.accelerator.backward = self.backward
 
-    def on_step_begin(self, *args: Any, **named: Any) -> None:
+    def on_step_begin(
+        self,
+        *args: Any,
+        **named: Any,
+    ) -> None:
         """Forget a step that was left before its last batch; its gradients stay."""
         if self._step is not None:
             self._step.leave()
         self._step = None
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        **options: Any,
+    ) -> None:
         """Run the accelerator's backward pass for this part's share of the batch's loss."""
         self._is_weighted = True
         if self._weight:
             self._backward(_share(loss, self._weight), **options)
 
     def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **more: Any
+        self,
+        model: nn.Module,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+        **more: Any,
     ) -> Tensor:
         """Run the Trainer's for each part; return what the step's loss has grown by."""
         if self._step is None:
@@ -291,7 +352,10 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             self._step = self._in_step.begin(model, on_rewind=on_rewind)
         if self._step is None:
             loss: Tensor = self._training_step(
-                model, inputs, num_items_in_batch, **more
+                model,
+                inputs,
+                num_items_in_batch,
+                **more,
             )
             return loss
 
@@ -303,7 +367,12 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             self._weight = part.weight
             self._is_weighted = part.weight in (0.0, 1.0)
             try:
-                loss = self._training_step(model, part.data, num_items_in_batch, **more)
+                loss = self._training_step(
+                    model,
+                    part.data,
+                    num_items_in_batch,
+                    **more,
+                )
             finally:
                 self._weight = 1.0
             if not self._is_weighted:
@@ -317,12 +386,26 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         def count(data: Any) -> float | Tensor:
             return (
                 1.0
-                if self._loss.adds_up(model, data, num_items_in_batch)
-                else self._loss.items(model, data, num_items_in_batch)
+                if self._loss.adds_up(
+                    model,
+                    data,
+                    num_items_in_batch,
+                )
+                else self._loss.items(
+                    model,
+                    data,
+                    num_items_in_batch,
+                )
             )
 
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
-        self._step.run_batch(inputs, samples, body, count=count, is_last=is_last)
+        self._step.run_batch(
+            inputs,
+            samples,
+            body,
+            count=count,
+            is_last=is_last,
+        )
         # if the step started over, the earlier batches' losses were computed again
         total: Any = sum(self._shares)
         loss = total.to(self._trainer.args.device) - self._logged
@@ -332,7 +415,11 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         return loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, *rest: Any, **more: Any
+        self,
+        model: nn.Module,
+        inputs: Any,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
         passes = _Passes(self._trainer, self._loss, model)
@@ -341,7 +428,12 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         def body(part: Part) -> Any:
             before = passes.begins(part)
             try:
-                result = self._prediction_step(model, part.data, *rest, **more)
+                result = self._prediction_step(
+                    model,
+                    part.data,
+                    *rest,
+                    **more,
+                )
             except BaseException:
                 before.restore()
                 raise
@@ -370,7 +462,12 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
 class _Passes:
     """The passes over the parts of a batch, which are to be logged as one."""
 
-    def __init__(self, trainer: Any, loss: TrainersLoss, model: nn.Module) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        loss: TrainersLoss,
+        model: nn.Module,
+    ) -> None:
         self._trainer, self._loss, self._model = trainer, loss, model
         self._before = LoggedOfPasses(trainer)
         self._weights: list[float] = []
@@ -382,7 +479,11 @@ class _Passes:
             self._before, self._weights = now, []
         return now
 
-    def ends(self, part: Part, samples: int | None) -> None:
+    def ends(
+        self,
+        part: Part,
+        samples: int | None,
+    ) -> None:
         """Join what was logged if this part is the last of several."""
         if not logged_of_passes(self._trainer) or len(part) in (0, samples):
             return

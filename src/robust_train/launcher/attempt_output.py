@@ -67,7 +67,11 @@ class OutputStream:
             self.read_fd, self.child_fd = os.pipe()
             # room for what is printed while we are stopped
             with contextlib.suppress(OSError):
-                fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                fcntl.fcntl(
+                    self.read_fd,
+                    fcntl.F_SETPIPE_SZ,
+                    _PIPE_BYTES,
+                )
         os.set_blocking(self.read_fd, False)
 
     def fit(self) -> None:
@@ -204,7 +208,11 @@ class AttemptLog:
         self._settled_bytes = file.tell()
         self._next_state = 0.0
 
-    def write(self, data: bytes, stream: int = 0) -> None:
+    def write(
+        self,
+        data: bytes,
+        stream: int = 0,
+    ) -> None:
         """Handle what was printed; an unfinished line of one stream takes nothing of another."""
         *lines, rest = (self._unfinished.pop(stream, b"") + data).split(b"\n")
         cut = rest.rstrip(b"\r").rfind(b"\r")
@@ -240,7 +248,11 @@ def _copy_settings(source: int, target: int) -> None:
     # the real terminal translates line ends, once is enough
     attributes[1] &= ~termios.OPOST
     attributes[3] |= termios.ICANON
-    termios.tcsetattr(target, termios.TCSANOW, attributes)
+    termios.tcsetattr(
+        target,
+        termios.TCSANOW,
+        attributes,
+    )
 
 
 def _end_input(master: int, child: int) -> None:
@@ -251,7 +263,11 @@ def _end_input(master: int, child: int) -> None:
 
 
 def _copy_size(source: int, target: int) -> None:
-    size = fcntl.ioctl(source, termios.TIOCGWINSZ, b"\0" * 8)
+    size = fcntl.ioctl(
+        source,
+        termios.TIOCGWINSZ,
+        b"\0" * 8,
+    )
     if size[:4] == b"\0" * 4:
         # a terminal that does not know its size: bars would be empty
         size = struct.pack("HHHH", 24, 80, 0, 0)

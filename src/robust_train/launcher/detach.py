@@ -46,7 +46,11 @@ _MOST_BYTES = 1 << 20
 
 def _inherited() -> int | None:
     """Return the pipe to the command in the foreground; None if this is the foreground."""
-    with contextlib.suppress(KeyError, ValueError, OSError):
+    with contextlib.suppress(
+        KeyError,
+        ValueError,
+        OSError,
+    ):
         descriptor = int(os.environ.pop(_VARIABLE))
         os.set_inheritable(descriptor, False)
         return descriptor
@@ -110,7 +114,9 @@ def has_begun(folder: Path, text: str) -> None:
         printed = os.pread(1, _MOST_BYTES, 0)
     try:
         output = os.open(
-            folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666
+            folder / OUTPUT_FILE,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o666,
         )
     except OSError:  # a full disk costs the output, not the training
         output = os.open(os.devnull, os.O_WRONLY)
@@ -124,7 +130,11 @@ def has_begun(folder: Path, text: str) -> None:
     os.close(pipe)
 
 
-def job_text(job: str, name: str, folder: Path) -> str:
+def job_text(
+    job: str,
+    name: str,
+    folder: Path,
+) -> str:
     """Return what the foreground shows of a job."""
     lines = (
         f"{name} goes on in the background as {job} (pid {os.getpid()}); run folder: {folder}",

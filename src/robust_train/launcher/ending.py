@@ -36,7 +36,13 @@ _OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LINES = 15
 
 
-def ended(attempt: Attempt, seconds: float, *, log: Path, stacks: Path) -> Attempt:
+def ended(
+    attempt: Attempt,
+    seconds: float,
+    *,
+    log: Path,
+    stacks: Path,
+) -> Attempt:
     """Return the attempt with why it ended, from its own reports and its process's exit.
 
     Args:
@@ -89,7 +95,9 @@ def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
 
 
 def _failure(
-    attempt: Attempt, crash: NativeStack | None, stacks: Path
+    attempt: Attempt,
+    crash: NativeStack | None,
+    stacks: Path,
 ) -> Failure | None:
     """Return why it failed, None if it completed."""
     end, ending = attempt.exit, attempt.ending
@@ -109,18 +117,38 @@ def _failure(
     )
     died = attempt.rank_died
     if died is not None:
-        return replace(_death(died.returncode, printed, end.oom_killed), rank=died.rank)
+        return replace(
+            _death(
+                died.returncode,
+                printed,
+                end.oom_killed,
+            ),
+            rank=died.rank,
+        )
     oom_killed = None if end.pid is None else end.oom_killed
-    return _death(end.returncode or 0, printed, oom_killed)
+    return _death(
+        end.returncode or 0,
+        printed,
+        oom_killed,
+    )
 
 
-def _death(returncode: int, output: str, oom_killed: bool | None) -> Failure:
+def _death(
+    returncode: int,
+    output: str,
+    oom_killed: bool | None,
+) -> Failure:
     """Return why a process ended that reported nothing."""
     if returncode == 0:
         return Failure(
-            FailureKind.BUG, "the trainer ended its process without returning"
+            FailureKind.BUG,
+            "the trainer ended its process without returning",
         )
-    return classify_exit(returncode, output, oom_killed=oom_killed)
+    return classify_exit(
+        returncode,
+        output,
+        oom_killed=oom_killed,
+    )
 
 
 def _stalled(end: Exit, stacks: Path) -> Failure:
@@ -137,10 +165,16 @@ def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     """Return why a script failed: by its own report, else as if its exit were the attempt's."""
     if ended.failure_kind is not None:
         return Failure(
-            ended.failure_kind, ended.message or "", Evidence(library="script")
+            ended.failure_kind,
+            ended.message or "",
+            Evidence(library="script"),
         )
     output = without_escapes(end.output)
-    return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
+    return classify_exit(
+        ended.returncode,
+        output,
+        oom_killed=end.oom_killed,
+    )
 
 
 def _with_file(failure: Failure, attempt: Attempt) -> Failure:
@@ -205,7 +239,11 @@ def error_of(attempt: Attempt) -> BaseException | None:
 class _LoadedOnlyUnpickler(pickle.Unpickler):
     """Builds exceptions only from modules that are here already: no torch in the launcher."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(
+        self,
+        module: str,
+        name: str,
+    ) -> Any:
         if module not in sys.modules:
             raise pickle.UnpicklingError(module)
         return super().find_class(module, name)
@@ -294,5 +332,14 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
         first = ends[0].ending
         return None if first is None else replace(first, memory=memory)
     if not isinstance(root.ending, Failed) or root.failure is None:
-        return RankDied(root.rank, root.pid, root.returncode or 0, memory)
-    return replace(root.ending, failure=root.failure, memory=memory)
+        return RankDied(
+            root.rank,
+            root.pid,
+            root.returncode or 0,
+            memory,
+        )
+    return replace(
+        root.ending,
+        failure=root.failure,
+        memory=memory,
+    )

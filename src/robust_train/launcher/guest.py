@@ -86,7 +86,11 @@ class Rank:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.guest = guest
-        self.cfg = guest_config(cfg, guest.engine, guest.world_size)
+        self.cfg = guest_config(
+            cfg,
+            guest.engine,
+            guest.world_size,
+        )
         self.run_dir = _run_dir(guest, run_dir)
         os.environ.update({**shared_machine_environment(os.environ), **guest.environ})
         if guest.parent_ends_ranks and os.getppid() > 1:
@@ -99,10 +103,23 @@ class Rank:
         self._trainer_ref = TrainerRef.of(trainer, inline=True)
         self._store = PrefixStore("robust_train", _open_store(guest))
         self._has_begun = False
-        self.votes = StoreVotes(self._store, guest.rank, guest.world_size)
+        self.votes = StoreVotes(
+            self._store,
+            guest.rank,
+            guest.world_size,
+        )
         name = job_name_of(self._config, trainer)
-        self.devices: Devices = RankDevices(guest, self._config, name, self.run_dir)
-        function = functools.partial(function_of, trainer, self._trainer_ref)
+        self.devices: Devices = RankDevices(
+            guest,
+            self._config,
+            name,
+            self.run_dir,
+        )
+        function = functools.partial(
+            function_of,
+            trainer,
+            self._trainer_ref,
+        )
         self.executor = InlineExecutor(
             functools.cache(function),
             can_restart=False,
@@ -112,7 +129,9 @@ class Rank:
         )
 
     def run(
-        self, run_first: Callable[[], Summary], explain: Callable[[Summary], object]
+        self,
+        run_first: Callable[[], Summary],
+        explain: Callable[[Summary], object],
     ) -> Summary:
         """Run this rank's part of the job, ``run_first`` as rank 0; return its summary.
 
@@ -134,10 +153,18 @@ class Rank:
             finally:  # no rank waits for one that will not begin
                 self.begin({"refusal": refusal})
 
-    def _leave(self, request: AttemptRequest, event: Failed) -> None:
+    def _leave(
+        self,
+        request: AttemptRequest,
+        event: Failed,
+    ) -> None:
         """Leave how this rank's part of an attempt failed, for the next start."""
         failures = RankFailures(request.run_dir)
-        failures.leave(request.attempt, self.guest.rank, event)
+        failures.leave(
+            request.attempt,
+            self.guest.rank,
+            event,
+        )
 
     def begin(self, start: Mapping[str, object]) -> None:
         """Send all ranks how this start begins, as rank 0; the first call counts."""
@@ -146,7 +173,10 @@ class Rank:
             self._store.set("start", json.dumps(start))
 
     def first(
-        self, beginning: Beginning, policy: PolicySettings, group: Group
+        self,
+        beginning: Beginning,
+        policy: PolicySettings,
+        group: Group,
     ) -> Retry:
         """Return what was decided after the last start, and send it to the other ranks."""
         # the engine decides on devices and the number of ranks: all ranks stay where they are
@@ -180,17 +210,23 @@ class Rank:
         return first
 
     def _after(
-        self, history: Sequence[EarlierStart], policy: PolicySettings
+        self,
+        history: Sequence[EarlierStart],
+        policy: PolicySettings,
     ) -> Retry | None:
         """Return what follows the last start; None if a start by the user begins again."""
         last = history[-1]
         if last.was_stopped:
             return Retry(
-                last.attempt.spec, "start", "goes on after a stop of all ranks"
+                last.attempt.spec,
+                "start",
+                "goes on after a stop of all ranks",
             )
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
         decision: Decision | None = decide(
-            policy, attempts, Offers(last.attempt.spec.gpus)
+            policy,
+            attempts,
+            Offers(last.attempt.spec.gpus),
         )
         while isinstance(decision, Retry) and decision.room is not None:
             decision = decision.otherwise  # no GPU is waited for
@@ -234,9 +270,17 @@ class Rank:
                 signals.raise_if_received()
         finally:
             self.devices.queue.release()
-        attempt = ended(attempt, 0.0, log=request.log_file, stacks=request.stacks_file)
+        attempt = ended(
+            attempt,
+            0.0,
+            log=request.log_file,
+            stacks=request.stacks_file,
+        )
         summary = Summary(
-            "completed", request.run_dir, result=attempt.result, attempts=(attempt,)
+            "completed",
+            request.run_dir,
+            result=attempt.result,
+            attempts=(attempt,),
         )
         if attempt.failure is not None:
             summary = replace(
@@ -272,19 +316,39 @@ def _open_store(guest: GuestRank) -> Store:
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        found: Store = next(rendezvous("env://", guest.rank, guest.world_size))[0]
+        found: Store = next(
+            rendezvous(
+                "env://",
+                guest.rank,
+                guest.world_size,
+            )
+        )[0]
         return found
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    agent = TCPStore(
+        host,
+        port,
+        is_master=False,
+        wait_for_workers=False,
+    )
     key = f"robust_train/{guest.restarts}/port"
     if guest.rank == 0:
         store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+            host,
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
         agent.set(key, str(store.port))
     else:
         port = int(agent.get(key))
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+        )
     os.environ["MASTER_PORT"] = str(store.port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return store
@@ -294,9 +358,19 @@ class RankDevices(Devices):
     """The GPU that is a rank's by its local rank, reserved where the host has a queue."""
 
     def __init__(
-        self, guest: GuestRank, config: RobustConfig, job_name: str, run_dir: Path
+        self,
+        guest: GuestRank,
+        config: RobustConfig,
+        job_name: str,
+        run_dir: Path,
     ) -> None:
-        super().__init__(config, job_name, os.environ, run_dir, time.sleep)
+        super().__init__(
+            config,
+            job_name,
+            os.environ,
+            run_dir,
+            time.sleep,
+        )
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
@@ -314,7 +388,9 @@ class RankDevices(Devices):
             super().acquire()
         except (ConfigError, NoDevice) as error:
             log.warning(
-                "%s is used without a reservation: %s", self._config.device, error
+                "%s is used without a reservation: %s",
+                self._config.device,
+                error,
             )
         return group
 
@@ -403,7 +479,12 @@ class RankFailures:
         self._journal = run_dir / "journal.jsonl"
         self._folder = run_dir / "ranks"
 
-    def leave(self, number: int, rank: int, event: Failed) -> None:
+    def leave(
+        self,
+        number: int,
+        rank: int,
+        event: Failed,
+    ) -> None:
         """Record how this rank's part of attempt ``number`` failed."""
         content = {
             "at": time.time(),
@@ -413,7 +494,11 @@ class RankFailures:
         }
         self.write(f"attempt-{number}.rank-{rank}.json", content)
 
-    def history(self, job: str, gpus: Group) -> Sequence[EarlierStart]:
+    def history(
+        self,
+        job: str,
+        gpus: Group,
+    ) -> Sequence[EarlierStart]:
         """Return the job's earlier attempts that count, the last one last."""
         attempts: dict[int, Attempt] = {}
         for number in sorted(self._numbers()):
@@ -447,22 +532,46 @@ class RankFailures:
             name = f"attempt-{attempt.number}.rank-{rank}.json"
             found = read_object(self._folder / name)
             end = RankEnd(rank)
-            with contextlib.suppress(MalformedEvent, KeyError, TypeError):
+            with contextlib.suppress(
+                MalformedEvent,
+                KeyError,
+                TypeError,
+            ):
                 event = parse(found["event"])
                 if isinstance(event, Failed):
                     code[rank] = dict(found["code"])
-                    end = RankEnd(rank, ending=event, at=float(found["at"]))
+                    end = RankEnd(
+                        rank,
+                        ending=event,
+                        at=float(found["at"]),
+                    )
             ends.append(end)
-        attempt = replace(attempt, failure=cause_of(ends), seconds=0.0)
+        attempt = replace(
+            attempt,
+            failure=cause_of(ends),
+            seconds=0.0,
+        )
         return EarlierStart(attempt, ends, code)
 
-    def write(self, name: str, content: Mapping[str, object]) -> None:
+    def write(
+        self,
+        name: str,
+        content: Mapping[str, object],
+    ) -> None:
         """Write a file there; what keeps it from that is a warning."""
         try:
             self._folder.mkdir(exist_ok=True)
-            write_json(self._folder / name, dict(content), durable=True)
+            write_json(
+                self._folder / name,
+                dict(content),
+                durable=True,
+            )
         except OSError as error:
-            log.warning("cannot write %s: %s", self._folder / name, error.strerror)
+            log.warning(
+                "cannot write %s: %s",
+                self._folder / name,
+                error.strerror,
+            )
 
 
 def _code() -> dict[str, float]:

@@ -37,7 +37,10 @@ _BEFORE_ATTEMPTS = re.compile(
 
 
 def run_folder(
-    run_dir: str | Path | None, name: str, *, group_reads: bool = False
+    run_dir: str | Path | None,
+    name: str,
+    *,
+    group_reads: bool = False,
 ) -> Path:
     """Make and return the run folder: the one given, Hydra's, that of ``$ROBUST_TRAIN_RUN_DIR`` for
     one call, or a new one for a job's name. Raises ConfigError: it cannot be made,

@@ -117,11 +117,14 @@ class InlineExecutor:
             left = None
             try:
                 left = release_and_check(
-                    error, self._memory_at_first, keep_traceback=was_bug
+                    error,
+                    self._memory_at_first,
+                    keep_traceback=was_bug,
                 )
             except RuntimeError as refusal:  # after a fault the device answers nothing
                 log.warning(
-                    "the attempt's memory is not released: %s", first_line(refusal)
+                    "the attempt's memory is not released: %s",
+                    first_line(refusal),
                 )
             if left is not None:
                 log.warning("%s", left)

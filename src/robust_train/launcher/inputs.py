@@ -167,7 +167,12 @@ def request_for(
     spec, is_script = attempt.spec, config.is_script
     trackers: dict[str, str] = {}
     if job:
-        trackers = tracker_environment(os.environ, run_dir, job, is_script=is_script)
+        trackers = tracker_environment(
+            os.environ,
+            run_dir,
+            job,
+            is_script=is_script,
+        )
     environ = attempt_environment(
         os.environ,
         spec.gpus,
@@ -175,9 +180,17 @@ def request_for(
         by_index=config.gpus_by_index,
     )
     if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
-        environ |= nccl_variables(environ, run_dir, attempt.number)
+        environ |= nccl_variables(
+            environ,
+            run_dir,
+            attempt.number,
+        )
     own_process = not config.runs_inline
-    device = name_for_trainer(spec.gpus, os.environ, own_process=own_process)
+    device = name_for_trainer(
+        spec.gpus,
+        os.environ,
+        own_process=own_process,
+    )
     own_config = for_attempt(config, spec, device)
     resumed_from = attempt.resumed_from
     return AttemptRequest(
@@ -196,12 +209,21 @@ def request_for(
         search_key=search_prefix + spec.device_kind,
         has_live_status=owns_terminal(config),
         asked=asked or PolicySettings.of(config).asked,
-        code=_code_plan(config, attempt, run_dir, is_first=is_first),
+        code=_code_plan(
+            config,
+            attempt,
+            run_dir,
+            is_first=is_first,
+        ),
     )
 
 
 def _code_plan(
-    config: RobustConfig, attempt: Attempt, run_dir: Path, *, is_first: bool
+    config: RobustConfig,
+    attempt: Attempt,
+    run_dir: Path,
+    *,
+    is_first: bool,
 ) -> CodePlan:
     """Return which code an attempt runs. The jobs of a sweep share what the first began with."""
     sweep, is_script = sweep_folder(), config.is_script

@@ -91,7 +91,10 @@ class Interpreter:
     """
 
     def __init__(
-        self, pid: int, channel: socket.socket, environ: Mapping[str, str]
+        self,
+        pid: int,
+        channel: socket.socket,
+        environ: Mapping[str, str],
     ) -> None:
         self.pid = pid
         self.channel = channel
@@ -125,7 +128,11 @@ class Interpreter:
         self._answers_due += 1
         self._send(wanted)
 
-    def begin(self, begin: Begin, descriptors: Sequence[int]) -> None:
+    def begin(
+        self,
+        begin: Begin,
+        descriptors: Sequence[int],
+    ) -> None:
         """Give it its attempt, with copies of open descriptors."""
         self.is_begun = True
         self._send(begin, descriptors)
@@ -141,13 +148,19 @@ class Interpreter:
             self.is_unfit |= event.is_unfit
 
     def _send(
-        self, message: Preparation | Begin, descriptors: Sequence[int] = ()
+        self,
+        message: Preparation | Begin,
+        descriptors: Sequence[int] = (),
     ) -> None:
         with os.fdopen(os.memfd_create("message"), "wb") as file:
             pickle.dump(message, file)
             file.flush()
             with contextlib.suppress(OSError):  # it has ended, which the reaper reports
-                socket.send_fds(self.channel, [b"\0"], [file.fileno(), *descriptors])
+                socket.send_fds(
+                    self.channel,
+                    [b"\0"],
+                    [file.fileno(), *descriptors],
+                )
 
 
 class Interpreters:
@@ -242,7 +255,11 @@ class Interpreters:
         self._job = job
         self._request({"mark": job_mark(job)})
 
-    def signal(self, one: Interpreter, signum: int) -> None:
+    def signal(
+        self,
+        one: Interpreter,
+        signum: int,
+    ) -> None:
         """Send a signal to an interpreter that may have ended."""
         self._request({"signal": int(signum), "pid": one.pid})
 
@@ -304,11 +321,15 @@ class Interpreters:
             self._process.wait(_AFTER_KILL_SECONDS)
 
     def _request(
-        self, message: Mapping[str, object], descriptors: Sequence[int] = ()
+        self,
+        message: Mapping[str, object],
+        descriptors: Sequence[int] = (),
     ) -> None:
         try:
             socket.send_fds(
-                self.control, [json.dumps(message).encode()], list(descriptors)
+                self.control,
+                [json.dumps(message).encode()],
+                list(descriptors),
             )
         except OSError as error:
             raise self._death() from error

@@ -171,13 +171,25 @@ def run_job(
     shorten_lines()
     guest = guest_rank(os.environ) if remedies else None
     if guest is None:
-        return Job(trainer, cfg, run_dir, remedies=remedies, explain=explain).run()
+        return Job(
+            trainer,
+            cfg,
+            run_dir,
+            remedies=remedies,
+            explain=explain,
+        ).run()
     from robust_train.launcher.guest import Rank
 
     rank = Rank(guest, trainer, cfg, run_dir)
 
     def run_first() -> Summary:
-        return Job(trainer, rank.cfg, rank.run_dir, explain=explain, engine=rank).run()
+        return Job(
+            trainer,
+            rank.cfg,
+            rank.run_dir,
+            explain=explain,
+            engine=rank,
+        ).run()
 
     return rank.run(run_first, explain)
 
@@ -219,7 +231,9 @@ class Job:
         self.search_prefix = search_prefix(cfg, self.trainer)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(
-            run_dir, self.name, group_reads=config.group_reads_runs
+            run_dir,
+            self.name,
+            group_reads=config.group_reads_runs,
         )
         refuse_other_version(self.run_dir, resume=config.resume)
         self.signals = SignalWatch()
@@ -260,7 +274,11 @@ class Job:
                     if self.folder.pruned is not None:
                         return self._end("pruned", self.folder.pruned)
                     code = interruption.exit_code
-                    self._end("interrupted", str(interruption), exit_code=code)
+                    self._end(
+                        "interrupted",
+                        str(interruption),
+                        exit_code=code,
+                    )
                 self.signals.pass_on()
                 raise
             except NoDevice as error:
@@ -268,11 +286,19 @@ class Job:
                     return self._end("no_device", str(error))
             except ConfigError as error:
                 if not isinstance(error, NoProgress):  # what the last launch left stays
-                    self._end("failed", str(error), exit_code=error.exit_code)
+                    self._end(
+                        "failed",
+                        str(error),
+                        exit_code=error.exit_code,
+                    )
                 raise
             except Exception as error:
                 if (limit := limit_reached(error)) is not None:
-                    self._end("failed", str(limit), exit_code=limit.exit_code)
+                    self._end(
+                        "failed",
+                        str(limit),
+                        exit_code=limit.exit_code,
+                    )
                     raise limit from error
                 what = f"{type(error).__name__}: {error}"
                 self._end("failed", f"error in the launcher: {what}")
@@ -282,7 +308,9 @@ class Job:
         """Find the unfinished job on the disk, or begin a new one."""
         config = self.config
         self.beginning = beginning = begin_job(
-            self.run_dir, resume=config.resume, max_launches=config.max_launches
+            self.run_dir,
+            resume=config.resume,
+            max_launches=config.max_launches,
         )
         self.checkpoint = beginning.checkpoint
         self.folder.record(
@@ -302,7 +330,12 @@ class Job:
         }
         requested = self.folder.state.requested_micro_batch
         used = values_used(self.cfg, config)
-        self.policy = policy_settings(config, found, requested, used)
+        self.policy = policy_settings(
+            config,
+            found,
+            requested,
+            used,
+        )
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -319,7 +352,11 @@ class Job:
             self.executor.prepare(self.folder.tick)
             first = first_decision(self.policy, group)
             if self._engine is not None:
-                first = self._engine.first(self.beginning, self.policy, group)
+                first = self._engine.first(
+                    self.beginning,
+                    self.policy,
+                    group,
+                )
             self._attempt_until_done(first)
         finally:
             # however often Ctrl-C is pressed: the GPU is released
@@ -367,7 +404,11 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.acquired(self.devices.queue.job_id, group, self.wait_seconds)
+        self.folder.acquired(
+            self.devices.queue.job_id,
+            group,
+            self.wait_seconds,
+        )
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:
@@ -397,7 +438,11 @@ class Job:
                 self._attempt(spec)
                 return self.decision
             problem = f"{spec.device} went to another job meanwhile"
-            self._decide_again(self._decide(self.attempts), "lost_race", problem)
+            self._decide_again(
+                self._decide(self.attempts),
+                "lost_race",
+                problem,
+            )
 
     def _wait_for_room(self) -> None:
         """Wait for the free memory that a retry needs, else take its alternative."""
@@ -417,7 +462,11 @@ class Job:
                 if not found.timed_out:
                     raise NoDevice(found.reason)
                 continue
-            self._decide_again(retry.otherwise, "waited_in_vain", found.reason)
+            self._decide_again(
+                retry.otherwise,
+                "waited_in_vain",
+                found.reason,
+            )
 
     def _wait_for_disk(self) -> None:
         """Wait for space after an attempt that a full disk has ended."""
@@ -431,14 +480,29 @@ class Job:
                 log.warning("%s: waiting for space, then training goes on", problem)
             self.sleep(_DISK_POLL_SECONDS)
 
-    def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
+    def _decide_again(
+        self,
+        decision: Decision | None,
+        why: str,
+        problem: str,
+    ) -> None:
         assert decision is not None
         self.decision = decision
         self.attempts[-1] = last = concluded(self.attempts[-1], decision)
         self.folder.record(
-            DecidedAgain(why, problem, last.action, decision.reason), last.number
+            DecidedAgain(
+                why,
+                problem,
+                last.action,
+                decision.reason,
+            ),
+            last.number,
         )
-        log.warning("%s; %s", problem, decision.reason)
+        log.warning(
+            "%s; %s",
+            problem,
+            decision.reason,
+        )
 
     def _attempt(self, spec: AttemptSpec) -> None:
         """Run one attempt, gather the evidence of its end, and decide what comes next."""
@@ -456,7 +520,11 @@ class Job:
             log.warning("%s", doubt)
         if len(self.attempts) == 1 and isinstance(self.decision, Retry):
             self._log_unmatched()
-        self.folder.decided(attempt, self.decision, self.checkpoint)
+        self.folder.decided(
+            attempt,
+            self.decision,
+            self.checkpoint,
+        )
 
     def _run_attempt(self, spec: AttemptSpec) -> Attempt:
         """Run one attempt; return it with its events and its exit."""
@@ -464,11 +532,20 @@ class Job:
         narration.announce(number, spec)
         job = self.beginning.job
         self.checkpoint = resume_from(
-            self.run_dir, job, self.checkpoint, sleep=self.sleep
+            self.run_dir,
+            job,
+            self.checkpoint,
+            sleep=self.sleep,
         )
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
         start = self._saved_step(resumed_from)
-        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start)
+        attempt = Attempt(
+            number,
+            spec,
+            time.time(),
+            resumed_from,
+            start_step=start,
+        )
         self.folder.attempt_starts(attempt)
         request = request_for(
             attempt,
@@ -495,7 +572,12 @@ class Job:
         attempt = replace(self.folder.attempt, exit=process_exit)
         if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
             raise ConfigError(attempt.ending.config_error) from process_exit.error
-        return ended(attempt, seconds, log=request.log_file, stacks=request.stacks_file)
+        return ended(
+            attempt,
+            seconds,
+            log=request.log_file,
+            stacks=request.stacks_file,
+        )
 
     def _saved_step(self, checkpoint: str | None) -> int:
         """Return the step of a checkpoint of this launch, 0 if unknown."""
@@ -518,7 +600,11 @@ class Job:
         attempt = self._on_its_disk(with_shortage(attempt, self.attempts))
         attempt = self._past_damaged(attempt)
         if self._has_remedies and self.signals.received is None:
-            attempt = with_rule(self.policy, tuple(self.attempts), attempt)
+            attempt = with_rule(
+                self.policy,
+                tuple(self.attempts),
+                attempt,
+            )
         attempt = with_advice(
             self.devices.ended(attempt),
             is_script=self.config.is_script,
@@ -551,9 +637,18 @@ class Job:
         if has_begun or attempt.script is None:
             return attempt
         folder, job = self.run_dir / "checkpoints", self.beginning.job
-        found = pass_over_damaged(folder, job, Path(path), lacks_file=lacks_file)
+        found = pass_over_damaged(
+            folder,
+            job,
+            Path(path),
+            lacks_file=lacks_file,
+        )
         clue = Clue.DAMAGED
-        evidence = replace(failure.evidence, has_checkpoint=found, clue=clue)
+        evidence = replace(
+            failure.evidence,
+            has_checkpoint=found,
+            clue=clue,
+        )
         return replace(attempt, failure=replace(failure, evidence=evidence))
 
     def _cuda_versions(self) -> str:
@@ -570,7 +665,12 @@ class Job:
         if was_paused and failure.kind is FailureKind.INTERRUPTED:
             room = self.devices.leave(len(last.spec.gpus))
             why = "its time slice is over and another user waits (gpu_slice_minutes)"
-            return Retry(last.spec, "queue_again", why, room=room)
+            return Retry(
+                last.spec,
+                "queue_again",
+                why,
+                room=room,
+            )
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
         if self._engine is not None:
@@ -633,7 +733,10 @@ class Job:
         self.live.log_waiting(status)
 
     def _end(
-        self, status: str, reason: str | None, exit_code: int | None = None
+        self,
+        status: str,
+        reason: str | None,
+        exit_code: int | None = None,
     ) -> Summary:
         last = self.attempts[-1] if self.attempts else None
         summary = Summary(
@@ -660,7 +763,12 @@ class Job:
         self.folder.ended(status, reason, exit_code)
         write_report(found := read_sources(self.run_dir))
         if status != "failed" or exit_code is None:  # else the caller prints one line
-            narration.show_end(summary, found, self._explain, self._how_to_go_on())
+            narration.show_end(
+                summary,
+                found,
+                self._explain,
+                self._how_to_go_on(),
+            )
         return summary
 
     def _how_to_go_on(self) -> str:

@@ -77,7 +77,12 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
     return replace(config, urls=urls)
 
 
-def sentence(event: str, state: RunState, result: Json, now: float) -> str:
+def sentence(
+    event: str,
+    state: RunState,
+    result: Json,
+    now: float,
+) -> str:
     """Return the line of text about a state that is an event."""
     job, spent = _job(state), duration(state.seconds(now))
     reason = shortened(state.reason or "", 300)
@@ -105,7 +110,11 @@ class Notifier:
         has_failed: a delivery has.
     """
 
-    def __init__(self, settings: NotifyConfig, run_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: NotifyConfig,
+        run_dir: Path | None = None,
+    ) -> None:
         self.has_failed = False
         self._settings = settings
         self._run_dir = run_dir
@@ -125,7 +134,11 @@ class Notifier:
                 self._notify(event, state)
             self._collect()
 
-    def on_event(self, event: Event, state: RunState) -> None:
+    def on_event(
+        self,
+        event: Event,
+        state: RunState,
+    ) -> None:
         """Notify of an attempt without progress, at half of its limit and at its end; of a slow
         one; and of a disk that takes no checkpoint, once until it takes one."""
         attempt = None if state.attempt is None else state.attempt.number
@@ -173,7 +186,12 @@ class Notifier:
         is_long = time.time() - state.since >= 60 * self._settings.waiting_minutes
         return "waiting" if is_waiting and is_long else ""
 
-    def _notify(self, event: str, state: RunState, text: str | None = None) -> None:
+    def _notify(
+        self,
+        event: str,
+        state: RunState,
+        text: str | None = None,
+    ) -> None:
         now, result = time.time(), None
         if event == "completed" and self._run_dir is not None:
             summary = read_summary(self._run_dir)
@@ -185,9 +203,18 @@ class Notifier:
             "result": result,
             "seconds": round(state.seconds(now), 1),
         }
-        self.send(event, text or sentence(event, state, result, now), about)
+        self.send(
+            event,
+            text or sentence(event, state, result, now),
+            about,
+        )
 
-    def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
+    def send(
+        self,
+        event: str,
+        text: str,
+        about: Mapping[str, Json],
+    ) -> None:
         """Begin to deliver a notification, if its event is asked for."""
         if event not in self._settings.on and event != "test":
             return
@@ -197,12 +224,22 @@ class Notifier:
         )
         command, urls = self._settings.command, self._settings.urls
         if command:
-            self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
+            self.deliver(
+                event,
+                command[0],
+                command,
+                content,
+                {TEXT_VARIABLE: text},
+            )
         if urls:
             program = (sys.executable, "-m", __name__)
             message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
             self.deliver(
-                event, "notify.urls", program, message, {"PYTHONSAFEPATH": "1"}
+                event,
+                "notify.urls",
+                program,
+                message,
+                {"PYTHONSAFEPATH": "1"},
             )
 
     def deliver(
@@ -246,9 +283,17 @@ class Notifier:
             if problem:
                 self._log_failure(delivery.name, problem)
 
-    def _log_failure(self, name: str, problem: str) -> None:
+    def _log_failure(
+        self,
+        name: str,
+        problem: str,
+    ) -> None:
         self.has_failed = True
-        log.warning("notification %s: %s", name, problem)
+        log.warning(
+            "notification %s: %s",
+            name,
+            problem,
+        )
 
     def finish(self, seconds: float = LAST_CHANCE_SECONDS) -> None:
         """Wait a moment for what is being delivered, and end the rest."""

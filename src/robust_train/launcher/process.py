@@ -153,10 +153,19 @@ class ProcessExecutor:
             self._check_standby()
             tick()
 
-        processes = self._ready(request.environ, request.ranks, tick)
+        processes = self._ready(
+            request.environ,
+            request.ranks,
+            tick,
+        )
         pump = self._interpreters.pump
         pump.start_log(request.log_file)
-        running = RunningAttempt(self._interpreters, processes, request, take)
+        running = RunningAttempt(
+            self._interpreters,
+            processes,
+            request,
+            take,
+        )
         try:
             found = running.run(signals, hold, tick_with_standby)
             pump.end_log()
@@ -170,7 +179,8 @@ class ProcessExecutor:
             _await_signal(signals)
         stalled = running.stalled
         stacks = _stacks(
-            request, keep=not request.config.is_script or stalled is not None
+            request,
+            keep=not request.config.is_script or stalled is not None,
         )
         if stalled is not None:
             on_event(Stalled(round(stalled.seconds, 1), stacks))
@@ -188,7 +198,10 @@ class ProcessExecutor:
         self._interpreters.close()
 
     def _ready(
-        self, environ: Mapping[str, str], count: int, tick: Callable[[], None]
+        self,
+        environ: Mapping[str, str],
+        count: int,
+        tick: Callable[[], None],
     ) -> list[Interpreter]:
         """Return interpreters that can be given an attempt now."""
         while True:
@@ -224,7 +237,11 @@ class ProcessExecutor:
             )
             self._modules = ()
 
-    def _waiting(self, environ: Mapping[str, str], count: int) -> list[Interpreter]:
+    def _waiting(
+        self,
+        environ: Mapping[str, str],
+        count: int,
+    ) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
         if not self._interpreters.is_alive:
             self.close()
@@ -244,7 +261,11 @@ class ProcessExecutor:
         wanted = preparation(self._modules)
         if not self._trainer.is_ours:
             return wanted
-        return replace(wanted, trainer=self._trainer, cfg=self._cfg)
+        return replace(
+            wanted,
+            trainer=self._trainer,
+            cfg=self._cfg,
+        )
 
     def _on_death_at_import(self, returncode: int) -> None:
         """Handle an import that has ended its process.
@@ -265,7 +286,9 @@ class ProcessExecutor:
         self.close()
 
     def _begin_standby(
-        self, request: AttemptRequest, imported: LibrariesImported
+        self,
+        request: AttemptRequest,
+        imported: LibrariesImported,
     ) -> None:
         """Have the interpreters of the next attempt import what this one has, if there is room."""
         self._modules = imported.modules
@@ -280,7 +303,11 @@ class ProcessExecutor:
                 if not one.is_begun:
                     self._interpreters.end(one)
 
-    def _prepare_next(self, request: AttemptRequest, wanted: Preparation) -> None:
+    def _prepare_next(
+        self,
+        request: AttemptRequest,
+        wanted: Preparation,
+    ) -> None:
         """Have the next attempt's interpreters import while the present one runs or ends."""
         if not self._interpreters.is_alive:
             return
@@ -432,7 +459,8 @@ class RunningAttempt:
         for rank, one in enumerate(self._processes):
             # at its end all; before, a burst must hold up neither signals nor requests
             self._read(
-                rank, _MOST_EVENTS if one.is_running and not is_given_up else None
+                rank,
+                _MOST_EVENTS if one.is_running and not is_given_up else None,
             )
             end = self._ends[rank]
             if not one.is_running and end.returncode is None:
@@ -453,7 +481,11 @@ class RunningAttempt:
             self._kill_in(self._dump_stacks())
         return False
 
-    def _read(self, rank: int, most: int | None) -> None:
+    def _read(
+        self,
+        rank: int,
+        most: int | None,
+    ) -> None:
         for event in self._processes[rank].read(most):
             self._watch.on_event(event)
             if isinstance(event, (Finished, Failed)):
@@ -533,7 +565,9 @@ class RunningAttempt:
         ):
             return found
         return replace(
-            found, workers=workers.count, workers_hold_most=workers.hold_most
+            found,
+            workers=workers.count,
+            workers_hold_most=workers.hold_most,
         )
 
     def _send_end(self, ends: Sequence[RankEnd]) -> None:

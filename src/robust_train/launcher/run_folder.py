@@ -139,13 +139,20 @@ class RunFolder:
         return self
 
     def __exit__(
-        self, kind: object, error: BaseException | None, frames: object
+        self,
+        kind: object,
+        error: BaseException | None,
+        frames: object,
     ) -> None:
         if not self.state.is_final:
             is_stop = isinstance(error, KeyboardInterrupt)
             code = getattr(error, "exit_code", None)
             reason = str(error) or type(error).__name__
-            self.ended("interrupted" if is_stop else "failed", reason, code)
+            self.ended(
+                "interrupted" if is_stop else "failed",
+                reason,
+                code,
+            )
         for suffix in (TAKEN, NEW):
             for request in find_requests(self._run_dir, suffix):
                 request.answer({"error": "the run ended before it came to that"})
@@ -182,7 +189,11 @@ class RunFolder:
         if job_id is not None and job_id != state.id:
             self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
 
-    def waits(self, status: WaitStatus, job_id: str | None) -> None:
+    def waits(
+        self,
+        status: WaitStatus,
+        job_id: str | None,
+    ) -> None:
         """Record that the job waits for a GPU; ``job_id``: its id in the queue, if it has one."""
         self.queued(job_id)
         waiting = {
@@ -193,7 +204,12 @@ class RunFolder:
         self._change(state="waiting", waiting=waiting)
         self._detach()
 
-    def acquired(self, job_id: str | None, gpus: Group, wait_seconds: float) -> None:
+    def acquired(
+        self,
+        job_id: str | None,
+        gpus: Group,
+        wait_seconds: float,
+    ) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
         self.queued(job_id)
         self._provenance = Provenance(self._run_dir, gpus)
@@ -213,10 +229,19 @@ class RunFolder:
             self._is_counted = True
             count_launch(self._run_dir, 1)
         self.record(AttemptStarted(attempt.spec, attempt.resumed_from), attempt.number)
-        self._change(state="running", waiting=None, reason=None, attempt=attempt)
+        self._change(
+            state="running",
+            waiting=None,
+            reason=None,
+            attempt=attempt,
+        )
         self._detach()
 
-    def record(self, event: Event, attempt: int | None = None) -> None:
+    def record(
+        self,
+        event: Event,
+        attempt: int | None = None,
+    ) -> None:
         """Record an event of the job, or of its attempt with this number."""
         if event.is_journaled:
             self._journal.write(event, attempt)
@@ -224,7 +249,10 @@ class RunFolder:
         self._notifier.on_event(event, self.state)
 
     def decided(
-        self, attempt: Attempt, decision: Decision | None, checkpoint: Path | None
+        self,
+        attempt: Attempt,
+        decision: Decision | None,
+        checkpoint: Path | None,
     ) -> None:
         """Record an attempt's end and what comes next; answer the requests it left open."""
         self.record(AttemptEnded(attempt), attempt.number)
@@ -238,10 +266,20 @@ class RunFolder:
             requested_micro_batch=size,
         )
         for request in find_requests(self._run_dir, TAKEN):
-            request.answer(_reply_after(request, attempt, decision, checkpoint))
+            request.answer(
+                _reply_after(
+                    request,
+                    attempt,
+                    decision,
+                    checkpoint,
+                )
+            )
 
     def ended(
-        self, status: str, reason: str | None, exit_code: int | None = None
+        self,
+        status: str,
+        reason: str | None,
+        exit_code: int | None = None,
     ) -> None:
         """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
@@ -271,7 +309,12 @@ class RunFolder:
     def _detach(self) -> None:
         state = self.state
         detach.has_begun(
-            self._run_dir, detach.job_text(state.id, state.name, self._run_dir)
+            self._run_dir,
+            detach.job_text(
+                state.id,
+                state.name,
+                self._run_dir,
+            ),
         )
 
     def _change(self, **changes: Any) -> None:

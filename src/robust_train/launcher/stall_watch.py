@@ -172,7 +172,11 @@ class StallWatch:
                 pids.add(process.pid)
                 moved_bytes += bytes_moved_by(process)
         return _Glance(
-            time.monotonic(), cpu_seconds, moved_bytes, frozenset(pids), stopped
+            time.monotonic(),
+            cpu_seconds,
+            moved_bytes,
+            frozenset(pids),
+            stopped,
         )
 
     def _gpu_is_busy(self) -> bool:
@@ -206,7 +210,12 @@ class StallWatch:
 
 def bytes_moved_by(process: psutil.Process) -> int:
     """Return what a process has read and written; 0 where the kernel does not count that."""
-    with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
+    with contextlib.suppress(
+        psutil.Error,
+        AttributeError,
+        RuntimeError,
+        ValueError,
+    ):
         figures = process.io_counters()
         return figures.read_chars + figures.write_chars
     return 0
@@ -311,7 +320,9 @@ _RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT":
 
 
 def nccl_variables(
-    environ: Mapping[str, str], run_dir: Path, attempt: int
+    environ: Mapping[str, str],
+    run_dir: Path,
+    attempt: int,
 ) -> dict[str, str]:
     """Return variables with which each rank dumps to ``attempt-<n>.nccl-<rank>`` when asked to.
 

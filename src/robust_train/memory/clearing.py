@@ -111,7 +111,11 @@ class StartingMemory:
                 )
         if not sizes:
             return None
-        found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
+        found = tensors.largest_alive(
+            _TOP_OF_A_TRY,
+            sizes,
+            self._storages,
+        )
         largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
@@ -248,9 +252,16 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
 
 
 def _cleared(
-    before: MemoryStats, held: Iterable[tensors.LiveTensor] = (), done: str = ""
+    before: MemoryStats,
+    held: Iterable[tensors.LiveTensor] = (),
+    done: str = "",
 ) -> Cleared:
-    cleared = Cleared(before, get_gpu_memory_stats(), tuple(held), done)
+    cleared = Cleared(
+        before,
+        get_gpu_memory_stats(),
+        tuple(held),
+        done,
+    )
     log.info("%s", cleared.description)
     return cleared
 

@@ -131,7 +131,8 @@ def alloc_retries() -> int | None:
         return None
     try:
         figures = map(
-            torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count())
+            torch.cuda.memory_stats_as_nested_dict,
+            range(torch.cuda.device_count()),
         )
         return sum(int(found.get("num_alloc_retries", 0)) for found in figures)
     except RuntimeError:  # after a fault
@@ -304,12 +305,22 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         total = torch.cuda.get_device_properties(index).total_memory
         in_use = torch.cuda.memory_reserved(index)
         most = int(fraction * total)
-        limit = MemoryLimit(f"cuda:{index}", fraction, most, total, in_use)
+        limit = MemoryLimit(
+            f"cuda:{index}",
+            fraction,
+            most,
+            total,
+            in_use,
+        )
     log.info("%s", limit.description)
     return limit
 
 
-def _limit_cache(torch: Any, fraction: float, index: int) -> float:
+def _limit_cache(
+    torch: Any,
+    fraction: float,
+    index: int,
+) -> float:
     """Limit the allocator on a GPU, and return the limit: never above what the user exports."""
     least = min(float(fraction), exported_fraction(os.environ))
     with torch.cuda.device(
@@ -332,7 +343,13 @@ def _limit_host(fraction: float) -> MemoryLimit:
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
+    return MemoryLimit(
+        "cpu",
+        fraction,
+        most,
+        memory.total,
+        memory.data,
+    )
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
@@ -351,7 +368,11 @@ def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
         try:
             _limit_cache(torch, fraction, index)
         except (RuntimeError, ValueError) as error:
-            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
+            log.warning(
+                "memory.fraction=%g: %s",
+                fraction,
+                first_line(error),
+            )
 
     when_cuda_starts(torch, limit)
     return True

@@ -92,14 +92,22 @@ def write_out_of_memory(
         try:
             write_json(path, content, indent=2)
         except OSError as problem:
-            log.warning("cannot write %s: %s", path, problem.strerror)
+            log.warning(
+                "cannot write %s: %s",
+                path,
+                problem.strerror,
+            )
             is_written = False
         least = _WORTH_NAMING * max([asked or 0, *(tensor.bytes for tensor in tensors)])
         named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
         if named:
             where = f"; all in {file}" if is_written else ""
             largest = "; ".join(named)
-            log.info("out of memory: the largest tensors are %s%s", largest, where)
+            log.info(
+                "out of memory: the largest tensors are %s%s",
+                largest,
+                where,
+            )
         return OutOfMemory(
             failure.kind,
             failure.message,
@@ -140,7 +148,9 @@ _OPTIONS = {
 
 
 def perform(
-    verb: str, options: Mapping[str, object], run_dir: Path
+    verb: str,
+    options: Mapping[str, object],
+    run_dir: Path,
 ) -> dict[str, object]:
     """Carry out a request in this process.
 

@@ -73,7 +73,12 @@ class MemoryStats:
     def description(self) -> str:
         """The figures in a line for people."""
         of = "" if self.total is None else f" of {_mib(self.total)}"
-        text = _in_words(self.device, self.allocated, self.peak, self.reserved)
+        text = _in_words(
+            self.device,
+            self.allocated,
+            self.peak,
+            self.reserved,
+        )
         if self.free is not None:
             text += f", {_mib(self.free)}{of} free"
         if self.fragmentation is not None and self.largest_free_block is not None:
@@ -137,7 +142,11 @@ def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -
 def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
     """Log :func:`get_gpu_memory_stats` in one line that begins with ``prefix``; returns them."""
     stats = get_gpu_memory_stats(device)
-    log.info("%s%s", f"{prefix}: " if prefix else "", stats.description)
+    log.info(
+        "%s%s",
+        f"{prefix}: " if prefix else "",
+        stats.description,
+    )
     return stats
 
 
@@ -179,7 +188,12 @@ class GPUMemoryContext:
         delta: ``after - before``.
     """
 
-    def __init__(self, name: str = "", *, device: Any = None) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        device: Any = None,
+    ) -> None:
         self.name = name
         self.device = "cpu"
         self.before = self.peak = self.after = 0
@@ -211,7 +225,10 @@ class GPUMemoryContext:
         return self
 
     def __exit__(
-        self, kind: object, error: BaseException | None, frames: object
+        self,
+        kind: object,
+        error: BaseException | None,
+        frames: object,
     ) -> None:
         with _peaks_lock:
             _open_contexts.remove(self)
@@ -221,7 +238,11 @@ class GPUMemoryContext:
             ):
                 self._update()
         if self.name:
-            log.info("%s: %s", self.name, self.description)
+            log.info(
+                "%s: %s",
+                self.name,
+                self.description,
+            )
 
     def _update(self) -> None:
         device, now, peak = _now_and_peak(self._wanted)
@@ -264,9 +285,19 @@ def describe_memory(figures: Mapping[str, int]) -> str:
     """Return the figures of :func:`memory_in_use` as a line for people."""
     if "allocated" in figures:
         peak, reserved = figures["max_allocated"], figures["reserved"]
-        return _in_words("GPU memory", figures["allocated"], peak, reserved)
+        return _in_words(
+            "GPU memory",
+            figures["allocated"],
+            peak,
+            reserved,
+        )
     if figures:
-        return _in_words("cpu", figures["resident"], figures["max_resident"], 0)
+        return _in_words(
+            "cpu",
+            figures["resident"],
+            figures["max_resident"],
+            0,
+        )
     return "memory in use is unknown"
 
 
@@ -289,7 +320,12 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     return {name: beside} if beside > 0 else {}
 
 
-def _inventoried(torch: Any, index: int, *, processes: bool) -> GpuInfo | None:
+def _inventoried(
+    torch: Any,
+    index: int,
+    *,
+    processes: bool,
+) -> GpuInfo | None:
     """Return what NVML knows of a GPU of this process, if anything."""
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     gpus = read_inventory(processes=processes).gpus
@@ -340,7 +376,10 @@ def _of_nvml(ordinal: int) -> MemoryStats | None:
     gpu = gpus[ordinal]
     note = f"this process has not started CUDA; GPU {gpu.index} ({gpu.name}) as NVML reports it"
     return MemoryStats(
-        f"cuda:{ordinal}", free=gpu.free_bytes, total=gpu.total_bytes, note=note
+        f"cuda:{ordinal}",
+        free=gpu.free_bytes,
+        total=gpu.total_bytes,
+        note=note,
     )
 
 
@@ -381,7 +420,12 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)
 
 
-def _in_words(device: str, allocated: int, peak: int, reserved: int) -> str:
+def _in_words(
+    device: str,
+    allocated: int,
+    peak: int,
+    reserved: int,
+) -> str:
     if device == "cpu":
         return f"host memory: {_mib(allocated)} resident (peak {_mib(peak)})"
     return f"{device}: {_mib(allocated)} in tensors (peak {_mib(peak)}), {_mib(reserved)} reserved"

@@ -126,7 +126,11 @@ def largest_alive(
         for key, tensor in by_storage.items()
         if key is not None and key[0] in wanted and key not in known
     }
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:top]
+    largest = sorted(
+        sizes,
+        key=sizes.__getitem__,
+        reverse=True,
+    )[:top]
     return [_described(by_storage[key]) for key in largest]
 
 
@@ -231,7 +235,11 @@ _Copied = dict[int, tuple[Any, Any]]
 """By id: the original, kept so that its id stays its own, and its copy."""
 
 
-def _to_cpu(value: Any, base: type, copied: _Copied) -> Any:
+def _to_cpu(
+    value: Any,
+    base: type,
+    copied: _Copied,
+) -> Any:
     if id(value) in copied:
         return copied[id(value)][1]
     if isinstance(value, tuple):
@@ -257,7 +265,11 @@ def _to_cpu(value: Any, base: type, copied: _Copied) -> Any:
     elif _is_dataclass(value):
         for item in fields(value):
             if hasattr(value, item.name):
-                moved = _to_cpu(getattr(value, item.name), base, copied)
+                moved = _to_cpu(
+                    getattr(value, item.name),
+                    base,
+                    copied,
+                )
                 # a frozen class refuses assignments
                 object.__setattr__(result, item.name, moved)
     return result
@@ -290,5 +302,14 @@ def picked_out(tensor: Any) -> Any:
     span = 1 + sum(
         (n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True)
     )
-    stretch = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).cpu()
-    return torch.as_strided(stretch, tensor.shape, strides).clone()
+    stretch = torch.as_strided(
+        tensor,
+        (span,),
+        (1,),
+        tensor.storage_offset(),
+    ).cpu()
+    return torch.as_strided(
+        stretch,
+        tensor.shape,
+        strides,
+    ).clone()

@@ -143,14 +143,23 @@ class Attempt:
             case AttemptProcess():
                 return replace(self, pid=event.pid)
             case TrainingStarted():
-                return replace(self, start_step=event.step, began_training=True)
+                return replace(
+                    self,
+                    start_step=event.step,
+                    began_training=True,
+                )
             case Progress():
                 total = (
                     self.total_steps if event.total_steps is None else event.total_steps
                 )
                 # a metric may be of any type
                 loss = finite(event.metrics.get("loss", self.loss))
-                after = replace(self, end_step=event.step, total_steps=total, loss=loss)
+                after = replace(
+                    self,
+                    end_step=event.step,
+                    total_steps=total,
+                    loss=loss,
+                )
                 return after._started_before(event.step) if self.step is None else after
             case CheckpointSaved(loss="diverged"):
                 return self
@@ -190,18 +199,26 @@ class Attempt:
                 return self._with_batch_of(event)
             case BatchSizeFound():
                 return replace(
-                    self._with_batch_of(event), batch_size_found=event.figures
+                    self._with_batch_of(event),
+                    batch_size_found=event.figures,
                 )
             case RankDied():
                 return replace(
-                    self, rank_died=event, memory={**self.memory, **event.memory}
+                    self,
+                    rank_died=event,
+                    memory={**self.memory, **event.memory},
                 )
             case ScriptStarted() | ScriptEnded():
                 return replace(self, script=event)
             case Finished() | Failed():
                 step = self.end_step if event.step is None else event.step
                 memory = {**self.memory, **event.memory}
-                ended = replace(self, ending=event, end_step=step, memory=memory)
+                ended = replace(
+                    self,
+                    ending=event,
+                    end_step=step,
+                    memory=memory,
+                )
                 return ended._until_it_was_spoiled()
         return self
 
@@ -224,7 +241,11 @@ class Attempt:
         good = failure.evidence.good_step or 0
         if self.saved_step is None or self.saved_step <= good:
             return self
-        return replace(self, saved_step=good, checkpoint=None)
+        return replace(
+            self,
+            saved_step=good,
+            checkpoint=None,
+        )
 
     def with_checkpoint(self, *, is_there: bool) -> Attempt:
         """Return the failed attempt with whether there is one to go back to. The disk decides: a
@@ -267,7 +288,8 @@ class Attempt:
     def failed_gpus(self) -> Group:
         """The GPU on which it failed; all of its GPUs if that is unknown."""
         return gpus_of(
-            self.spec.gpus, None if self.failure is None else self.failure.rank
+            self.spec.gpus,
+            None if self.failure is None else self.failure.rank,
         )
 
     @property

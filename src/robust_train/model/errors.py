@@ -163,7 +163,12 @@ class RankFailure(RuntimeError):
         is_elsewhere: ``rank`` is another process than the one that raises this.
     """
 
-    def __init__(self, rank: int, failure: Failure, is_elsewhere: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        failure: Failure,
+        is_elsewhere: bool,
+    ) -> None:
         super().__init__(rank, failure, is_elsewhere)
         self.rank = rank
         self.failure = failure

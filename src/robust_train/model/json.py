@@ -32,13 +32,19 @@ def from_json(cls: type[T], data: object) -> T:
     return found
 
 
-def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
+def _build(
+    cls: type[Any],
+    data: Mapping[str, Json],
+    where: str,
+) -> Any:
     hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
     given: dict[str, Json] = {}
     for item in dataclasses.fields(cls):
         if item.name in data:
             given[item.name] = _value(
-                hints[item.name], data[item.name], f"{where}.{item.name}"
+                hints[item.name],
+                data[item.name],
+                f"{where}.{item.name}",
             )
         elif (
             item.default is dataclasses.MISSING
@@ -51,7 +57,11 @@ def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _value(hint: Any, value: Json, where: str) -> Any:
+def _value(
+    hint: Any,
+    value: Json,
+    where: str,
+) -> Any:
     """Return ``value`` as the field's type, which is one of the few that events use."""
     inner = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint

@@ -66,7 +66,9 @@ class AttemptSpec:
         return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
 
     def with_batch(
-        self, batch_size: int | None, accumulation: int | None
+        self,
+        batch_size: int | None,
+        accumulation: int | None,
     ) -> AttemptSpec:
         """Return the same with another split of the batch; None leaves a figure as it is."""
         return replace(

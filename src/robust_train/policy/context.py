@@ -62,7 +62,8 @@ class FailureContext:
     def smaller(self) -> AttemptSpec:
         """The same with the next smaller micro-batch."""
         return self.sizes.resized(
-            self.last, next_smaller(self.sizes, self.last.batch_size)
+            self.last,
+            next_smaller(self.sizes, self.last.batch_size),
         )
 
     @property
@@ -339,7 +340,11 @@ class FailureContext:
         )
         if not self.settings.adds_up_means or is_known or now == asked:
             return ""
-        return _ADDS_UP_MEANS.format(asked=asked, now=now, factor=f"{now / asked:g}")
+        return _ADDS_UP_MEANS.format(
+            asked=asked,
+            now=now,
+            factor=f"{now / asked:g}",
+        )
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
@@ -384,7 +389,11 @@ _CANNOT_ACCUMULATE = (
 )
 
 
-def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
+def exchanged(
+    group: Group,
+    leaving: Group,
+    offers: Sequence[GpuInfo],
+) -> Group | None:
     """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
     # no GPU is ours: it failed on another node
     if len(offers) < len(leaving) or not leaving:
@@ -399,7 +408,9 @@ def uuids(gpus: Group) -> tuple[str, ...]:
 
 
 def excluded_after(
-    failure: Failure, suspects: Group, answering: Collection[str]
+    failure: Failure,
+    suspects: Group,
+    answering: Collection[str],
 ) -> dict[str, str]:
     """Return the UUIDs of GPUs that no job of the host should start on now, with the reason.
 

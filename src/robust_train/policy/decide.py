@@ -91,7 +91,11 @@ class Offers:
 
 def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
     """Return what the job begins with on the GPUs that were found, or on the CPU."""
-    spec, why = size_to_begin_with(settings, (), first_attempt(settings, gpus))
+    spec, why = size_to_begin_with(
+        settings,
+        (),
+        first_attempt(settings, gpus),
+    )
     return Retry(spec, "start", why)
 
 
@@ -102,7 +106,9 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
 
 
 def decide(
-    settings: PolicySettings, history: tuple[Attempt, ...], offers: Offers
+    settings: PolicySettings,
+    history: tuple[Attempt, ...],
+    offers: Offers,
 ) -> Decision:
     """Choose the next attempt, or give up.
 
@@ -113,12 +119,24 @@ def decide(
         history: every attempt so far; the last one has failed.
         offers: the GPUs that may be had.
     """
-    context = FailureContext(settings, history, offers.gpus, offers.held)
-    return _with_first_size(settings, history, _decision(context))
+    context = FailureContext(
+        settings,
+        history,
+        offers.gpus,
+        offers.held,
+    )
+    return _with_first_size(
+        settings,
+        history,
+        _decision(context),
+    )
 
 
 def on_gpus(
-    settings: PolicySettings, history: tuple[Attempt, ...], retry: Retry, gpus: Group
+    settings: PolicySettings,
+    history: tuple[Attempt, ...],
+    retry: Retry,
+    gpus: Group,
 ) -> Retry:
     """Return a decision to wait for room, now that these GPUs have it.
 
@@ -144,17 +162,30 @@ def _decision(context: FailureContext) -> Decision:
 
 
 def _with_first_size(
-    settings: PolicySettings, history: tuple[Attempt, ...], decision: Decision
+    settings: PolicySettings,
+    history: tuple[Attempt, ...],
+    decision: Decision,
 ) -> Decision:
     """Return the decision with the batch that the first attempt on a kind of device begins with."""
     if isinstance(decision, GiveUp):
         return decision
-    spec, why = size_to_begin_with(settings, history, decision.spec)
+    spec, why = size_to_begin_with(
+        settings,
+        history,
+        decision.spec,
+    )
     otherwise = decision.otherwise and _with_first_size(
-        settings, history, decision.otherwise
+        settings,
+        history,
+        decision.otherwise,
     )
     reason = f"{decision.reason}; {why}" if why else decision.reason
-    return replace(decision, spec=spec, reason=reason, otherwise=otherwise)
+    return replace(
+        decision,
+        spec=spec,
+        reason=reason,
+        otherwise=otherwise,
+    )
 
 
 def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
@@ -170,9 +201,16 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
         and failure.evidence.clue == Clue.UNCLEAR
         and isinstance(decision, GiveUp)
     ):
-        failure = replace(failure, kind=FailureKind.BUG, advice=())
+        failure = replace(
+            failure,
+            kind=FailureKind.BUG,
+            advice=(),
+        )
     return replace(
-        attempt, failure=failure, action=decision.action, reason=decision.reason
+        attempt,
+        failure=failure,
+        action=decision.action,
+        reason=decision.reason,
     )
 
 
@@ -261,7 +299,9 @@ def cannot_work(failure: Failure) -> str:
 
 
 def with_rule(
-    settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt
+    settings: PolicySettings,
+    earlier: tuple[Attempt, ...],
+    attempt: Attempt,
 ) -> Attempt:
     """Return the attempt with the number of the user's rule that applies to it, if there is one.
 
@@ -270,10 +310,15 @@ def with_rule(
     failure = attempt.failure
     if failure is None or attempt.stopped_for is not None:
         return attempt
-    context = FailureContext(settings, (*earlier, attempt), ())
+    context = FailureContext(
+        settings,
+        (*earlier, attempt),
+        (),
+    )
     for number, rule in enumerate(settings.config.retry.rules):
         has_tries = rule.then == "stop" or _tries(context, number) < _most(
-            context, rule
+            context,
+            rule,
         )
         if has_tries and _fits(rule, attempt) and _can(rule, context):
             break
@@ -304,11 +349,20 @@ def _by_rule(context: FailureContext) -> Decision | None:
         case "stop":
             return GiveUp(f"{why}: stop")
         case "smaller_batch":
-            return remedies.halved(context, "halve_batch", f"{why}: ")
+            return remedies.halved(
+                context,
+                "halve_batch",
+                f"{why}: ",
+            )
         case "retry":
             pause = remedies.pause_before(context, _tries(context, number))
             reason = f"{why}: the same again in {pause:g} s"
-            return Retry(context.last, "retry", reason, pause_seconds=pause)
+            return Retry(
+                context.last,
+                "retry",
+                reason,
+                pause_seconds=pause,
+            )
     return None  # the remedies for a GPU whose hardware failed
 
 

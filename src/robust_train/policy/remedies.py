@@ -41,7 +41,11 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
         return None
     why = f", but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
-    group = exchanged(context.last.gpus, context.failed_gpus, offers)
+    group = exchanged(
+        context.last.gpus,
+        context.failed_gpus,
+        offers,
+    )
     if group:
         new = context.new_in(group)
         free = mib(min(gpu.free_bytes for gpu in new))
@@ -50,7 +54,11 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
     if not context.config.wait_for_gpu:
         return None
     how = f"{why}: same batch when {mib(needed)} are free there again"
-    return context.retry("wait", how, room=Room(uuids(context.failed_gpus), needed))
+    return context.retry(
+        "wait",
+        how,
+        room=Room(uuids(context.failed_gpus), needed),
+    )
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
@@ -64,7 +72,11 @@ def expandable_segments(context: FailureContext) -> Retry | None:
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
-    return context.retry("expandable_segments", how, expandable_segments=True)
+    return context.retry(
+        "expandable_segments",
+        how,
+        expandable_segments=True,
+    )
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
@@ -89,7 +101,10 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     if workers and prefetch != last.prefetch_factor:
         how += f", {last.prefetch_factor} → {prefetch} batches ahead"
     return context.retry(
-        "fewer_workers", how, num_workers=workers, prefetch_factor=prefetch
+        "fewer_workers",
+        how,
+        num_workers=workers,
+        prefetch_factor=prefetch,
     )
 
 
@@ -126,7 +141,11 @@ def halve_batch(context: FailureContext) -> Retry | None:
     is_last = context.smaller_batches_tried_here >= context.config.retries
     if is_last and not context.config.finds_batch_size:
         return None
-    return halved(context, "halve_batch", f"{context.what_failed}: ")
+    return halved(
+        context,
+        "halve_batch",
+        f"{context.what_failed}: ",
+    )
 
 
 def halve_batch_on_request(context: FailureContext) -> Retry:
@@ -211,7 +230,11 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
         )
     else:
         return None
-    return context.retry("no_expandable_segments", how, expandable_segments=False)
+    return context.retry(
+        "no_expandable_segments",
+        how,
+        expandable_segments=False,
+    )
 
 
 def half_after_internal_errors(context: FailureContext) -> Retry | None:
@@ -247,7 +270,10 @@ def cpu_again(context: FailureContext) -> Retry | None:
 def other_gpu(context: FailureContext) -> Retry | None:
     """Retry the same batch on the best GPU not tried yet."""
     return _exchange(
-        context, context.failed_gpus, _untried(context), ": same batch on "
+        context,
+        context.failed_gpus,
+        _untried(context),
+        ": same batch on ",
     )
 
 
@@ -260,7 +286,12 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     if not config.wait_for_gpu or not config.picks_gpu:
         return None
     exclude = tuple(sorted(context.faulty))
-    room = Room((), config.min_gpu_memory_bytes, exclude, (count,))
+    room = Room(
+        (),
+        config.min_gpu_memory_bytes,
+        exclude,
+        (count,),
+    )
     how = ": same batch on the next GPU that becomes free"
     return context.retry("wait", how, room=room)
 
@@ -282,7 +313,12 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     counts = tuple(count for count in fewer if count <= most)
     if not counts:
         return None
-    room = Room((), least, tuple(sorted(excluded)), counts)
+    room = Room(
+        (),
+        least,
+        tuple(sorted(excluded)),
+        counts,
+    )
     how = (
         " and no other GPU is available: on with fewer GPUs "
         f"(min_num_gpus={context.config.min_num_gpus})"
@@ -298,7 +334,13 @@ def other_model(context: FailureContext) -> Retry | None:
     names = {gpu.name for one in tried for gpu in one.failed_gpus}
     offers = [gpu for gpu in _untried(context) if gpu.name not in names]
     how, why = ": same batch on ", ", which is of another model"
-    return _exchange(context, context.failed_gpus, offers, how, why)
+    return _exchange(
+        context,
+        context.failed_gpus,
+        offers,
+        how,
+        why,
+    )
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:
@@ -315,7 +357,11 @@ def wait_for_turn(context: FailureContext) -> Retry | None:
     if not is_taken or not config.wait_for_gpu or not context.has_retries:
         return None
     only = () if config.picks_gpu else ours
-    room = Room(only, config.min_gpu_memory_bytes, counts=(len(ours),))
+    room = Room(
+        only,
+        config.min_gpu_memory_bytes,
+        counts=(len(ours),),
+    )
     how = ", and someone else has it: same batch on the next available GPU"
     return context.retry("wait", how, room=room)
 
@@ -328,7 +374,9 @@ def same_again(context: FailureContext) -> Retry | None:
     if context.evidence.clue == Clue.RATE_LIMIT:
         pause = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
     return context.retry(
-        "retry", f": the same again in {pause:g} s", pause_seconds=pause
+        "retry",
+        f": the same again in {pause:g} s",
+        pause_seconds=pause,
     )
 
 
@@ -363,7 +411,12 @@ def before_it_diverged(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
-    return _back(context, "before_it_diverged", context.last.lr_factor, "")
+    return _back(
+        context,
+        "before_it_diverged",
+        context.last.lr_factor,
+        "",
+    )
 
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
@@ -379,11 +432,19 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
         return None
     lower = context.last.lr_factor * factor
     with_less = f" with {lower:g} times the learning rate"
-    return _back(context, "lower_learning_rate", lower, with_less)
+    return _back(
+        context,
+        "lower_learning_rate",
+        lower,
+        with_less,
+    )
 
 
 def _back(
-    context: FailureContext, action: str, lr_factor: float, with_less: str
+    context: FailureContext,
+    action: str,
+    lr_factor: float,
+    with_less: str,
 ) -> Retry:
     bad = context.evidence.bad_step or 0
     skips, data = 0, ""
@@ -391,7 +452,12 @@ def _back(
         skips, data = bad, f"; the data up to step {bad} is skipped"
     where = "from it" if context.evidence.has_checkpoint else "from the beginning"
     how = f": again {where}{with_less}{data}"
-    return context.retry(action, how, lr_factor=lr_factor, skips_to=skips)
+    return context.retry(
+        action,
+        how,
+        lr_factor=lr_factor,
+        skips_to=skips,
+    )
 
 
 def same_fault_elsewhere(context: FailureContext) -> str:
@@ -528,7 +594,11 @@ def _exchange(
     if not group:
         return None
     new = device_name(context.new_in(group))
-    return context.retry("switch_gpu", f"{how}{new}{why}", gpus=group)
+    return context.retry(
+        "switch_gpu",
+        f"{how}{new}{why}",
+        gpus=group,
+    )
 
 
 def _shortest(context: FailureContext) -> tuple[int, Group]:
@@ -559,11 +629,20 @@ def pause_before(context: FailureContext, tries: int) -> float:
     return min(first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS))
 
 
-def halved(context: FailureContext, action: str, why: str) -> Retry:
+def halved(
+    context: FailureContext,
+    action: str,
+    why: str,
+) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last, spec = context.last, context.smaller
     reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"
     was, now = last.gradient_accumulation_steps, spec.gradient_accumulation_steps
     if now != was:
         reason += f", accumulation {was} → {now}"
-    return Retry(spec, action, reason, context.warning_about(spec))
+    return Retry(
+        spec,
+        action,
+        reason,
+        context.warning_about(spec),
+    )

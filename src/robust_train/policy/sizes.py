@@ -123,7 +123,11 @@ class PolicySettings:
         asked = asked.with_batch(size, -(-total // (size * ranks)))
         return replace(self, asked=replace(asked, ranks=ranks))
 
-    def resized(self, spec: AttemptSpec, batch_size: int) -> AttemptSpec:
+    def resized(
+        self,
+        spec: AttemptSpec,
+        batch_size: int,
+    ) -> AttemptSpec:
         """Return ``spec`` with another micro-batch, and the accumulation that makes up the
         effective batch with it."""
         accumulation = self.asked.gradient_accumulation_steps
@@ -146,7 +150,9 @@ class PolicySettings:
 
 
 def settings_of_batch(
-    batch_size: int, gradient_accumulation_steps: int = 1, **keys: Any
+    batch_size: int,
+    gradient_accumulation_steps: int = 1,
+    **keys: Any,
 ) -> PolicySettings:
     """Return the settings of a batch outside of a job; ``keys`` are those of the config."""
     training = TrainingConfig(
@@ -211,7 +217,12 @@ class BatchSearch:
     key: str = ""  # names model, data and device, so that the result can be remembered
 
     @classmethod
-    def of(cls, config: RobustConfig, spec: AttemptSpec, key: str) -> BatchSearch:
+    def of(
+        cls,
+        config: RobustConfig,
+        spec: AttemptSpec,
+        key: str,
+    ) -> BatchSearch:
         """Return the search of an attempt."""
         return cls(
             effective_batch_size=spec.batch_size * spec.gradient_accumulation_steps,
@@ -257,7 +268,9 @@ def micro_batch_sizes(
 
 
 def size_to_begin_with(
-    settings: PolicySettings, history: Sequence[Attempt], spec: AttemptSpec
+    settings: PolicySettings,
+    history: Sequence[Attempt],
+    spec: AttemptSpec,
 ) -> tuple[AttemptSpec, str]:
     """Return ``spec`` with the batch that an attempt begins with, and why; "" if it is unchanged.
 
@@ -317,7 +330,9 @@ class Limits:
 
 
 def next_size(
-    sizes: Sequence[int], probes: Sequence[Probe], limits: Limits
+    sizes: Sequence[int],
+    probes: Sequence[Probe],
+    limits: Limits,
 ) -> int | None:
     """Return the size to try next, None if nothing is to be gained by another probe.
 
@@ -368,7 +383,9 @@ def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
 
 
 def _line(
-    probes: Sequence[Probe], best: Probe, limits: Limits
+    probes: Sequence[Probe],
+    best: Probe,
+    limits: Limits,
 ) -> Callable[[int], float]:
     """Return the line between what fitted and what did not, else through what fitted."""
     size, peak = best.batch_size, float(best.peak_bytes or 0)
@@ -390,7 +407,11 @@ def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], fl
     return lambda samples: other[1] + slope * (samples - other[0])
 
 
-def _before(probes: Sequence[Probe], best: Probe, limits: Limits) -> Probe:
+def _before(
+    probes: Sequence[Probe],
+    best: Probe,
+    limits: Limits,
+) -> Probe:
     """Return the next smaller size that was measured, else none with what was in use before."""
     smaller = [
         p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None

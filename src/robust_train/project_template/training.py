@@ -33,7 +33,11 @@ def train(cfg: DictConfig, run: Run) -> float:
     for step in range(first + 1, cfg.spirals.steps + 1):
         chosen = torch.randint(len(points), (samples,))
         optimizer.zero_grad()
-        run.backward(loss_of, (points[chosen], labels[chosen]), model)
+        run.backward(
+            loss_of,
+            (points[chosen], labels[chosen]),
+            model,
+        )
         optimizer.step()
         run.progress(step, total_steps=cfg.spirals.steps)
         is_last = step == cfg.spirals.steps or run.stop_requested
@@ -56,7 +60,10 @@ def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
 ) -> None:
     """Write a checkpoint, whole or not at all, and report it."""
     run.checkpoint_dir.mkdir(exist_ok=True)
@@ -71,7 +78,11 @@ def save(
     run.checkpoint_saved(path, step)
 
 
-def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> int:
     """Load the last checkpoint, if there is one; return the steps done so far."""
     if run.resume_checkpoint is None:
         return 0

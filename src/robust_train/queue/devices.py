@@ -193,7 +193,11 @@ class Devices:
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = gpus_of(group, failure.rank)
-            excluded = excluded_after(failure, suspects, free_bytes(suspects))
+            excluded = excluded_after(
+                failure,
+                suspects,
+                free_bytes(suspects),
+            )
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
         before, self._free_before = self._free_before, {}
@@ -212,19 +216,37 @@ class Devices:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
         Returns the GPUs that have it, else why the waiting ended."""
         only = room.gpu_uuids or self._named
-        request = self._request(room.free_bytes, only, room.exclude)
+        request = self._request(
+            room.free_bytes,
+            only,
+            room.exclude,
+        )
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
         # these are reserved already
         alone = HostQueue.alone(self._read)
-        return Waiting(request, alone, self._on_wait, self._sleep).run()
+        return Waiting(
+            request,
+            alone,
+            self._on_wait,
+            self._sleep,
+        ).run()
 
-    def _wait(self, request: GpuRequest, counts: Sequence[int]) -> Group | NoGpu:
+    def _wait(
+        self,
+        request: GpuRequest,
+        counts: Sequence[int],
+    ) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
         waits, why = request.wait, NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
             asked = replace(request, count=count, wait=waits)
-            found = wait_for_gpus(self.queue, asked, self._on_wait, self._sleep)
+            found = wait_for_gpus(
+                self.queue,
+                asked,
+                self._on_wait,
+                self._sleep,
+            )
             if not isinstance(found, NoGpu):
                 slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
                 self._slice_ends = time.monotonic() + slice_seconds
@@ -235,7 +257,10 @@ class Devices:
         return why
 
     def _request(
-        self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()
+        self,
+        min_bytes: int,
+        only: Sequence[str],
+        exclude: Sequence[str] = (),
     ) -> GpuRequest:
         """Return a request for all GPUs of ``only``, or for as many as the job needs."""
         return GpuRequest(
@@ -263,7 +288,11 @@ class Devices:
             needed = footprint(peak, name)
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
-    def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
+    def _settle(
+        self,
+        group: Group,
+        before: Mapping[str, int],
+    ) -> Mapping[str, int]:
         """Wait some seconds for the memory of an attempt: the driver may return it with a delay.
         Returns what is free then."""
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -277,7 +306,12 @@ class Devices:
                 return now
             self._sleep(0.05)
 
-    def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
+    def _cpu_or_nothing(
+        self,
+        reason: str,
+        *,
+        has_gpus: bool,
+    ) -> Group:
         if not self._config.allow_cpu_fallback:
             raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
         asked = self._config.num_gpus
@@ -290,7 +324,8 @@ class Devices:
             )
         elif has_gpus:
             log.warning(
-                "%s: training on the CPU, which may take many times as long", reason
+                "%s: training on the CPU, which may take many times as long",
+                reason,
             )
         else:
             why = "no GPU here" if reason == NO_DRIVER else reason
@@ -316,7 +351,10 @@ def _free_bytes(group: Group) -> dict[str, int]:
 
 
 def name_for_trainer(
-    group: Group, environ: Mapping[str, str], *, own_process: bool
+    group: Group,
+    environ: Mapping[str, str],
+    *,
+    own_process: bool,
 ) -> str:
     """Return the value of ``cfg.device`` for the trainer.
 
@@ -340,7 +378,8 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
     owner = allocated_by(environ)
     if owner is not None:
         log.info(
-            "the GPUs are allocated by %s: the host's own queue is not used", owner
+            "the GPUs are allocated by %s: the host's own queue is not used",
+            owner,
         )
         return None
     return directory_for(config.gpu_queue_dir, environ)

@@ -94,7 +94,13 @@ class HostQueue:
     @staticmethod
     def alone(read: Callable[[bool], Visible]) -> HostQueue:
         """Return a job that knows no others."""
-        return HostQueue(None, name="", run_dir="", jobs_per_device=1, read=read)
+        return HostQueue(
+            None,
+            name="",
+            run_dir="",
+            jobs_per_device=1,
+            read=read,
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -147,10 +153,16 @@ class HostQueue:
             return visible
         gpus, machine = visible.gpus, visible.machine
         return replace(
-            visible, gpus=registry.marked(gpus), machine=registry.marked(machine)
+            visible,
+            gpus=registry.marked(gpus),
+            machine=registry.marked(machine),
         )
 
-    def requeue(self, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
+    def requeue(
+        self,
+        request: GpuRequest,
+        only: tuple[str, ...],
+    ) -> QueuedJob:
         """Write down what the job waits for, under its old ticket if it has one; return the job."""
         if self._registry is None:
             return QueuedJob(
@@ -163,7 +175,10 @@ class HostQueue:
         reservation = self._reservation
         job = self._job if reservation is None else reservation.job.on(())
         job = replace(
-            job, reserved_bytes=request.min_bytes, count=request.count, only=only
+            job,
+            reserved_bytes=request.min_bytes,
+            count=request.count,
+            only=only,
         )
         if reservation is None:
             reservation = self._registry.enter(job, self._token)
@@ -175,7 +190,11 @@ class HostQueue:
         reservation.update(job)
         return reservation.job
 
-    def announce(self, uuids: Sequence[str], need_bytes: int) -> bool:
+    def announce(
+        self,
+        uuids: Sequence[str],
+        need_bytes: int,
+    ) -> bool:
         """Reserve GPUs if they have room: write it down first, then look who else did the same.
         Without other jobs there is nothing to write.
 
@@ -196,8 +215,17 @@ class HostQueue:
         others, limit = self.others(), self.gpu_limit()
         visible = self.read()
         only = tuple(gpu.uuid for gpu in visible.gpus)
-        wanted = before.on(uuids, reserved_bytes=need_bytes, only=only)
-        is_mine = has_room(wanted, others, visible.machine or visible.gpus, limit)
+        wanted = before.on(
+            uuids,
+            reserved_bytes=need_bytes,
+            only=only,
+        )
+        is_mine = has_room(
+            wanted,
+            others,
+            visible.machine or visible.gpus,
+            limit,
+        )
         reservation.update(wanted if is_mine else before)
         return is_mine
 
@@ -212,9 +240,19 @@ class HostQueue:
             return self.read().gpus
         visible = self.read()
         only = tuple(gpu.uuid for gpu in visible.gpus)
-        me = replace(self._reservation.job, reserved_bytes=0, only=only)
+        me = replace(
+            self._reservation.job,
+            reserved_bytes=0,
+            only=only,
+        )
         machine = visible.machine or visible.gpus
-        return open_to(me, others, machine, time.monotonic(), limit)
+        return open_to(
+            me,
+            others,
+            machine,
+            time.monotonic(),
+            limit,
+        )
 
     def who_waits(self) -> QueuedJob | None:
         """Return the job of a user with fewer GPUs that this job's are kept for, if there is one.
@@ -231,10 +269,20 @@ class HostQueue:
                 visible = self.read()
                 close_session()
                 gpus = visible.machine or visible.gpus
-                return waits_for(me, others, gpus, time.monotonic(), limit)
+                return waits_for(
+                    me,
+                    others,
+                    gpus,
+                    time.monotonic(),
+                    limit,
+                )
         return None
 
-    def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
+    def take(
+        self,
+        uuids: Sequence[str],
+        need_bytes: int,
+    ) -> bool:
         """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
         none for the CPU: everything is released. Returns False if another job has one by now."""
         if self._reservation is None:
@@ -250,22 +298,36 @@ class HostQueue:
             here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
             room = min(here) if len(here) == len(uuids) else before.reserved_bytes
             if self._reservation is not None and not self.announce(
-                uuids, min(need_bytes, room)
+                uuids,
+                min(need_bytes, room),
             ):
                 self._reservation.update(before.on(uuids))
         except QueueProblem as problem:
             self.do_without(problem)
         return True
 
-    def exclude(self, uuid: str, reason: str) -> None:
+    def exclude(
+        self,
+        uuid: str,
+        reason: str,
+    ) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
         fate = "failed, and other jobs do not know of it"
         registry, job = self._registry, self._job.run_dir
         if registry is not None and registry.exclude(uuid, job, reason):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
-        log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
+        log.warning(
+            "%s %s: %s (robust-train doctor)",
+            uuid,
+            fate,
+            reason,
+        )
 
-    def report(self, taken_bytes: int, rank: int = 0) -> None:
+    def report(
+        self,
+        taken_bytes: int,
+        rank: int = 0,
+    ) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
         if self._reservation is None:
             return
@@ -278,7 +340,11 @@ class HostQueue:
         """Show the other jobs that the attempt has ended; its memory will be free soon."""
         if self._reservation is not None:
             unknown = (None,) * len(self._reservation.job.gpus)
-            self._show(draining=True, taken_bytes=unknown, idle_seconds=())
+            self._show(
+                draining=True,
+                taken_bytes=unknown,
+                idle_seconds=(),
+            )
 
     def tick(self) -> None:
         """Record now and then for how long the job's GPUs have been idle.

@@ -159,7 +159,13 @@ def open_to(
     A job of several GPUs may take any of them. What it holds itself counts as free.
     """
     me = me.on((), polled_at=now)
-    before = Plan([*others, me], gpus, now, gpu_limit, until=me.id)
+    before = Plan(
+        [*others, me],
+        gpus,
+        now,
+        gpu_limit,
+        until=me.id,
+    )
     return tuple(state.as_gpu() for state in before.suitable(me))
 
 
@@ -234,7 +240,11 @@ def _held(jobs: Iterable[QueuedJob]) -> dict[int, set[str]]:
 class GpuState:
     """One GPU, its jobs, and the room that is left on it."""
 
-    def __init__(self, gpu: GpuInfo, jobs: Sequence[QueuedJob]) -> None:
+    def __init__(
+        self,
+        gpu: GpuInfo,
+        jobs: Sequence[QueuedJob],
+    ) -> None:
         self.gpu = gpu
         self.jobs = jobs
         self.count = len(jobs)
@@ -378,7 +388,11 @@ def why_waiting(
     for state in gpu_states(others, gpus).values():
         if state.gpu.uuid not in job.only:
             continue
-        obstacle = _obstacle(state, job, promised.get(state.gpu.uuid))
+        obstacle = _obstacle(
+            state,
+            job,
+            promised.get(state.gpu.uuid),
+        )
         if obstacle is None:
             available += 1
         else:
@@ -390,7 +404,12 @@ def why_waiting(
         return not is_awaited, obstacle[0]
 
     parts = [
-        _sentence(obstacle[1], found[obstacle], job, holders)
+        _sentence(
+            obstacle[1],
+            found[obstacle],
+            job,
+            holders,
+        )
         for obstacle in sorted(found, key=nearness)
     ]
     if job.count > 1:
@@ -399,7 +418,9 @@ def why_waiting(
 
 
 def _obstacle(
-    state: GpuState, job: QueuedJob, promised_to: str | None
+    state: GpuState,
+    job: QueuedJob,
+    promised_to: str | None,
 ) -> tuple[int, str] | None:
     """Return how far away a GPU is, for sorting, and why; None if the job could have it."""
     if state.gpu.unusable is not None:

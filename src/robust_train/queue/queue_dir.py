@@ -58,7 +58,11 @@ class QueueProblem(NotDone):
 
     exit_code = EXIT_BAD_CONFIG
 
-    def __init__(self, path: Path, trouble: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        trouble: str,
+    ) -> None:
         super().__init__(
             f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or "
             f"{VARIABLE}"
@@ -108,7 +112,11 @@ class QueueDir:
         self.file_system = kind = file_system_of(self.path)
         if _NOT_LOCAL.match(kind):
             raise QueueProblem(base, f"is on {kind}, where locks may hang or not work")
-        if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
+        if not os.access(
+            self.path,
+            os.W_OK | os.X_OK,
+            effective_ids=True,
+        ):
             raise QueueProblem(self.path, "is not writable")
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.path, flags)
@@ -138,7 +146,9 @@ class QueueDir:
         for match in found:
             with contextlib.suppress(OSError):
                 status = os.stat(
-                    folder + match[0], dir_fd=self.fd, follow_symlinks=False
+                    folder + match[0],
+                    dir_fd=self.fd,
+                    follow_symlinks=False,
                 )
                 owner = status.st_uid
                 by_owner.setdefault(owner, []).append(match)
@@ -162,7 +172,11 @@ class QueueDir:
         os.close(fd)
         return None
 
-    def create(self, name: str, mode: int) -> int:
+    def create(
+        self,
+        name: str,
+        mode: int,
+    ) -> int:
         """Return a descriptor of a new file, for reading and writing. Raises OSError (a full disk,
         a name that is taken)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -228,14 +242,25 @@ class QueueDir:
             for uuid, jobs in found.items()
         }
 
-    def exclude(self, uuid: str, job: str, reason: str) -> bool:
+    def exclude(
+        self,
+        uuid: str,
+        job: str,
+        reason: str,
+    ) -> bool:
         """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot;
         return False if the directory takes no more files."""
         match = _FAULTS_FILE.fullmatch(f"faults.{uuid}.{os.geteuid()}")
         if match is None:
             return False
         text = reason[: _MOST_TEXT // 2]
-        new = GpuFault("", "", job[-_MOST_TEXT:], time.time(), text)
+        new = GpuFault(
+            "",
+            "",
+            job[-_MOST_TEXT:],
+            time.time(),
+            text,
+        )
         for folder in ("../", ""):
             before = self._faults_in(match, folder)
             kept = [one for one in before if one.job != new.job][1 - _MOST_FAULTS :]
@@ -259,12 +284,20 @@ class QueueDir:
             for match in self.matches(_FAULTS_FILE, folder=folder)[0]
         ]
 
-    def _faults_in(self, file: re.Match[str], folder: str) -> list[GpuFault]:
+    def _faults_in(
+        self,
+        file: re.Match[str],
+        folder: str,
+    ) -> list[GpuFault]:
         data, status = self._read(folder + file[0])
         if status is None or status.st_uid != int(file[2]):
             return []
         now, about = time.time(), {"uuid": file[1], "by": user_name(status.st_uid)}
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
+        with contextlib.suppress(
+            ValueError,
+            TypeError,
+            OverflowError,
+        ):
             known = [from_json(GpuFault, {**one, **about}) for one in parse_json(data)]
             return [one for one in known if abs(now - one.time) < _REMEMBERED_SECONDS]
         return []

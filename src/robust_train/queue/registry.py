@@ -98,7 +98,11 @@ class QueuedJob:
         """First come, first served; lower goes first."""
         return self.ticket, self.queued_at, self.id
 
-    def on(self, gpus: Sequence[str], **changes: Any) -> QueuedJob:
+    def on(
+        self,
+        gpus: Sequence[str],
+        **changes: Any,
+    ) -> QueuedJob:
         """Return the job with these GPUs, on which it has taken nothing yet."""
         own = replace(
             self,
@@ -141,7 +145,12 @@ def encode(job: QueuedJob) -> bytes:
 
 
 @functools.lru_cache(maxsize=256)  # most records are the same at the next poll
-def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | None:
+def decode(
+    data: bytes,
+    job_id: str,
+    ticket: int,
+    owner: int,
+) -> QueuedJob | None:
     """Return the job in a record's content; None if it is anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
@@ -166,7 +175,11 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
     )
     if not is_possible:
         return None
-    return replace(job, name=job.name[:_MOST_TEXT], run_dir=job.run_dir[:_MOST_TEXT])
+    return replace(
+        job,
+        name=job.name[:_MOST_TEXT],
+        run_dir=job.run_dir[:_MOST_TEXT],
+    )
 
 
 class Registry(QueueDir):
@@ -211,7 +224,11 @@ class Registry(QueueDir):
                 os.close(fd)
         return sorted(filter(None, self._known.values()), key=lambda job: job.order)
 
-    def enter(self, job: QueuedJob, token: str = "") -> Reservation:
+    def enter(
+        self,
+        job: QueuedJob,
+        token: str = "",
+    ) -> Reservation:
         """Queue a job behind all living ones; ``token``: the last part of its id.
 
         Raises:
@@ -234,15 +251,28 @@ class Registry(QueueDir):
             since=now,
             polled_at=now,
         )
-        return Reservation(self, entered, f"record.{ticket:010}.{token}")
+        return Reservation(
+            self,
+            entered,
+            f"record.{ticket:010}.{token}",
+        )
 
 
-def _read(fd: int, match: re.Match[str], owner: int) -> QueuedJob | None:
+def _read(
+    fd: int,
+    match: re.Match[str],
+    owner: int,
+) -> QueuedJob | None:
     """Return the job in a record; read it once more if its owner writes it just now."""
     for _ in range(2):
         with contextlib.suppress(OSError):
             data = os.pread(fd, _MOST_BYTES + 1, 0)
-            job = decode(data, f"{int(match[2])}-{match[3]}", int(match[2]), owner)
+            job = decode(
+                data,
+                f"{int(match[2])}-{match[3]}",
+                int(match[2]),
+                owner,
+            )
             if job is not None:
                 return job
     return None
@@ -254,7 +284,12 @@ class Reservation:
     Whoever has its descriptor ``fd`` open keeps it alive; -1 once released.
     """
 
-    def __init__(self, registry: Registry, job: QueuedJob, name: str) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        job: QueuedJob,
+        name: str,
+    ) -> None:
         self.registry = registry
         self.job = job
         self._name = name
@@ -306,7 +341,10 @@ class Reservation:
                 _write(fd, job)
                 os.fchmod(fd, 0o644)
                 os.rename(
-                    temporary, self._name, src_dir_fd=directory, dst_dir_fd=directory
+                    temporary,
+                    self._name,
+                    src_dir_fd=directory,
+                    dst_dir_fd=directory,
                 )
             except BaseException:
                 self.registry.remove(temporary)

@@ -99,7 +99,12 @@ class Waiting:
         self._sleep = sleep
         self._next_report = self._next_status = time.monotonic()
         self._deadline = self._next_report + request.timeout_seconds
-        self._status = WaitStatus(request.timeout_seconds, 0, "", position=0)
+        self._status = WaitStatus(
+            request.timeout_seconds,
+            0,
+            "",
+            position=0,
+        )
         self._seen: list[QueuedJob] | None = None
         self._me = QueuedJob()
         self._position = 0
@@ -171,7 +176,12 @@ class Waiting:
         gpus = visible.machine or visible.gpus
         self._me = me = self._queue.requeue(self._request, only)
         limit = self._queue.gpu_limit()
-        decided = Plan([*others, me], gpus, time.monotonic(), limit)
+        decided = Plan(
+            [*others, me],
+            gpus,
+            time.monotonic(),
+            limit,
+        )
         if self._queue.is_shared:
             self._position = decided.order.index(me) + 1
         self._strangers_only = False
@@ -208,7 +218,13 @@ class Waiting:
         if not gpus:
             return visible.problem or visible.warning or "the GPUs have vanished"
         decided = Plan((), gpus, 0.0)
-        return why_waiting(self._me, (), gpus, decided, find_holders(gpus))
+        return why_waiting(
+            self._me,
+            (),
+            gpus,
+            decided,
+            find_holders(gpus),
+        )
 
     def _pause(self, seconds: float) -> None:
         """Sleep in slices of a second, so that the time left can be shown counting down."""

@@ -156,7 +156,11 @@ def memory_charts(story: Story) -> list[Chart]:
     ]
 
 
-def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
+def _memory_chart(
+    story: Story,
+    device: DeviceMemory,
+    clock: Clock,
+) -> Chart:
     is_cpu = device.device == "cpu"
     attempts = [one for one in story.attempts if one.device == device.device]
     peaks = {name: device.most(name) or 0 for name in _MEMORY_LINES}
@@ -175,17 +179,36 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
             most = max([peak, *own]) if name == trainers else peak
             legend.append(Key(style, f"{label}, at most {memory(most)}"))
             x, y = _over_time(device.samples, name, clock)
-            lines.append(Line(label, style, x, y, is_area=name != "reserved"))
+            lines.append(
+                Line(
+                    label,
+                    style,
+                    x,
+                    y,
+                    is_area=name != "reserved",
+                )
+            )
     if total is not None:
         legend.append(Key("level", f"{memory(total)} in all"))
     bands = [
-        Band(clock(one.started), clock(one.ended), str(one.number))
+        Band(
+            clock(one.started),
+            clock(one.ended),
+            str(one.number),
+        )
         for one in story.attempts
     ]
     note = "Only what the trainer reported: these attempts have no samples."
     return Chart(
         caption=f"Memory on {'the CPU' if is_cpu else device.device}",
-        plot=Plot("time", "bytes", clock.seconds, lines, bands, total),
+        plot=Plot(
+            "time",
+            "bytes",
+            clock.seconds,
+            lines,
+            bands,
+            total,
+        ),
         legend=legend,
         lanes=_lanes([m for m in story.marks if m.device == device.device], clock),
         note="" if device.sampled else note,
@@ -193,7 +216,9 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
 
 
 def _over_time(
-    samples: Sequence[Sample], name: str, clock: Clock
+    samples: Sequence[Sample],
+    name: str,
+    clock: Clock,
 ) -> tuple[list[float], list[float | None]]:
     """Return x and y of one figure's line, which is interrupted between attempts."""
     x: list[float] = []
@@ -234,7 +259,11 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Lane]:
         texts = lanes[mark.kind].setdefault(column, [])
         texts.append(shortened(text, _LONGEST_TEXT))
     return [
-        Lane(kind, LANES[kind], [_drawn(column, lane[column]) for column in lane])
+        Lane(
+            kind,
+            LANES[kind],
+            [_drawn(column, lane[column]) for column in lane],
+        )
         for kind, lane in lanes.items()
         if lane
     ]
@@ -260,7 +289,12 @@ def curve_charts(story: Story) -> list[Chart]:
     shown = order[:_MOST_CHARTS]
     notes = {shown[-1]: f"Not drawn: {more}."} if more else {}
     return [
-        _curve_chart(name, groups[name], story.attempts, notes.get(name, ""))
+        _curve_chart(
+            name,
+            groups[name],
+            story.attempts,
+            notes.get(name, ""),
+        )
         for name in shown
     ]
 
@@ -273,31 +307,53 @@ def reported_once(story: Story) -> list[tuple[str, str]]:
 
 
 def _curve_chart(
-    name: str, curves: Sequence[Curve], attempts: Sequence[TimedAttempt], note: str
+    name: str,
+    curves: Sequence[Curve],
+    attempts: Sequence[TimedAttempt],
+    note: str,
 ) -> Chart:
     last = {curve.name: curve.points[-1][1] for curve in curves}
     styles = dict(zip(last, _styles(), strict=False))
     lines, legend = [], []
     for curve in sorted(curves, key=lambda one: not one.lost):  # lost steps lie behind
         whose = f", attempt {curve.attempt}" if len(attempts) > 1 else ""
-        lines.append(_curve_line(curve.name + whose, styles[curve.name], curve))
+        lines.append(
+            _curve_line(
+                curve.name + whose,
+                styles[curve.name],
+                curve,
+            )
+        )
     for one, value in last.items():
         legend.append(Key(styles[one], f"{one}, last {number(value)}"))
     if any(curve.lost for curve in curves):
         legend.append(Key("lost-line", "lost: done again, or not saved"))
     drawn = {curve.attempt for curve in curves}
     shown = [attempt for attempt in attempts if attempt.number in drawn]
-    plot = _plot_over_steps(lines, shown, may_be_log=name == "loss")
+    plot = _plot_over_steps(
+        lines,
+        shown,
+        may_be_log=name == "loss",
+    )
     caption = name[:1].upper() + name[1:].replace("_", " ")
     caption = "Learning rate" if name == "lr" else caption
-    return Chart(f"{caption} over steps", plot, legend, note=note)
+    return Chart(
+        f"{caption} over steps",
+        plot,
+        legend,
+        note=note,
+    )
 
 
 def _styles() -> Iterator[str]:
     return itertools.cycle(f"c{index}" for index in range(1, _COLOURS + 1))
 
 
-def _curve_line(name: str, style: str, curve: Curve) -> Line:
+def _curve_line(
+    name: str,
+    style: str,
+    curve: Curve,
+) -> Line:
     points = thinned(curve.points)
     x, y = [step for step, _ in points], [value for _, value in points]
     return Line(name, style, x, y, is_lost=curve.lost)
@@ -321,15 +377,29 @@ def curves_of_jobs(
             legend.append(key)
             for curve in curves:
                 x, y = zip(*thinned(curve), strict=True)
-                lines.append(Line(key.text, key.style, x, y, is_lost=is_pruned))
+                lines.append(
+                    Line(
+                        key.text,
+                        key.style,
+                        x,
+                        y,
+                        is_lost=is_pruned,
+                    )
+                )
     if not lines:
         return None
-    plot = _plot_over_steps(lines, (), may_be_log=may_be_log)
+    plot = _plot_over_steps(
+        lines,
+        (),
+        may_be_log=may_be_log,
+    )
     return Chart(f"{name} over steps", plot, legend)
 
 
 def value_over(
-    caption: str, points: Sequence[tuple[str, float, bool]], note: str = ""
+    caption: str,
+    points: Sequence[tuple[str, float, bool]],
+    note: str = "",
 ) -> Chart:
     """Draw the value of each job over a parameter: (its text, value, whether it was pruned).
 
@@ -358,15 +428,39 @@ def value_over(
         if own:
             x, y = zip(*sorted(own.items()), strict=True)
             style = "c4" if is_pruned else "c1"
-            lines.append(Line(name, style, x, y, is_lost=is_pruned, is_dots=True))
+            lines.append(
+                Line(
+                    name,
+                    style,
+                    x,
+                    y,
+                    is_lost=is_pruned,
+                    is_dots=True,
+                )
+            )
     room = 0.0 if is_log else 0.05 * (high - low) or 0.5
     low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
-    plot = Plot("figure", "number", high, lines, low=low, is_log_x=is_log)
-    return Chart(caption, plot, [Key(one.style, one.name) for one in lines], note=note)
+    plot = Plot(
+        "figure",
+        "number",
+        high,
+        lines,
+        low=low,
+        is_log_x=is_log,
+    )
+    return Chart(
+        caption,
+        plot,
+        [Key(one.style, one.name) for one in lines],
+        note=note,
+    )
 
 
 def _plot_over_steps(
-    lines: Sequence[Line], attempts: Sequence[TimedAttempt], *, may_be_log: bool
+    lines: Sequence[Line],
+    attempts: Sequence[TimedAttempt],
+    *,
+    may_be_log: bool,
 ) -> Plot:
     values = [value for line in lines for value in line.y if value is not None]
     low, high = min(values), max(values)
@@ -374,7 +468,14 @@ def _plot_over_steps(
     steps = [step for line in lines for step in line.x]
     end = max(1, *steps)
     bands = _beginnings(attempts, end)
-    return Plot("step", "number", end, lines, bands, is_log=is_log)
+    return Plot(
+        "step",
+        "number",
+        end,
+        lines,
+        bands,
+        is_log=is_log,
+    )
 
 
 def _beginnings(attempts: Sequence[TimedAttempt], high: float) -> list[Band]:

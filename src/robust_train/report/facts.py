@@ -201,7 +201,9 @@ def spans_of(story: Story, kept: Mapping[int, float]) -> tuple[Span, ...]:
 
 
 def seconds_of(
-    spans: Iterable[Span], use: Use | None = None, attempt: int | None = None
+    spans: Iterable[Span],
+    use: Use | None = None,
+    attempt: int | None = None,
 ) -> float:
     """Return the length of all spans, or of those of a use, or of an attempt."""
     return math.fsum(
@@ -261,7 +263,9 @@ def kept_steps(story: Story) -> dict[int, float]:
 
 
 def _of_launch(
-    launch: Launch, attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
+    launch: Launch,
+    attempts: Sequence[TimedAttempt],
+    kept: Mapping[int, float],
 ) -> Iterator[Span]:
     now, before = launch.start, Use.STARTUP
     if launch.device_acquired is not None:
@@ -272,7 +276,12 @@ def _of_launch(
     elif not attempts:
         before = Use.WAIT
     for attempt in attempts:
-        yield Span(before, now, attempt.started, attempt.number)
+        yield Span(
+            before,
+            now,
+            attempt.started,
+            attempt.number,
+        )
         yield from _of_attempt(attempt, kept[attempt.number])
         now, before = attempt.ended, Use.WAIT
     if attempts and not attempts[-1].is_retried:
@@ -316,7 +325,11 @@ def memory_of(
     for sample in sorted(every, key=lambda one: (one.time, one.attempt)):
         grouped.setdefault(sample.device, []).append(sample)
     return tuple(
-        DeviceMemory(device, tuple(own), any(one.attempt in sampled for one in own))
+        DeviceMemory(
+            device,
+            tuple(own),
+            any(one.attempt in sampled for one in own),
+        )
         for device, own in grouped.items()
     )
 
@@ -356,7 +369,14 @@ def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curv
         if good:
             curves.append(Curve(name, attempt, tuple(good)))
         if rest:
-            curves.append(Curve(name, attempt, tuple(good[-1:] + rest), lost=True))
+            curves.append(
+                Curve(
+                    name,
+                    attempt,
+                    tuple(good[-1:] + rest),
+                    lost=True,
+                )
+            )
     return tuple(curves)
 
 
@@ -366,18 +386,40 @@ def marks_of(
     """Return the marks of a journal, oldest first."""
     devices = {attempt.number: attempt.device for attempt in attempts}
     marks = [
-        Mark(kind, entry.time, text, attempt, devices[attempt])
+        Mark(
+            kind,
+            entry.time,
+            text,
+            attempt,
+            devices[attempt],
+        )
         for entry in entries
         if (attempt := entry.attempt or 0) in devices
         for kind, text in _descriptions(entry.event)
     ]
     for before, after in itertools.pairwise(attempts):
         for kind, text in _changes(before, after):
-            marks.append(Mark(kind, after.started, text, after.number, after.device))
+            marks.append(
+                Mark(
+                    kind,
+                    after.started,
+                    text,
+                    after.number,
+                    after.device,
+                )
+            )
     for one in attempts:
         if one.outcome in OOM:
             text = f"attempt {one.number}: {one.message or 'out of memory'}"
-            marks.append(Mark("oom", one.ended, text, one.number, one.device))
+            marks.append(
+                Mark(
+                    "oom",
+                    one.ended,
+                    text,
+                    one.number,
+                    one.device,
+                )
+            )
     return tuple(sorted(marks, key=lambda mark: mark.time))
 
 

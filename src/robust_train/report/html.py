@@ -46,7 +46,11 @@ def try_to_save(path: Path, page: Callable[[], str]) -> None:
     try:
         save(path, page())
     except OSError as error:
-        log.warning("cannot write %s: %s", path, error.strerror or error)
+        log.warning(
+            "cannot write %s: %s",
+            path,
+            error.strerror or error,
+        )
     except (
         Exception
     ) as error:  # a job that trained for days must not fail because of its report
@@ -134,7 +138,8 @@ def template_environment() -> Environment:
         value=value_text,
         shares=shares,
         json=lambda plot: htmlsafe_json_dumps(
-            strict_json(asdict(plot)), separators=(",", ":")
+            strict_json(asdict(plot)),
+            separators=(",", ":"),
         ),
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )

@@ -47,7 +47,11 @@ def announce(number: int, spec: AttemptSpec) -> None:
         chosen += ", gradient checkpointing"
     effective = spec.effective_batch_size
     log.info(
-        "attempt %d on %s: %s, effective batch %d", number, where, chosen, effective
+        "attempt %d on %s: %s, effective batch %d",
+        number,
+        where,
+        chosen,
+        effective,
     )
 
 
@@ -109,7 +113,11 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
         )
     lines = aligned(rows)
     below = " " * lines[0].index("outcome")
-    wrap = textwrap.TextWrapper(80, subsequent_indent=below, break_long_words=False)
+    wrap = textwrap.TextWrapper(
+        80,
+        subsequent_indent=below,
+        break_long_words=False,
+    )
     return "\n".join(line for row in lines for line in wrap.wrap(row))
 
 
@@ -196,7 +204,11 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     if failure is None or decision is None:
         return
     if isinstance(decision, Retry):
-        log.warning("attempt %d: %s", attempt.number, decision.reason)
+        log.warning(
+            "attempt %d: %s",
+            attempt.number,
+            decision.reason,
+        )
         if decision.warning:
             log.warning("%s", decision.warning)
         return
@@ -210,7 +222,11 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         what = ending_of(attempt)
     elif is_bug and names:
         what = names[0].rpartition(".")[2]
-    log.error("attempt %d failed: %s", attempt.number, what)
+    log.error(
+        "attempt %d failed: %s",
+        attempt.number,
+        what,
+    )
     # where no CUDA can work, the job's reason has the advice
     if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:
         log.error("advice: %s", "; ".join(failure.advice))

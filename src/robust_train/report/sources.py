@@ -66,7 +66,13 @@ def read_sources(folder: Path) -> Sources:
     samples = folder / SAMPLES_FILE
     return Sources(
         folder=folder,
-        entries=tuple(_in_order(folder / "journal.jsonl", _entry, gaps)),
+        entries=tuple(
+            _in_order(
+                folder / "journal.jsonl",
+                _entry,
+                gaps,
+            )
+        ),
         samples=tuple(_in_order(samples, _sample, gaps) if samples.exists() else ()),
         summary=read_summary(folder),
         environment=read_environment(folder),
@@ -79,7 +85,11 @@ def _entry(content: Mapping[str, Json]) -> Entry:
     time, attempt = finite(content.get("time")), content.get("attempt")
     if time is None:
         raise MalformedEvent("no time")
-    return Entry(time, parse(content), attempt if type(attempt) is int else None)
+    return Entry(
+        time,
+        parse(content),
+        attempt if type(attempt) is int else None,
+    )
 
 
 def _sample(content: Mapping[str, Json]) -> Sample:
@@ -87,7 +97,9 @@ def _sample(content: Mapping[str, Json]) -> Sample:
 
 
 def _in_order(
-    path: Path, read: Callable[[Mapping[str, Json]], Timed], gaps: list[str]
+    path: Path,
+    read: Callable[[Mapping[str, Json]], Timed],
+    gaps: list[str],
 ) -> Iterator[Timed]:
     """Yield what the lines of a file hold; what cannot be read is counted in ``gaps``."""
     latest = -math.inf
@@ -174,7 +186,11 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
             launches.append(Launch(entry.time, entry.time))
         launch, event = replace(launches[-1], end=entry.time), entry.event
         if isinstance(event, JobEnded):
-            launch = replace(launch, status=event.status, reason=event.reason)
+            launch = replace(
+                launch,
+                status=event.status,
+                reason=event.reason,
+            )
         elif isinstance(event, DeviceAcquired):
             launch = replace(
                 launch,
@@ -200,7 +216,9 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
 
 
 def _attempt(
-    number: int, entries: Sequence[Entry], saved: Mapping[str, int]
+    number: int,
+    entries: Sequence[Entry],
+    saved: Mapping[str, int],
 ) -> TimedAttempt | None:
     attempt: Attempt | None = None
     progress: list[tuple[int, float]] = []
@@ -212,7 +230,13 @@ def _attempt(
             case AttemptStarted():
                 path = event.resume_checkpoint
                 start_step = saved.get(path or "", 0)
-                attempt = Attempt(number, event.spec, time, path, start_step=start_step)
+                attempt = Attempt(
+                    number,
+                    event.spec,
+                    time,
+                    path,
+                    start_step=start_step,
+                )
                 continue
             case AttemptEnded():
                 attempt, ended = replace(event.record, number=number), time
@@ -226,7 +250,11 @@ def _attempt(
             case Stalled():
                 stalled = event.seconds
         if attempt is not None and isinstance(event, DecidedAgain):
-            attempt = replace(attempt, action=event.action, reason=event.reason)
+            attempt = replace(
+                attempt,
+                action=event.action,
+                reason=event.reason,
+            )
         elif attempt is not None and attempt.seconds is None:
             attempt = attempt.after(event)
     if attempt is None:

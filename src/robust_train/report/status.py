@@ -38,7 +38,11 @@ class Pace:
         self._checkpoint: str | None = None
         self.saved_at: float | None = None  # its last checkpoint, None before the first
 
-    def follow(self, state: RunState, now: float) -> None:
+    def follow(
+        self,
+        state: RunState,
+        now: float,
+    ) -> None:
         """Look at the state once more."""
         attempt = state.attempt
         if attempt is not None:
@@ -62,7 +66,12 @@ class Pace:
         return max(end - start, 0) / (last - first)
 
 
-def status_lines(state: RunState, pace: Pace, now: float, columns: int) -> list[str]:
+def status_lines(
+    state: RunState,
+    pace: Pace,
+    now: float,
+    columns: int,
+) -> list[str]:
     """Return the status as lines of at most ``columns`` characters; none if the job has ended."""
     if state.is_final:
         return []
@@ -98,7 +107,12 @@ def _where(state: RunState, now: float) -> list[str]:
     return parts
 
 
-def _how_far(state: RunState, attempt: Attempt, pace: Pace, now: float) -> list[str]:
+def _how_far(
+    state: RunState,
+    attempt: Attempt,
+    pace: Pace,
+    now: float,
+) -> list[str]:
     """Return the parts of the last lines: step, speed, time left, loss, memory, checkpoint."""
     parts = []
     speed, step, total = pace.steps_per_second(now), attempt.step, attempt.total_steps
@@ -136,7 +150,12 @@ def _packed(parts: Sequence[str], columns: int) -> list[str]:
             lines[-1] += f" · {part}"
         else:
             width = max(columns, 10)
-            lines += textwrap.wrap(part, width, max_lines=_MOST_LINES, placeholder=" …")
+            lines += textwrap.wrap(
+                part,
+                width,
+                max_lines=_MOST_LINES,
+                placeholder=" …",
+            )
     return lines
 
 
@@ -190,5 +209,9 @@ def _styled(line: str, number: int) -> Text:
         return Text(line, style="green")
     text = Text(line, style="dim")
     if number == 0:
-        text.stylize("not dim bold", 0, line.find(" ·") % (len(line) + 1))
+        text.stylize(
+            "not dim bold",
+            0,
+            line.find(" ·") % (len(line) + 1),
+        )
     return text

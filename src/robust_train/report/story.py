@@ -50,7 +50,11 @@ def story_of(sources: Sources) -> Story:
         if summary is None:
             return story
         sentence = "The journal is missing; of the job only summary.json is left."
-        return replace(story, status=summary.status, sentence=sentence)
+        return replace(
+            story,
+            status=summary.status,
+            sentence=sentence,
+        )
     story = _with_times(story, sources)
     has_result = story.status == "completed" and summary is not None
     result = summary.result if has_result and summary is not None else None
@@ -65,7 +69,11 @@ def story_of(sources: Sources) -> Story:
         stability=_stability(samples, story.attempts),
     )
     sentence, advice = wording.sentence_of(story), wording.advice_of(story)
-    return replace(story, sentence=sentence, advice=advice)
+    return replace(
+        story,
+        sentence=sentence,
+        advice=advice,
+    )
 
 
 def _with_times(story: Story, sources: Sources) -> Story:
@@ -114,7 +122,11 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
     if attempt.outcome == UNFINISHED:
         ended = max([ended, *(sample.time for sample in own)])
     peak = max(peaks, default=None)
-    return replace(attempt, peak_memory_bytes=peak, ended=ended)
+    return replace(
+        attempt,
+        peak_memory_bytes=peak,
+        ended=ended,
+    )
 
 
 def _stability(

@@ -168,7 +168,8 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
     failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
     for (outcome, where), group in itertools.groupby(
-        failed, key=lambda a: (a.outcome, a.spec.where)
+        failed,
+        key=lambda a: (a.outcome, a.spec.where),
     ):
         own = list(group)
         sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)

@@ -217,7 +217,13 @@ class MicroBatcher:
         parts = _parts(batch, split, length, count)
         if not parts.samples and ranks.here() is None:
             raise ValueError("The batch is empty, so its mean loss is undefined")
-        step, start = self._begin("backward", loss_of, parts, model, training=training)
+        step, start = self._begin(
+            "backward",
+            loss_of,
+            parts,
+            model,
+            training=training,
+        )
         returns_more = False
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
@@ -239,7 +245,9 @@ class MicroBatcher:
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
             loss, returns_more = step.end(
-                loss, items=parts.items, returns_more=returns_more
+                loss,
+                items=parts.items,
+                returns_more=returns_more,
             )
         else:
             step.leave()
@@ -263,12 +271,22 @@ class MicroBatcher:
             What ``function`` returned for each part, in order: each sample's result once.
         """
         parts = _parts(batch, split, length, None)
-        step, _ = self._begin("forward", function, parts, model, training=False)
+        step, _ = self._begin(
+            "forward",
+            function,
+            parts,
+            model,
+            training=False,
+        )
         results = step.run(parts, lambda part: function(part.data))
         step.leave()
         return [result for result, _ in results]
 
-    def micro_batches(self, *_: Any, **__: Any) -> NoReturn:
+    def micro_batches(
+        self,
+        *_: Any,
+        **__: Any,
+    ) -> NoReturn:
         """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
         raise ConfigError(LOOP_IS_GONE)
 
@@ -282,13 +300,32 @@ class MicroBatcher:
     ) -> S:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
-        start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
-        return kind(self._training, start, shared, self._recorder)
+        start = StepStart(
+            self._watch,
+            [model],
+            keeps_gradients=keeps_gradients,
+        )
+        return kind(
+            self._training,
+            start,
+            shared,
+            self._recorder,
+        )
 
-    def open_evaluation(self, kind: type[S], shared: SharedStep) -> S:
+    def open_evaluation(
+        self,
+        kind: type[S],
+        shared: SharedStep,
+    ) -> S:
         """Begin a batch of a framework's validation."""
         self._recorder.speed.pause()
-        return kind(self._other, None, shared, self._recorder, training=False)
+        return kind(
+            self._other,
+            None,
+            shared,
+            self._recorder,
+            training=False,
+        )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split finer from the next batch on, on request; return (from, to), or None."""
@@ -308,7 +345,13 @@ class MicroBatcher:
         self._other.restore(state["other"])
 
     def _begin(
-        self, name: str, function: Any, parts: Parts, model: Models, *, training: bool
+        self,
+        name: str,
+        function: Any,
+        parts: Parts,
+        model: Models,
+        *,
+        training: bool,
     ) -> tuple[Step[Any], StepStart | None]:
         """Return the step, and where it began: None if each part stands for itself."""
         is_alone = ranks.here() is None
@@ -327,11 +370,25 @@ class MicroBatcher:
         shared = SharedStep(models, () if is_alone else modules_of(function))
         start = None
         if training or shared.is_sharded:
-            start = StepStart(self._watch, models, generators_of(function, models))
-        return Step(size, start, shared, self._recorder, training=training), start
+            start = StepStart(
+                self._watch,
+                models,
+                generators_of(function, models),
+            )
+        return Step(
+            size,
+            start,
+            shared,
+            self._recorder,
+            training=training,
+        ), start
 
     def _probe(
-        self, step: Step[Any], parts: Parts, body: Body[Any], start: StepStart
+        self,
+        step: Step[Any],
+        parts: Parts,
+        body: Body[Any],
+        start: StepStart,
     ) -> None:
         """Search for the size before the first step, if one was asked for."""
         search, self._search = self._search, None
@@ -339,7 +396,10 @@ class MicroBatcher:
             return
         with step.undone_after_an_error():
             found = find_in_step(
-                search, parts.samples, lambda size: body(parts.part(0, size)), start
+                search,
+                parts.samples,
+                lambda size: body(parts.part(0, size)),
+                start,
             )
         if found is None:
             return
@@ -349,16 +409,30 @@ class MicroBatcher:
         log.info("training.batch_size=auto: %s", found)
         accumulation = None if size is None else -(-effective // size)
         self._recorder.on_event(
-            BatchSizeFound(size, accumulation, effective, search.key, found.as_json())
+            BatchSizeFound(
+                size,
+                accumulation,
+                effective,
+                search.key,
+                found.as_json(),
+            )
         )
 
 
 def _parts(
-    batch: Any, split: Split | None, length: Length | None, count: Count | None
+    batch: Any,
+    split: Split | None,
+    length: Length | None,
+    count: Count | None,
 ) -> Parts:
     if length is None:
         length = length_of if split is None else len
-    return Parts(batch, length(batch), split=split, count=count)
+    return Parts(
+        batch,
+        length(batch),
+        split=split,
+        count=count,
+    )
 
 
 def _loss_and_more(result: Any) -> tuple[Any, ...]:

@@ -61,7 +61,12 @@ class Recomputing(Protocol):
     def is_due(self, step: int) -> bool:
         """Return whether this step is."""
 
-    def compared(self, step: int, *, is_same: bool) -> None:
+    def compared(
+        self,
+        step: int,
+        *,
+        is_same: bool,
+    ) -> None:
         """Take the result."""
 
 
@@ -83,14 +88,37 @@ class Recorder:
     speed: StepSpeed
     recomputing: Recomputing | None = None  # None: no step is
 
-    def changed(self, before: int, after: int, reason: str) -> None:
+    def changed(
+        self,
+        before: int,
+        after: int,
+        reason: str,
+    ) -> None:
         """Log that the size changes though no memory ran out."""
         step = self.step()
-        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
-        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
+        log.info(
+            "step %d: micro-batch %d → %d: %s",
+            step,
+            before,
+            after,
+            reason,
+        )
+        self.on_event(
+            MicroBatchChanged(
+                step,
+                True,
+                before,
+                reason,
+                after=after,
+            )
+        )
 
     def repeated(
-        self, training: bool, failure: Failure, before: int, after: int | None
+        self,
+        training: bool,
+        failure: Failure,
+        before: int,
+        after: int | None,
     ) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
         step = self.step()
@@ -116,7 +144,11 @@ class Recorder:
         )
 
     def exhausted(
-        self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]
+        self,
+        training: bool,
+        failure: Failure,
+        used: int,
+        tried: tuple[int, ...],
     ) -> str:
         """Log that memory ran out at the smallest size too; return that as a note."""
         step, sizes = self.step(), ", ".join(map(str, tried))
@@ -168,7 +200,13 @@ class Step(Generic[T]):
         self._host_ran_out = False
         self._agrees = True  # the other ranks come to the same agreement
 
-    def run(self, parts: Parts, body: Body[T], *, is_last: bool = True) -> Results[T]:
+    def run(
+        self,
+        parts: Parts,
+        body: Body[T],
+        *,
+        is_last: bool = True,
+    ) -> Results[T]:
         """Run a batch; return what the body returned for each of its parts.
 
         If memory runs out, the step's batches so far go through their bodies again in smaller
@@ -218,7 +256,11 @@ class Step(Generic[T]):
         if self.repeats == repeats:  # else its parts are others
             check.compared(step, is_same=self._start.gradient_bits() == first)
 
-    def _run_each(self, parts: Parts, body: Body[T]) -> Results[T]:
+    def _run_each(
+        self,
+        parts: Parts,
+        body: Body[T],
+    ) -> Results[T]:
         """Run a batch of which each part stands for itself: only one that fails is repeated."""
         self._agrees = False
         results: Results[T] = []
@@ -229,7 +271,12 @@ class Step(Generic[T]):
                 size = self._size.for_batch(parts.samples)
                 start, stop = bounds(parts.samples, size, done)[0]
                 part = parts.part(start, stop)
-                if self._goes_through(part, body, min(size, len(part)), results):
+                if self._goes_through(
+                    part,
+                    body,
+                    min(size, len(part)),
+                    results,
+                ):
                     done = stop
                 else:
                     generators.restore()
@@ -258,7 +305,11 @@ class Step(Generic[T]):
             if not self.is_sharded:
                 self._items = items
                 agreed = self._agree(returns_more=returns_more)
-            loss = self._shared.sum_gradients(agreed, loss, items)
+            loss = self._shared.sum_gradients(
+                agreed,
+                loss,
+                items,
+            )
         self._start.end()
         self._shared.share_buffers()
         grown = self._size.step_done()
@@ -318,7 +369,11 @@ class Step(Generic[T]):
     def say_why(self, reason: str) -> None:
         """Log why memory that ran out ends the attempt."""
         text = "step %d: out of memory, and the step cannot be repeated: %s"
-        log.warning(text, self._recorder.step(), reason)
+        log.warning(
+            text,
+            self._recorder.step(),
+            reason,
+        )
 
     # --- the passes ---
 
@@ -331,11 +386,20 @@ class Step(Generic[T]):
             results = []
             used = self._size.for_batch(parts.samples)
             for start, stop in bounds(parts.samples, used):
-                if not self._goes_through(parts.part(start, stop), body, used, results):
+                if not self._goes_through(
+                    parts.part(start, stop),
+                    body,
+                    used,
+                    results,
+                ):
                     return None
         return results
 
-    def _pass_with_others(self, parts: Parts, body: Body[T]) -> Results[T] | None:
+    def _pass_with_others(
+        self,
+        parts: Parts,
+        body: Body[T],
+    ) -> Results[T] | None:
         """Run as many parts as the other ranks; all agree after each of them."""
         results: Results[T] = []
         used = self._size.for_batch(parts.samples)
@@ -355,7 +419,11 @@ class Step(Generic[T]):
         return [(result, part) for result, part in results if len(part)]
 
     def _goes_through(
-        self, part: Part, body: Body[T], used: int, results: Results[T]
+        self,
+        part: Part,
+        body: Body[T],
+        used: int,
+        results: Results[T],
     ) -> bool:
         """Run one part; False if memory ran out, and all that the pass held is free again."""
         is_watched = self._start is not None and self.refuses_collectives
@@ -383,12 +451,21 @@ class Step(Generic[T]):
             return_memory(thorough=self.repeats > 1, workspaces=True)
             do_without_onednn(failure)
             size = self._size.current
-            self._recorder.repeated(self._is_training, failure, used, size)
+            self._recorder.repeated(
+                self._is_training,
+                failure,
+                used,
+                size,
+            )
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
         return False
 
-    def _failure_to_repeat_after(self, error: Exception, used: int) -> Failure | None:
+    def _failure_to_repeat_after(
+        self,
+        error: Exception,
+        used: int,
+    ) -> Failure | None:
         """Return the failure if the step is repeated; if no smaller part is left, log what was
         tried, and have the other ranks end as well."""
         failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
@@ -400,7 +477,11 @@ class Step(Generic[T]):
             self.say_why(reason)
         can_repeat = reason is None
         smaller = self._size.smaller_than(used) if can_repeat else None
-        self._ran_out = RanOut(failure, used, is_exhausted=smaller is None)
+        self._ran_out = RanOut(
+            failure,
+            used,
+            is_exhausted=smaller is None,
+        )
         if can_repeat:
             self._size.failed_at(used)
         if smaller is not None:
@@ -408,14 +489,23 @@ class Step(Generic[T]):
             return failure
         if can_repeat:
             tried = self._size.tried
-            note = self._recorder.exhausted(self._is_training, failure, used, tried)
+            note = self._recorder.exhausted(
+                self._is_training,
+                failure,
+                used,
+                tried,
+            )
             if hasattr(error, "add_note"):
                 error.add_note(note)
         if self._agrees:
             self._give_up(error, failure)
         return None
 
-    def _give_up(self, error: Exception, failure: Failure) -> None:
+    def _give_up(
+        self,
+        error: Exception,
+        failure: Failure,
+    ) -> None:
         """Let the other ranks end as well; they may save before that."""
         if self.is_sharded:
             clear_frames(error)
@@ -424,18 +514,35 @@ class Step(Generic[T]):
         self._undo()
         agreed = self._agree()
         if agreed is not None:
-            raise RankFailure(agreed.rank, failure, is_elsewhere=False) from error
+            raise RankFailure(
+                agreed.rank,
+                failure,
+                is_elsewhere=False,
+            ) from error
 
     def _agree(self, *, returns_more: bool = False) -> Agreement | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""
         self._recorder.speed.alone_until_now()
         mine = self._ran_out
-        agreed = self._shared.agree(self._size.current, self._items, mine, returns_more)
+        agreed = self._shared.agree(
+            self._size.current,
+            self._items,
+            mine,
+            returns_more,
+        )
         if agreed is None or (mine is not None and mine.is_exhausted):
             return agreed
         theirs = agreed.ran_out
         if theirs is not None and theirs.is_exhausted:
-            raise RankFailure(agreed.rank, theirs.failure, is_elsewhere=True)
+            raise RankFailure(
+                agreed.rank,
+                theirs.failure,
+                is_elsewhere=True,
+            )
         failed = 0 if theirs is None else theirs.size
-        self._size.agree(agreed.size, failed=failed, is_known=mine is not None)
+        self._size.agree(
+            agreed.size,
+            failed=failed,
+            is_known=mine is not None,
+        )
         return agreed

@@ -153,9 +153,18 @@ class OOMHandler:
         do_without_onednn(failure)
         number = len(self._history) + 1
         # the function's own steps are unknown: as far as the policy goes it trains
-        attempt = Attempt(number, self._spec, began_training=True, failure=failure)
+        attempt = Attempt(
+            number,
+            self._spec,
+            began_training=True,
+            failure=failure,
+        )
         self._history += (attempt,)
-        decision = decide(self._settings, self._history, Offers())
+        decision = decide(
+            self._settings,
+            self._history,
+            Offers(),
+        )
         if isinstance(decision, GiveUp):
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
@@ -166,7 +175,12 @@ class OOMHandler:
         self._spec = decision.spec
         return True
 
-    def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run(
+        self,
+        train_fn: Callable[..., T],
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
         """Call ``train_fn`` until it fits, and return what it returns.
 
         It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
@@ -187,10 +201,17 @@ class OOMHandler:
                 named[_ACCUMULATION] = self.gradient_accumulation_steps
             return train_fn(*sizes, *args, **named, **kwargs)
 
-        return self.run_call(call, GradientsBefore(), (train_fn, args, kwargs))
+        return self.run_call(
+            call,
+            GradientsBefore(),
+            (train_fn, args, kwargs),
+        )
 
     def run_call(
-        self, call: Callable[[], T], gradients: GradientsBefore, trained: Any
+        self,
+        call: Callable[[], T],
+        gradients: GradientsBefore,
+        trained: Any,
     ) -> T:
         """Call ``call``, which reads the sizes here, until it fits; return what it returns.
 
@@ -251,7 +272,10 @@ def adaptive_batch_training(
 def retry_on_oom(function: Callable[..., T], /) -> Callable[..., T]: ...
 @overload
 def retry_on_oom(
-    *, max_retries: int = 3, min_batch_size: int = 1, batch_argument: str = "batch_size"
+    *,
+    max_retries: int = 3,
+    min_batch_size: int = 1,
+    batch_argument: str = "batch_size",
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 def retry_on_oom(
     function: Callable[..., Any] | None = None,
@@ -308,7 +332,11 @@ def retry_on_oom(
                     bound.arguments[_ACCUMULATION] = handler.gradient_accumulation_steps
                 return function(*bound.args, **bound.kwargs)
 
-            return handler.run_call(call, gradients, (function, args, kwargs))
+            return handler.run_call(
+                call,
+                gradients,
+                (function, args, kwargs),
+            )
 
         return with_retries
 

@@ -201,7 +201,12 @@ def find_batch_size(
     meter = meter_of(where, memory_fraction)
     try:
         found = search_size(
-            try_batch, start, sizes, meter, reserve_bytes + state_bytes, step_bytes
+            try_batch,
+            start,
+            sizes,
+            meter,
+            reserve_bytes + state_bytes,
+            step_bytes,
         )
     except BaseException:
         start.rewind()
@@ -215,7 +220,10 @@ def find_batch_size(
 
 
 def find_in_step(
-    search: BatchSearch, samples: int, run: Callable[[int], object], start: StepStart
+    search: BatchSearch,
+    samples: int,
+    run: Callable[[int], object],
+    start: StepStart,
 ) -> FoundBatchSize | None:
     """Find the size in a step's first batch; None if it cannot be found there.
 
@@ -236,7 +244,13 @@ def find_in_step(
         )
         return None
     meter = meter_of(devices.pop(), search.memory_share)
-    return search_size(run, start, sizes, meter, *optimizer_bytes(parameters))
+    return search_size(
+        run,
+        start,
+        sizes,
+        meter,
+        *optimizer_bytes(parameters),
+    )
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
@@ -290,7 +304,11 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
 class GpuMeter:
     """What the caching allocator of this process holds in tensors."""
 
-    def __init__(self, index: int, share: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        share: float,
+    ) -> None:
         self.index = index
         self._share = share
 

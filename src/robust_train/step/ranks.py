@@ -110,8 +110,17 @@ class Ranks:
     def figures(self, *mine: float) -> Tensor:
         """Return every rank's figures, a row each, by one small message. All have to call it."""
         # on the host whatever the default device is
-        rows = torch.zeros(self.size, len(mine), dtype=torch.float64, device="cpu")
-        rows[self.rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        rows = torch.zeros(
+            self.size,
+            len(mine),
+            dtype=torch.float64,
+            device="cpu",
+        )
+        rows[self.rank] = torch.tensor(
+            mine,
+            dtype=torch.float64,
+            device="cpu",
+        )
         dist.all_reduce(rows, group=self._group)
         return rows
 
@@ -127,12 +136,20 @@ class Ranks:
         if self._agreed is None or rows[:, 0].any():
             self._agreed = agree(self.gather(report))
             return self._agreed
-        return replace(self._agreed, ran_out=None, items=float(rows[:, 1].sum()))
+        return replace(
+            self._agreed,
+            ran_out=None,
+            items=float(rows[:, 1].sum()),
+        )
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank, in several messages. All have to call it."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(
+            values,
+            value,
+            group=self._group,
+        )
         return values
 
 
@@ -173,7 +190,9 @@ class SharedStep:
     """
 
     def __init__(
-        self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()
+        self,
+        models: Iterable[nn.Module],
+        beside: Iterable[nn.Module] = (),
     ) -> None:
         """Find what ranks share in ``models``, which learn; ``beside`` may hold their wrappers."""
         self._group = here()
@@ -204,7 +223,11 @@ class SharedStep:
         """Whether the passes gather weights, so that no rank may leave a part half-way."""
         return bool(self._roots)
 
-    def plan(self, parts: int, items: float) -> tuple[int, float]:
+    def plan(
+        self,
+        parts: int,
+        items: float,
+    ) -> tuple[int, float]:
         """Return how many parts all ranks of a sharded model run, and the factor of their weights.
 
         FSDP takes the mean of the ranks' gradients, whatever their shares in the items are.
@@ -262,7 +285,11 @@ class SharedStep:
                     wrapper.require_forward_param_sync = True
 
     def agree(
-        self, size: int | None, items: float, ran_out: RanOut | None, returns_more: bool
+        self,
+        size: int | None,
+        items: float,
+        ran_out: RanOut | None,
+        returns_more: bool,
     ) -> Agreement | None:
         """Exchange with the other ranks how the parts went; None if there are none."""
         if self._group is None:
@@ -270,12 +297,21 @@ class SharedStep:
         # without a line of Python for each parameter: there may be ten thousand
         gradients = map(attrgetter("grad"), self._parameters)
         present = tuple(map(is_not, gradients, repeat(None)))
-        report = RankReport(ran_out, size, items, present, returns_more)
+        report = RankReport(
+            ran_out,
+            size,
+            items,
+            present,
+            returns_more,
+        )
         return self._group.exchange(report)
 
     @torch.no_grad()
     def sum_gradients(
-        self, agreed: Agreement | None, loss: Tensor | None, items: float
+        self,
+        agreed: Agreement | None,
+        loss: Tensor | None,
+        items: float,
     ) -> Tensor | None:
         """Sum the ranks' gradients, each by its share in the items of all; return the mean loss
         over all ranks' items. A parameter without a gradient on any rank keeps none, so that
@@ -290,7 +326,11 @@ class SharedStep:
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         device = self._parameters[0].device
-        total = torch.zeros((), dtype=torch.float32, device=device)
+        total = torch.zeros(
+            (),
+            dtype=torch.float32,
+            device=device,
+        )
         if loss is not None:
             # a model on several GPUs ends on another one than it begins on
             total += loss.to(device)
@@ -318,7 +358,11 @@ class SharedStep:
                 for buffer in buffers:
                     # the same as far as autograd and the rewinding of steps are concerned
                     stack.enter_context(preserve_version_counter(torch, buffer))
-                broadcast(buffers, source, replica.process_group)
+                broadcast(
+                    buffers,
+                    source,
+                    replica.process_group,
+                )
 
 
 # --- replicas of a model ---
@@ -339,9 +383,17 @@ class Replicated(nn.Module):
         super().__init__()
         self.module = module
         self.process_group: Any = dist.group.WORLD
-        broadcast([*module.parameters(), *module.buffers()], 0, self.process_group)
+        broadcast(
+            [*module.parameters(), *module.buffers()],
+            0,
+            self.process_group,
+        )
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(
+        self,
+        *inputs: Any,
+        **named: Any,
+    ) -> Any:
         """Call the model."""
         return self.module(*inputs, **named)
 
@@ -358,7 +410,9 @@ class ReplicaFinder:
         )
 
     def of(
-        self, models: Iterable[nn.Module], beside: Iterable[nn.Module] = ()
+        self,
+        models: Iterable[nn.Module],
+        beside: Iterable[nn.Module] = (),
     ) -> list[Replica]:
         """Return the replicas in ``models`` at any depth, and those ``beside`` that wrap one.
 
@@ -383,7 +437,11 @@ class ReplicaFinder:
 
 
 @torch.no_grad()
-def broadcast(tensors: Sequence[Tensor], source: int, group: Any) -> None:
+def broadcast(
+    tensors: Sequence[Tensor],
+    source: int,
+    group: Any,
+) -> None:
     """Give every rank the tensors of ``source``, in few messages."""
     for bucket in _buckets(tensors):
         flat = _flattened(bucket)

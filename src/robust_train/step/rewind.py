@@ -52,7 +52,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_rank(seed: int, step: int, rank: int) -> None:
+def seed_rank(
+    seed: int,
+    step: int,
+    rank: int,
+) -> None:
     """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
     if rank:
         seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
@@ -434,14 +438,24 @@ class _Before:
     values: Tensor | None = None  # on the host
 
     @classmethod
-    def of(cls, parameter: Tensor, *, copies: bool) -> _Before:
+    def of(
+        cls,
+        parameter: Tensor,
+        *,
+        copies: bool,
+    ) -> _Before:
         """Return what is kept of a parameter."""
         gradient = parameter.grad
         if gradient is None:
             return cls(weakref.ref(parameter), None)
         values = gradient.detach().to("cpu", copy=True) if copies else None
         version = version_of(gradient)
-        return cls(weakref.ref(parameter), weakref.ref(gradient), version, values)
+        return cls(
+            weakref.ref(parameter),
+            weakref.ref(gradient),
+            version,
+            values,
+        )
 
     @torch.no_grad()
     def restore(self) -> bool:

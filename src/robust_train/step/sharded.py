@@ -46,12 +46,29 @@ class Collective:
 
     def play(self) -> None:
         """Take part in it with nothing to send."""
-        output = torch.empty(self.output, dtype=self.dtype, device=self.device)
-        nothing = torch.zeros(self.input, dtype=self.dtype, device=self.device)
+        output = torch.empty(
+            self.output,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        nothing = torch.zeros(
+            self.input,
+            dtype=self.dtype,
+            device=self.device,
+        )
         if self.is_gathered:
-            dist.all_gather_into_tensor(output, nothing, group=self.group)
+            dist.all_gather_into_tensor(
+                output,
+                nothing,
+                group=self.group,
+            )
         else:
-            dist.reduce_scatter_tensor(output, nothing, group=self.group, op=self.op)
+            dist.reduce_scatter_tensor(
+                output,
+                nothing,
+                group=self.group,
+                op=self.op,
+            )
 
 
 class Ledger:
@@ -84,7 +101,12 @@ class Ledger:
             roots |= {id(root): root for root in self._roots[model]}
         return tuple(roots.values())
 
-    def begin_part(self, roots: Sequence[Any], *, training: bool) -> None:
+    def begin_part(
+        self,
+        roots: Sequence[Any],
+        *,
+        training: bool,
+    ) -> None:
         """Begin to note the collectives of a part."""
         # modules that were left unsharded gather nothing: the next part may have another list
         parameters = (parameter for root in roots for parameter in root.parameters())
@@ -139,7 +161,12 @@ class Ledger:
         return tuple(module for module in modules if id(module) not in inner)
 
     def _before(
-        self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
+        self,
+        is_gathered: bool,
+        output: Tensor,
+        given: Tensor,
+        group: Any,
+        op: Any,
     ) -> None:
         if (
             self._now is not None
@@ -153,7 +180,14 @@ class Ledger:
             return
         sizes = output.numel(), given.numel()
         self._now.append(
-            Collective(is_gathered, *sizes, output.dtype, output.device, group, op)
+            Collective(
+                is_gathered,
+                *sizes,
+                output.dtype,
+                output.device,
+                group,
+                op,
+            )
         )
 
 
@@ -183,7 +217,11 @@ def _sharded_in(model: nn.Module) -> list[Any]:
     )
 
 
-def refuse(name: str, module: nn.Module, reason: str | None) -> None:
+def refuse(
+    name: str,
+    module: nn.Module,
+    reason: str | None,
+) -> None:
     """Raise UserError if there is a reason why steps with this module cannot be repeated."""
     if reason is not None:
         where = f"{name or 'the model'} ({type(module).__name__})"

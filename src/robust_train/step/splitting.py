@@ -25,7 +25,11 @@ Count = Callable[[Any], "float | torch.Tensor"]
 """How many items (samples, tokens, unmasked positions) the loss over this data is a mean of."""
 
 
-def bounds(samples: int, at_most: int, start: int = 0) -> list[tuple[int, int]]:
+def bounds(
+    samples: int,
+    at_most: int,
+    start: int = 0,
+) -> list[tuple[int, int]]:
     """Split the samples from ``start`` up to ``samples``: as few parts as may be, even in size.
 
     Even parts need the least memory, and the last is not a lone sample, which BatchNorm would
@@ -37,7 +41,11 @@ def bounds(samples: int, at_most: int, start: int = 0) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
+def share_of(
+    samples: Sequence[T],
+    rank: int,
+    ranks: int,
+) -> Sequence[T]:
     """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
     least, more = divmod(len(samples), ranks)
     start = rank * least + min(rank, more)
@@ -80,7 +88,11 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
     return lengths[0][1]
 
 
-def part_of(batch: Any, start: int, stop: int) -> Any:
+def part_of(
+    batch: Any,
+    start: int,
+    stop: int,
+) -> Any:
     """Return the samples from ``start`` up to, without, ``stop``, in the structure of ``batch``.
 
     Tensors and arrays are sliced, which copies nothing; mappings, tuples and dataclasses are built
@@ -96,7 +108,11 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     return _rebuilt(batch, cut)
 
 
-def _rebuilt(value: Any, leaf: Callable[[Any, str], Any], name: str = "batch") -> Any:
+def _rebuilt(
+    value: Any,
+    leaf: Callable[[Any, str], Any],
+    name: str = "batch",
+) -> Any:
     """Return mappings, tuples, dataclasses and lists with arrays in them around what ``leaf``
     returns for each part, given with where it is."""
     if isinstance(value, Mapping):
@@ -115,7 +131,11 @@ def _rebuilt(value: Any, leaf: Callable[[Any, str], Any], name: str = "batch") -
     if is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)
         for entry in fields(value):
-            part = _rebuilt(getattr(value, entry.name), leaf, f"{name}.{entry.name}")
+            part = _rebuilt(
+                getattr(value, entry.name),
+                leaf,
+                f"{name}.{entry.name}",
+            )
             # also where the class is frozen
             object.__setattr__(result, entry.name, part)
         return result
@@ -197,7 +217,13 @@ class Parts:
         """Of how many the loss over the whole batch is a mean."""
         return float(self.samples if self._count is None else self._count(self._batch))
 
-    def part(self, start: int, stop: int, *, factor: float = 1.0) -> Part:
+    def part(
+        self,
+        start: int,
+        stop: int,
+        *,
+        factor: float = 1.0,
+    ) -> Part:
         """Return the samples from ``start`` to ``stop``; their weight is multiplied by ``factor``.
 
         The whole batch is handed over as it is.
@@ -208,9 +234,19 @@ class Parts:
             data = self._split(self._batch, start, stop)
         elif not is_whole:
             data = part_of(self._batch, start, stop)
-        return Part(data, factor * self._share(data, start, stop), start, stop)
+        return Part(
+            data,
+            factor * self._share(data, start, stop),
+            start,
+            stop,
+        )
 
-    def _share(self, data: Any, start: int, stop: int) -> float:
+    def _share(
+        self,
+        data: Any,
+        start: int,
+        stop: int,
+    ) -> float:
         if (start, stop) == (0, self.samples):
             return 1.0 if not self._counts_whole or self.items else 0.0
         items = stop - start if self._count is None else float(self._count(data))
@@ -325,7 +361,11 @@ class MicroBatchSize:
         return before, smaller
 
     def agree(
-        self, size: int | None, *, failed: int = 0, is_known: bool = False
+        self,
+        size: int | None,
+        *,
+        failed: int = 0,
+        is_known: bool = False,
     ) -> None:
         """Take over what several ranks have agreed on.
 

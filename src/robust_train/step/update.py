@@ -26,10 +26,18 @@ class LateFigures:
     def __init__(self) -> None:
         self._waiting: tuple[int, Tensor, Any] | None = None
 
-    def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
+    def swap(
+        self,
+        step: int,
+        figure: Tensor,
+    ) -> tuple[int, float] | None:
         """Take a figure of ``step``; return the one that was taken before, with its step."""
         figure, event = figure.detach(), None
-        copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
+        copy = torch.empty_like(
+            figure,
+            device="cpu",
+            pin_memory=figure.is_cuda,
+        )
         copy.copy_(figure, non_blocking=figure.is_cuda)
         if figure.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

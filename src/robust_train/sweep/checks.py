@@ -78,7 +78,11 @@ def _overrides(config: DictConfig) -> tuple[list[str], list[list[str]]]:
     return fixed, swept
 
 
-def _check_one(config: DictConfig, overrides: list[str], check: Check | None) -> None:
+def _check_one(
+    config: DictConfig,
+    overrides: list[str],
+    check: Check | None,
+) -> None:
     try:
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_sweep_config(config, overrides)

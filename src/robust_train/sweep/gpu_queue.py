@@ -159,7 +159,11 @@ class LiveTable(LiveLines):
             self._area.show([Text(line, style="dim") for line in table])
 
 
-def table_lines(jobs: Sequence[LaunchedJob], columns: int, lines: int) -> list[str]:
+def table_lines(
+    jobs: Sequence[LaunchedJob],
+    columns: int,
+    lines: int,
+) -> list[str]:
     """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
     # running ones are kept first, then failures
     ranked = sorted(jobs, key=lambda job: (_RANKS.get(job.status, 1), job.number))
@@ -201,7 +205,9 @@ class GpuQueue:
         self._received: deque[int] = deque()  # handled between two steps
 
     def launch(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+        self,
+        job_overrides: Sequence[Sequence[str]],
+        initial_job_idx: int,
     ) -> list[JobReturn]:
         """Run the jobs; return their results in order, NaN for one that did not complete. Raises
         JobInterrupted: a signal ended the sweep, after every job has ended."""
@@ -211,7 +217,11 @@ class GpuQueue:
             self.run(Listed(listed, claims), listed)
         return [self._return(self._jobs[number]) for number in listed]
 
-    def run(self, points: Points, listed: Mapping[int, Sequence[str]]) -> None:
+    def run(
+        self,
+        points: Points,
+        listed: Mapping[int, Sequence[str]],
+    ) -> None:
         """Run jobs as ``points`` gives them, one as soon as another has ended. ``listed`` are
         known before. Raises JobInterrupted as :meth:`launch` does."""
         setup_globals()
@@ -236,7 +246,10 @@ class GpuQueue:
         outputs = self._folder / "*" / LOG_FILE
         with self._signals, LiveTable() as table:
             log.info(
-                "%d jobs, %d at once; they print to %s", points.most, slots, outputs
+                "%d jobs, %d at once; they print to %s",
+                points.most,
+                slots,
+                outputs,
             )
             with self._signals.handed_to(self._received.append):
                 try:
@@ -245,7 +258,11 @@ class GpuQueue:
                     self._end_all(table)
             self._signals.raise_if_received()
 
-    def _run(self, slots: int, table: LiveTable) -> None:
+    def _run(
+        self,
+        slots: int,
+        table: LiveTable,
+    ) -> None:
         while True:
             while not self._is_stopping and len(self._running) < self._most(slots):
                 found = self._points.next()
@@ -277,8 +294,17 @@ class GpuQueue:
         if any(job.folder == other.folder for other in others):
             # two jobs in one folder would write over each other
             reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            refused = self._record(job, REFUSED, EXIT_BAD_CONFIG, reason)
-            log.error("job %d refused: %s", job.number, reason)
+            refused = self._record(
+                job,
+                REFUSED,
+                EXIT_BAD_CONFIG,
+                reason,
+            )
+            log.error(
+                "job %d refused: %s",
+                job.number,
+                reason,
+            )
             job.folder = None
             self._ended(job, row_of(None, refused, None))
             return
@@ -291,7 +317,11 @@ class GpuQueue:
         job.pid, job.status = job.process.pid, "running"
         self._reports.forget(job.number)
         self._running.append(job)
-        log.info("job %d starts: %s", job.number, job.shown)
+        log.info(
+            "job %d starts: %s",
+            job.number,
+            job.shown,
+        )
 
     def _compose(self, job: LaunchedJob) -> DictConfig:
         loader, overrides = self._context.config_loader, list(job.overrides)
@@ -376,7 +406,11 @@ class GpuQueue:
                 request_pruning(job.folder, reason)
                 job.is_pruned = True
 
-    def _take_result(self, job: LaunchedJob, returncode: int) -> None:
+    def _take_result(
+        self,
+        job: LaunchedJob,
+        returncode: int,
+    ) -> None:
         assert job.folder is not None
         row = self._settled(job, job.folder, returncode)
         self._ended(job, row)
@@ -391,13 +425,22 @@ class GpuQueue:
                 "sweep_fail_fast=true: no more jobs start, running ones are stopped"
             )
 
-    def _ended(self, job: LaunchedJob, row: SweepJob) -> None:
+    def _ended(
+        self,
+        job: LaunchedJob,
+        row: SweepJob,
+    ) -> None:
         job.status = row.status
         if row.status == COMPLETED:
             job.result = row.result
         self._points.ended(row)
 
-    def _settled(self, job: LaunchedJob, folder: Path, returncode: int) -> SweepJob:
+    def _settled(
+        self,
+        job: LaunchedJob,
+        folder: Path,
+        returncode: int,
+    ) -> SweepJob:
         """Return the row of a job that has ended, and record its end if the job could not."""
         assert job.config is not None
         own, record = identity(job.config), read_record(folder)
@@ -405,7 +448,12 @@ class GpuQueue:
         has_ended = record is not None and record.status != STARTED
         if not is_own or not (has_ended or read_summary(folder) is not None):
             ended = ending_of_process(own, returncode)
-            self._record(job, ended.status, ended.exit_code, ended.reason)
+            self._record(
+                job,
+                ended.status,
+                ended.exit_code,
+                ended.reason,
+            )
             with contextlib.suppress(OSError):  # a disk that takes nothing
                 ended.write(folder)
         return replace(read_row(folder), job=job.number)
@@ -419,7 +467,11 @@ class GpuQueue:
             log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
         self._stop("signal", signum)
 
-    def _stop(self, why: str, signum: int) -> None:
+    def _stop(
+        self,
+        why: str,
+        signum: int,
+    ) -> None:
         self._stopping = why
         for job in self._running:
             is_there = job.process is not None and job.process.exitcode is None

@@ -22,7 +22,11 @@ Work = Callable[[], int]
 """Runs the job; returns the exit code. The result is in the job's record."""
 
 
-def start_job(work: Work, log_path: Path, detach: Callable[[], None]) -> ForkProcess:
+def start_job(
+    work: Work,
+    log_path: Path,
+    detach: Callable[[], None],
+) -> ForkProcess:
     """Start a job's process; it prints to ``log_path``, and calls ``detach`` before its work."""
     with contextlib.suppress(ValueError):  # outside the main thread
         # ignored by whoever has started the sweep, it would cost the exit codes
@@ -54,7 +58,8 @@ def start_job(work: Work, log_path: Path, detach: Callable[[], None]) -> ForkPro
         raise SystemExit(code)
 
     process = multiprocessing.get_context("fork").Process(
-        target=be_the_job, args=(os.getpid(),)
+        target=be_the_job,
+        args=(os.getpid(),),
     )
     try:
         process.start()

@@ -177,7 +177,11 @@ def sweep_page(sweep: SweepStory) -> str:
             *filter(None, [curves_of_jobs("Value", curves)]),
             *_over_parameters(sweep, reports),
         ],
-        loss=curves_of_jobs("Loss", losses, may_be_log=True),
+        loss=curves_of_jobs(
+            "Loss",
+            losses,
+            may_be_log=True,
+        ),
         advice=_advice(sweep.jobs),
     )
 

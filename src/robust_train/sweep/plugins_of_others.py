@@ -42,7 +42,11 @@ def restore_mask(environ: MutableMapping[str, str]) -> None:
 
 
 def misplaced_launcher(
-    chosen: str, running: str | None, overrides: Sequence[str], *, in_sweep: bool
+    chosen: str,
+    running: str | None,
+    overrides: Sequence[str],
+    *,
+    in_sweep: bool,
 ) -> str | None:
     """Return one line for a launcher that Hydra silently ignores; None if it counts.
 

@@ -60,7 +60,11 @@ class Points:
         """Return a job to start now; None: there is none at this moment."""
         raise NotImplementedError
 
-    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+    def reported(
+        self,
+        job: int,
+        values: Sequence[ValueReported],
+    ) -> str | None:
         """Take what a job has reported; return why it is stopped early, None if it is not."""
         return None
 
@@ -127,7 +131,11 @@ def others_work(folder: Path) -> bool:
 class Listed(Points):
     """Jobs that are known from the start: a grid, a list, or the batch of a sweeper."""
 
-    def __init__(self, jobs: Mapping[int, Sequence[str]], claims: Claims) -> None:
+    def __init__(
+        self,
+        jobs: Mapping[int, Sequence[str]],
+        claims: Claims,
+    ) -> None:
         self.most = len(jobs)
         self._waiting, self._claims = dict(jobs), claims
 

@@ -21,7 +21,11 @@ class Reports:
     round, are left out; None: none are.
     """
 
-    def __init__(self, folder: Path, mode: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mode: str | None = None,
+    ) -> None:
         self._mode, self.has_left_out = mode, False
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
@@ -30,7 +34,11 @@ class Reports:
             if record is not None and record.job is not None:
                 self.new(record.job, each)
 
-    def new(self, job: int, folder: Path) -> list[ValueReported]:
+    def new(
+        self,
+        job: int,
+        folder: Path,
+    ) -> list[ValueReported]:
         """Return what a job has reported since the last time."""
         start, found = self._read.get(job, 0), list[ValueReported]()
         with (
@@ -59,10 +67,19 @@ class Reports:
         self.values.setdefault(job, {}).update((one.step, one.value) for one in found)
         return found
 
-    def is_behind(self, job: int, patience: int) -> bool:
+    def is_behind(
+        self,
+        job: int,
+        patience: int,
+    ) -> bool:
         """Return whether a job was worse than another one for so many reports."""
         maximize = self._mode != "min"
-        return is_out_of_patience(job, self.values, patience, maximize=maximize)
+        return is_out_of_patience(
+            job,
+            self.values,
+            patience,
+            maximize=maximize,
+        )
 
     def forget(self, job: int) -> None:
         """Forget a job that starts afresh."""
@@ -71,7 +88,11 @@ class Reports:
 
 
 def is_out_of_patience(
-    job: int, values: Values, patience: int, *, maximize: bool
+    job: int,
+    values: Values,
+    patience: int,
+    *,
+    maximize: bool,
 ) -> bool:
     """Return whether a job's best value was worse than that of another job, after as many reports,
     at each of its last ``patience`` reports. The best job never is."""

@@ -112,7 +112,11 @@ class SweepJob:
     def write(self, folder: Path) -> None:
         """Write what its summary lacks to the job's run folder, whole or not at all."""
         content = {name: getattr(self, name) for name in _OF_THE_FOLDER}
-        write_json(folder / JOB_FILE, {"schema": _JOB_SCHEMA, **content}, indent=2)
+        write_json(
+            folder / JOB_FILE,
+            {"schema": _JOB_SCHEMA, **content},
+            indent=2,
+        )
 
     def as_json(self) -> dict[str, Json]:
         """Return the row without the sweep's id, which the table has."""
@@ -173,7 +177,11 @@ def read_record(folder: Path) -> SweepJob | None:
         return None
 
 
-def row_of(folder: Path | None, job: SweepJob, summary: Summary | None) -> SweepJob:
+def row_of(
+    folder: Path | None,
+    job: SweepJob,
+    summary: Summary | None,
+) -> SweepJob:
     """Return a job as it stands, from its record and its ``summary.json``."""
     if job.status == STARTED:  # its process did not record its end
         job = _ended(job, summary)
@@ -203,7 +211,12 @@ def _ended(record: SweepJob, summary: Summary | None) -> SweepJob:
     if summary is not None:
         status, reason = summary.status, summary.reason or ""
     code = 143 if status == INTERRUPTED else EXIT_CODES.get(status, 1)
-    return replace(record, status=status, exit_code=code, reason=reason or None)
+    return replace(
+        record,
+        status=status,
+        exit_code=code,
+        reason=reason or None,
+    )
 
 
 def ending_of_process(record: SweepJob, returncode: int) -> SweepJob:
@@ -220,7 +233,12 @@ def ending_of_process(record: SweepJob, returncode: int) -> SweepJob:
         stopped = f"interrupted by {name} before it had begun"
         died = f"its process was killed by {name}"
     status, reason = (INTERRUPTED, stopped) if is_stop else (DIED, died)
-    return replace(record, status=status, exit_code=exit_code, reason=reason)
+    return replace(
+        record,
+        status=status,
+        exit_code=exit_code,
+        reason=reason,
+    )
 
 
 def read_row(folder: Path) -> SweepJob:
@@ -235,7 +253,11 @@ def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
     return [row for row in rows if row.sweep == sweep]
 
 
-def adopt(sweep_folder: Path, sweep: str, jobs: Container[int | None]) -> None:
+def adopt(
+    sweep_folder: Path,
+    sweep: str,
+    jobs: Container[int | None],
+) -> None:
     """Make jobs that ended in an earlier launch a part of this one."""
     for folder in job_folders(sweep_folder):
         record = read_record(folder)
@@ -300,7 +322,11 @@ class SweepTable:
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
         content = {**vars(self), "jobs": [row.as_json() for row in self.jobs]}
-        write_json(folder / SWEEP_FILE, content, indent=2)
+        write_json(
+            folder / SWEEP_FILE,
+            content,
+            indent=2,
+        )
 
 
 def read_table(folder: Path) -> SweepTable | None:

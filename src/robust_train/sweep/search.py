@@ -82,7 +82,8 @@ class Search(Points):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             backend = JournalFileBackend(
-                str(self._path), lock_obj=_Ours(str(self._path))
+                str(self._path),
+                lock_obj=_Ours(str(self._path)),
             )
             self._study = optuna.create_study(
                 study_name=_STUDY,
@@ -159,7 +160,11 @@ class Search(Points):
         self._trial[trial.number] = trial
         return self._trials()[trial.number]
 
-    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+    def reported(
+        self,
+        job: int,
+        values: Sequence[ValueReported],
+    ) -> str | None:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
         number = job // len(self._seeds)
         if len(self._seeds) > 1:
@@ -190,7 +195,11 @@ class Search(Points):
                 self._tell(number, ended)
         self._claims.release(number)
 
-    def _tell(self, number: int, rows: Sequence[SweepJob]) -> None:
+    def _tell(
+        self,
+        number: int,
+        rows: Sequence[SweepJob],
+    ) -> None:
         if any(row.status == PRUNED for row in rows):
             self._study.tell(number, state=TrialState.PRUNED)
             return
@@ -203,10 +212,18 @@ class Search(Points):
         if not reason:
             results = ", ".join(str(row.result) for row in rows)
             reason = f"its result is not a number: {results}"
-            log.warning("trial %d counts as failed: %s", number, reason)
+            log.warning(
+                "trial %d counts as failed: %s",
+                number,
+                reason,
+            )
         self._fail(number, reason)
 
-    def _fail(self, number: int, reason: str) -> None:
+    def _fail(
+        self,
+        number: int,
+        reason: str,
+    ) -> None:
         trial = running_trial(self._study, self._trials()[number])
         trial.set_user_attr("reason", reason)
         self._study.tell(number, state=TrialState.FAIL)
@@ -309,16 +326,31 @@ def distribution(override: Override) -> BaseDistribution:
         assert value.start is not None
         assert value.end is not None
         if isinstance(value.start, int) and isinstance(value.end, int):
-            return IntDistribution(value.start, value.end, log=is_log)
-        return FloatDistribution(value.start, value.end, log=is_log)
+            return IntDistribution(
+                value.start,
+                value.end,
+                log=is_log,
+            )
+        return FloatDistribution(
+            value.start,
+            value.end,
+            log=is_log,
+        )
     if isinstance(value, RangeSweep) and not value.shuffle:
         numbers = [float(number) for number in value.range()]
         if all(isinstance(each, int) for each in (value.start, value.step)):
             step = abs(int(value.step))
             low, high = int(min(numbers)), int(max(numbers))
-            return IntDistribution(low, high, log=is_log, step=step)
+            return IntDistribution(
+                low,
+                high,
+                log=is_log,
+                step=step,
+            )
         return FloatDistribution(
-            min(numbers), max(numbers), step=abs(float(value.step))
+            min(numbers),
+            max(numbers),
+            step=abs(float(value.step)),
         )
     choices = [
         each if isinstance(each, (bool, int, float)) else str(each)

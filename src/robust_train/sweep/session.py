@@ -112,10 +112,22 @@ class CurrentJob:
             return self.record.result
         return math.nan
 
-    def ended(self, status: str, exit_code: int, **more: Any) -> None:
+    def ended(
+        self,
+        status: str,
+        exit_code: int,
+        **more: Any,
+    ) -> None:
         """Record the job's end, with its ``reason`` or ``result``. The first call counts."""
         if self.record is not None and self.record.status == STARTED:
-            self.write(replace(self.record, status=status, exit_code=exit_code, **more))
+            self.write(
+                replace(
+                    self.record,
+                    status=status,
+                    exit_code=exit_code,
+                    **more,
+                )
+            )
 
     def write(self, record: SweepJob) -> None:
         """Keep the job's record and write it."""
@@ -123,7 +135,11 @@ class CurrentJob:
         try:
             record.write(self.folder)
         except OSError as error:
-            log.warning("cannot write to %s: %s", self.folder, error.strerror)
+            log.warning(
+                "cannot write to %s: %s",
+                self.folder,
+                error.strerror,
+            )
 
 
 @dataclass
@@ -182,11 +198,20 @@ class HydraSession:
         """Record the exit code of a job."""
         self.exit_code = self.exit_code or exit_code
 
-    def job_ended(self, status: str, exit_code: int, reason: str | None) -> None:
+    def job_ended(
+        self,
+        status: str,
+        exit_code: int,
+        reason: str | None,
+    ) -> None:
         """Record the end of the job that Hydra has entered, if it did not complete."""
         self.note(exit_code)
         if self.job is not None:
-            self.job.ended(status, exit_code, reason=reason)
+            self.job.ended(
+                status,
+                exit_code,
+                reason=reason,
+            )
 
     def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
@@ -282,7 +307,11 @@ class HydraSession:
                 table.write(folder)
                 (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
             except OSError as error:
-                log.warning("cannot write a table to %s: %s", folder, error.strerror)
+                log.warning(
+                    "cannot write a table to %s: %s",
+                    folder,
+                    error.strerror,
+                )
             write_sweep_report(folder)
             _notify(sweep, rows, code, ended)
         # not through logging: after an interruption that may still write into a job's log file
@@ -308,7 +337,12 @@ def _alive(row: SweepJob) -> SweepJob:
     """Return the row of a job that another launcher runs as such: it has no end so far."""
     if row.status != DIED or row.folder is None or not is_held(Path(row.folder)):
         return row
-    return replace(row, status=RUNNING, exit_code=None, reason=None)
+    return replace(
+        row,
+        status=RUNNING,
+        exit_code=None,
+        reason=None,
+    )
 
 
 def _can_share(config: DictConfig) -> bool:
@@ -323,7 +357,10 @@ def _is_ours(config: DictConfig) -> bool:
 
 
 def _lock_or_join(
-    folder: Path, overrides: tuple[str, ...] | None, *, is_again: bool = False
+    folder: Path,
+    overrides: tuple[str, ...] | None,
+    *,
+    is_again: bool = False,
 ) -> tuple[str, RunLock | None]:
     """Return the id of a sweep that begins and its folder's lock; only the id where a live sweep
     with the same overrides is joined. Without ``overrides`` it cannot be shared.
@@ -334,7 +371,11 @@ def _lock_or_join(
     table, holder = read_table(folder), read_holder(folder)
     is_shared = table is not None and table.overrides == overrides
     if table and holder and is_shared and not holder.is_dead and is_held(folder):
-        log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
+        log.info(
+            "joining the sweep that %s runs on %s",
+            holder.user,
+            holder.host,
+        )
         return table.sweep, None
     id_ = uuid.uuid4().hex
     try:
@@ -342,7 +383,11 @@ def _lock_or_join(
     except ConfigError as error:
         if not is_again:
             # another launcher of a killed one's sweep may have taken it over just now
-            return _lock_or_join(folder, overrides, is_again=True)
+            return _lock_or_join(
+                folder,
+                overrides,
+                is_again=True,
+            )
         if (holder := read_holder(folder)) is None:
             raise
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
@@ -353,7 +398,12 @@ def _lock_or_join(
         ) from error
 
 
-def _notify(sweep: Sweep, rows: list[SweepJob], code: int, ended: str) -> None:
+def _notify(
+    sweep: Sweep,
+    rows: list[SweepJob],
+    code: int,
+    ended: str,
+) -> None:
     """Notify of the sweep's end."""
     stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
     failure = "interrupted" if stopped else "failed"
@@ -376,7 +426,11 @@ def _notify(sweep: Sweep, rows: list[SweepJob], code: int, ended: str) -> None:
 
 def identity(config: DictConfig) -> SweepJob:
     """Return the record of a sweep's job that is about to start."""
-    job = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
+    job = OmegaConf.select(
+        config,
+        "hydra.job.num",
+        throw_on_missing=False,
+    )
     repeat = config.hydra.sweeper.get("repeat", 1) if _is_ours(config) else 1
     return SweepJob(
         job,
@@ -470,7 +524,11 @@ def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
     else:
         job.runs = False
         job.ended(NOT_STARTED, 0, reason=reason)
-        log.info("job %s is not started: %s", job.record.job, reason)
+        log.info(
+            "job %s is not started: %s",
+            job.record.job,
+            reason,
+        )
 
 
 class SweepCallback(Callback):
@@ -480,7 +538,11 @@ class SweepCallback(Callback):
     def __init__(self) -> None:
         self._launcher: str | None = None
 
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_run_start(
+        self,
+        config: DictConfig,
+        **kwargs: Any,
+    ) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
         guest = guest_rank(os.environ)
@@ -494,7 +556,11 @@ class SweepCallback(Callback):
         if detach.is_due(unchecked(config)):
             raise SystemExit(detach.start())
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(
+        self,
+        config: DictConfig,
+        **kwargs: Any,
+    ) -> None:
         """Begin the sweep, before the launcher is made."""
         hide_urls(config)
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
@@ -513,7 +579,11 @@ class SweepCallback(Callback):
             traceback.print_exc()
             raise SystemExit(EXIT_FAILED) from None
 
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_job_start(
+        self,
+        config: DictConfig,
+        **kwargs: Any,
+    ) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         others.restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
@@ -526,18 +596,33 @@ class SweepCallback(Callback):
         session.job = enter(config, self._launcher)
 
     def on_job_end(
-        self, config: DictConfig, job_return: JobReturn, **kwargs: Any
+        self,
+        config: DictConfig,
+        job_return: JobReturn,
+        **kwargs: Any,
     ) -> None:
         """Record the end of the job's function, unless it was interrupted."""
         job, session.job = session.job, None
         if job is None:
             return
         if job_return.status is JobStatus.COMPLETED:
-            job.ended(COMPLETED, 0, result=plain(job_return.return_value))
+            job.ended(
+                COMPLETED,
+                0,
+                result=plain(job_return.return_value),
+            )
         else:
-            job.ended("failed", 1, reason=named_line(returned_or_raised(job_return)))
+            job.ended(
+                "failed",
+                1,
+                reason=named_line(returned_or_raised(job_return)),
+            )
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_end(
+        self,
+        config: DictConfig,
+        **kwargs: Any,
+    ) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""
         code = session.finish()
         if code and not session.sets_exit_code:

@@ -64,7 +64,13 @@ def sweep(
     OmegaConf.save(config, folder / "multirun.yaml")
     n_jobs = settings.n_jobs or config.hydra.launcher.get("n_jobs")
     maximize = settings.direction == "maximize"
-    queue = GpuQueue(context, task_function, config, n_jobs, maximize=maximize)
+    queue = GpuQueue(
+        context,
+        task_function,
+        config,
+        n_jobs,
+        maximize=maximize,
+    )
     with contextlib.closing(Claims(folder)) as claims:
         if settings.sampler is None:
             jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
@@ -83,17 +89,35 @@ def sweep(
                 space[key] = distribution(override)
             except (ValueError, AssertionError) as error:
                 raise ConfigError(f"{override.input_line}: {error}") from error
-        search = Search(folder, space, fixed, seeds, settings, claims)
+        search = Search(
+            folder,
+            space,
+            fixed,
+            seeds,
+            settings,
+            claims,
+        )
         if session.sweep is not None:
-            adopt(folder, session.sweep.table.sweep, search.finished)
+            adopt(
+                folder,
+                session.sweep.table.sweep,
+                search.finished,
+            )
         queue.run(search, {})
         if (best := search.best) is not None:
             params = " ".join(f"{key}={value}" for key, value in best.params.items())
-            log.info("best: trial %d, %s: %s", best.number, best.value, params)
+            log.info(
+                "best: trial %d, %s: %s",
+                best.number,
+                best.value,
+                params,
+            )
 
 
 def _combinations(
-    swept: Mapping[str, Override], fixed: Sequence[str], seeds: Sequence[str]
+    swept: Mapping[str, Override],
+    fixed: Sequence[str],
+    seeds: Sequence[str],
 ) -> list[list[str]]:
     """Return the overrides of each job of a grid."""
     columns = []
@@ -112,7 +136,9 @@ def _combinations(
 
 
 def _seeds(
-    settings: SweeperSettings, config: DictConfig, by_key: Mapping[str, Override]
+    settings: SweeperSettings,
+    config: DictConfig,
+    by_key: Mapping[str, Override],
 ) -> list[str]:
     """Return the override of each repetition of a point; one that is empty without ``repeat``."""
     if settings.repeat == 1:

@@ -128,7 +128,11 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
     return source.part(sorted(first)), source.part(sorted(second))
 
 
-def _with_validation(train: Images, test: Images, num_classes: int) -> Splits:
+def _with_validation(
+    train: Images,
+    test: Images,
+    num_classes: int,
+) -> Splits:
     """Return the parts of a data set with one held-out split: it is for the test alone, and a tenth
     of the training images is for validation."""
     parts = stratified_split(train, _VALIDATION_FRACTION)
@@ -146,8 +150,16 @@ def _open_digits(cfg: Any) -> Splits:
         [image.tobytes() for image in scaled],
     )
     train, held_out = stratified_split(digits, _DIGITS_HELD_OUT)
-    shape = Shape(num_classes=10, size=_DIGITS_SIZE, channels=1)
-    return Splits(train, *stratified_split(held_out, 0.5), shape)
+    shape = Shape(
+        num_classes=10,
+        size=_DIGITS_SIZE,
+        channels=1,
+    )
+    return Splits(
+        train,
+        *stratified_split(held_out, 0.5),
+        shape,
+    )
 
 
 def _open_image_folder(cfg: Any) -> Splits:
@@ -173,7 +185,11 @@ def _open_image_folder(cfg: Any) -> Splits:
     everything = _read_classes(folder, classes)
     if test_folder.is_dir():
         test = _read_classes(test_folder, classes)
-        return _with_validation(everything, test, len(classes))
+        return _with_validation(
+            everything,
+            test,
+            len(classes),
+        )
     parts = stratified_split(everything, cfg.test_fraction)
     return _with_validation(*parts, len(classes))
 
@@ -217,7 +233,13 @@ def _open_flowers102(cfg: Any) -> Splits:
         torchvision.Flowers102(str(root), download=True)
 
     names = ("jpg", "imagelabels.mat", "setid.mat")
-    folder = _fetched(cfg, "flowers-102", names, url=_FLOWERS102_URL, get=get)
+    folder = _fetched(
+        cfg,
+        "flowers-102",
+        names,
+        url=_FLOWERS102_URL,
+        get=get,
+    )
     labels = _matlab_values(folder / "imagelabels.mat", "labels")
     source = folder / "setid.mat"
 
@@ -229,9 +251,18 @@ def _open_flowers102(cfg: Any) -> Splits:
                 "imagelabels.mat"
             )
         paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
-        return _image_files(source, paths, [labels[number - 1] for number in numbers])
+        return _image_files(
+            source,
+            paths,
+            [labels[number - 1] for number in numbers],
+        )
 
-    return Splits(split("trnid"), split("valid"), split("tstid"), Shape(102))
+    return Splits(
+        split("trnid"),
+        split("valid"),
+        split("tstid"),
+        Shape(102),
+    )
 
 
 def _matlab_values(path: Path, key: str) -> list[int]:
@@ -254,21 +285,37 @@ def _open_cub200(cfg: Any) -> Splits:
 
     def get(root: Path) -> None:
         tools = require("torchvision.datasets.utils", "dataset=cub200")
-        tools.download_and_extract_archive(_CUB200_URL, str(root), md5=_CUB200_MD5)
+        tools.download_and_extract_archive(
+            _CUB200_URL,
+            str(root),
+            md5=_CUB200_MD5,
+        )
 
     expected = ("images", *_CUB200_LISTS)
-    folder = _fetched(cfg, "CUB_200_2011", expected, url=_CUB200_URL, get=get)
+    folder = _fetched(
+        cfg,
+        "CUB_200_2011",
+        expected,
+        url=_CUB200_URL,
+        get=get,
+    )
     names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
 
     def split(part: str) -> Images:
         own = [image for image in names if parts[image] == part]
         paths = [folder / "images" / names[image] for image in own]
         return _image_files(
-            folder / "images.txt", paths, [int(labels[image]) for image in own]
+            folder / "images.txt",
+            paths,
+            [int(labels[image]) for image in own],
         )
 
     try:
-        return _with_validation(split("1"), split("0"), num_classes=200)
+        return _with_validation(
+            split("1"),
+            split("0"),
+            num_classes=200,
+        )
     except KeyError as error:
         raise ConfigError(
             f"dataset=cub200: {folder}: image {error} is not in all of {', '.join(_CUB200_LISTS)}"
@@ -291,7 +338,11 @@ def _bird_column(source: Path) -> dict[str, str]:
     return values
 
 
-def _image_files(source: Path, paths: Sequence[Path], labels: Sequence[int]) -> Images:
+def _image_files(
+    source: Path,
+    paths: Sequence[Path],
+    labels: Sequence[int],
+) -> Images:
     """Return images with their labels counted from 0."""
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
@@ -361,7 +412,12 @@ def _fetch_whole(get: Callable[[Path], None], root: Path) -> None:
         for path in temporary.iterdir():
             to = root / path.name
             if path.is_dir():
-                shutil.copytree(path, to, copy_function=os.replace, dirs_exist_ok=True)
+                shutil.copytree(
+                    path,
+                    to,
+                    copy_function=os.replace,
+                    dirs_exist_ok=True,
+                )
             else:
                 path.replace(to)
     finally:

@@ -50,7 +50,12 @@ class ImageDataset(Dataset[Any]):
     ``dataset.augment``."""
 
     def __init__(
-        self, source: Images, spec: ImageSpec, *, augment: str = "none", seed: int = 0
+        self,
+        source: Images,
+        spec: ImageSpec,
+        *,
+        augment: str = "none",
+        seed: int = 0,
     ) -> None:
         self.source = source
         self.spec = spec
@@ -62,7 +67,9 @@ class ImageDataset(Dataset[Any]):
         changes = {
             "crop_flip": [
                 v2.RandomResizedCrop(
-                    spec.size, scale=_CROP_AREAS, interpolation=bicubic
+                    spec.size,
+                    scale=_CROP_AREAS,
+                    interpolation=bicubic,
                 ),
                 v2.RandomHorizontalFlip(),
             ],
@@ -162,7 +169,11 @@ class BatchPlan:
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
-    def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
+    def steps(
+        self,
+        epoch: int,
+        start: int = 0,
+    ) -> Iterator[list[Sequence[int]]]:
         """Yield this rank's micro-batches of each optimizer step from sample ``start`` on. A step's
         samples and their order depend on the effective batch alone. In an epoch's last step a rank
         may have none."""
@@ -202,7 +213,10 @@ class Loading:
     device: torch.device
 
     def batches(
-        self, dataset: ImageDataset, micro_batches: Sequence[Sequence[int]], epoch: int
+        self,
+        dataset: ImageDataset,
+        micro_batches: Sequence[Sequence[int]],
+        epoch: int,
     ) -> Iterator[Batch]:
         """Yield a batch on the host for each of ``micro_batches``, in order. Workers end with the
         iterator, so those of training and of validation never hold memory at the same time."""
@@ -237,7 +251,11 @@ class StepSamples:
     a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
     next ``batches``."""
 
-    def __init__(self, batches: Iterator[Batch], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        sizes: Sequence[int],
+    ) -> None:
         self._batches = batches
         self._edges = [0, *itertools.accumulate(sizes)]
         self._read: list[Batch] = []
@@ -246,7 +264,11 @@ class StepSamples:
         """Return the samples in the step."""
         return self._edges[-1]
 
-    def part(self, start: int, stop: int) -> Batch:
+    def part(
+        self,
+        start: int,
+        stop: int,
+    ) -> Batch:
         """Return samples ``start`` to ``stop``, without a copy if they lie in one batch."""
         first = bisect.bisect_right(self._edges, start) - 1
         after_last = bisect.bisect_left(self._edges, stop)

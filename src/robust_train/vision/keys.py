@@ -46,9 +46,15 @@ class CnnConfig:
         range=FROM_1,
     )
     image_size: int | None = key(
-        None, "side of the square images, pixels; `null`: the data's own", range=FROM_1
+        None,
+        "side of the square images, pixels; `null`: the data's own",
+        range=FROM_1,
     )
-    dropout: float = key(0.1, "dropout before the head", range=_BELOW_1)
+    dropout: float = key(
+        0.1,
+        "dropout before the head",
+        range=_BELOW_1,
+    )
     lr: float = key(3e-3, "learning rate that suits it")
     weights: str | None = key(None, "local file with weights to start from")
 
@@ -62,9 +68,15 @@ class BackboneConfig:
     pretrained: bool = key(True, "download pretrained weights")
     weights: str | None = key(None, "local file with weights instead of a download")
     image_size: int = key(
-        224, "side of the square that images are resized to, pixels", range=FROM_1
+        224,
+        "side of the square that images are resized to, pixels",
+        range=FROM_1,
     )
-    dropout: float = key(0.0, "dropout before the head", range=_BELOW_1)
+    dropout: float = key(
+        0.0,
+        "dropout before the head",
+        range=_BELOW_1,
+    )
     lr: float = key(1e-3, "learning rate that suits it")
 
 
@@ -74,7 +86,8 @@ class LinearProbeConfig(BackboneConfig):
 
     name: str = key("linear_probe", "name of the model")
     backbone: str = key(
-        "vit_small_patch14_dinov2.lvd142m", "its features separate the classes linearly"
+        "vit_small_patch14_dinov2.lvd142m",
+        "its features separate the classes linearly",
     )
 
 
@@ -89,9 +102,15 @@ class LoraModelConfig(BackboneConfig):
     backbone: str = key(_VIT, "the backbone, a name of timm's")
     lora_r: int = key(8, "rank of the adapters", range=FROM_1)
     lora_alpha: int = key(
-        16, "adapters are scaled by lora_alpha / lora_r", range=FROM_1
+        16,
+        "adapters are scaled by lora_alpha / lora_r",
+        range=FROM_1,
     )
-    lora_dropout: float = key(0.1, "dropout of the adapters", range=_BELOW_1)
+    lora_dropout: float = key(
+        0.1,
+        "dropout of the adapters",
+        range=_BELOW_1,
+    )
     target_modules: tuple[str, ...] = key(
         ("attn.qkv", "attn.proj"),
         "layers that get adapters; `proj` alone would also match the patch embedding",
@@ -117,7 +136,9 @@ class DatasetConfig:
     root: str = key("data", "folder of the data, relative to the working directory")
     download: bool = key(True, "download what is missing")
     num_classes: int | None = key(
-        None, "number of classes; `null`: the data's", range=_FROM_2
+        None,
+        "number of classes; `null`: the data's",
+        range=_FROM_2,
     )
     augment: str = key(
         "crop_flip",
@@ -135,7 +156,8 @@ class ImageFolderConfig(DatasetConfig):
     name: str = key("image_folder", "name of the data set")
     root: str = key(MISSING, "folder of the data: `<root>/train/<class>/<image>`")
     train: str = key(
-        "train", "subfolder with the training images, one folder per class"
+        "train",
+        "subfolder with the training images, one folder per class",
     )
     test: str = key("test", "subfolder with the test images")
     test_fraction: float = key(
@@ -165,7 +187,11 @@ def check_config(cfg: DictConfig) -> None:
     logger = logger_of(cfg)
     # found, not imported: that takes seconds, and the attempt does it
     if logger in ("wandb", "mlflow") and importlib.util.find_spec(logger) is None:
-        require(logger, f"logger={logger}", extra=logger)
+        require(
+            logger,
+            f"logger={logger}",
+            extra=logger,
+        )
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
         name = cfg[group].get("name")
         if name not in options:
@@ -193,7 +219,10 @@ def preload_modules(cfg: DictConfig) -> list[str]:
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],
-    }.get(cfg.dataset.name, [])
+    }.get(
+        cfg.dataset.name,
+        [],
+    )
     if logger_of(cfg) == "tensorboard":
         modules.append("torch.utils.tensorboard")
     if cfg.model.name != "cnn":
@@ -207,5 +236,13 @@ def register() -> None:
     """Put the keys into Hydra's ConfigStore."""
     for name, schema in MODELS.items():
         store_group("model", name, schema)
-    store_group("dataset", "dataset", DatasetConfig)
-    store_group("dataset", "image_folder", ImageFolderConfig)
+    store_group(
+        "dataset",
+        "dataset",
+        DatasetConfig,
+    )
+    store_group(
+        "dataset",
+        "image_folder",
+        ImageFolderConfig,
+    )

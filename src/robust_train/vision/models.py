@@ -67,16 +67,36 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
             dropout=cfg.dropout,
         )
         if cfg.weights is not None:
-            load_weights(module, Path(cfg.weights).expanduser(), heads=("head",))
+            load_weights(
+                module,
+                Path(cfg.weights).expanduser(),
+                heads=("head",),
+            )
         return BuiltModel(
-            module, ImageSpec(size, channels, (0.5,) * channels, (0.5,) * channels)
+            module,
+            ImageSpec(
+                size,
+                channels,
+                (0.5,) * channels,
+                (0.5,) * channels,
+            ),
         )
     module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
     found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
     mean, std = tuple(found["mean"]), tuple(found["std"])
-    images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
+    images = ImageSpec(
+        cfg.image_size,
+        3,
+        mean,
+        std,
+        crop=found["crop_pct"],
+    )
     if cfg.name == "linear_probe":
-        module = LinearProbe(module, data.num_classes, cfg.dropout)
+        module = LinearProbe(
+            module,
+            data.num_classes,
+            cfg.dropout,
+        )
     return BuiltModel(add_lora(module, cfg) if cfg.name == "lora" else module, images)
 
 
@@ -128,11 +148,22 @@ class SmallCnn(nn.Module):
         return logits_BK
 
 
-def _stage(before: int, after: int, *, halve: bool) -> nn.Sequential:
+def _stage(
+    before: int,
+    after: int,
+    *,
+    halve: bool,
+) -> nn.Sequential:
     layers: list[nn.Module] = [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
     for channels in (before, after):
         layers += [
-            nn.Conv2d(channels, after, kernel_size=3, padding=1, bias=False),
+            nn.Conv2d(
+                channels,
+                after,
+                kernel_size=3,
+                padding=1,
+                bias=False,
+            ),
             nn.GroupNorm(math.gcd(8, after), after),
             nn.ReLU(inplace=True),
         ]
@@ -142,7 +173,12 @@ def _stage(before: int, after: int, *, halve: bool) -> nn.Sequential:
 class LinearProbe(nn.Module):
     """A frozen backbone, in evaluation mode and outside autograd, and one trained linear layer."""
 
-    def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        num_classes: int,
+        dropout: float,
+    ) -> None:
         super().__init__()
         self.backbone = backbone.requires_grad_(False)
         features: Any = (
@@ -264,7 +300,9 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
         if is_fetched:
             _check_hub(cfg.backbone, published.hf_hub_id)
         model: nn.Module = timm.create_model(
-            cfg.backbone, pretrained=is_fetched, **options
+            cfg.backbone,
+            pretrained=is_fetched,
+            **options,
         )
     except OSError as error:
         raise ConfigError(
@@ -279,7 +317,9 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     _check_patches(cfg, model)
     if cfg.weights is not None:
         load_weights(
-            model, Path(cfg.weights).expanduser(), heads=classifier_names(model)
+            model,
+            Path(cfg.weights).expanduser(),
+            heads=classifier_names(model),
         )
     return model
 
@@ -294,7 +334,11 @@ def _published(timm: Any, backbone: str) -> Any:
     """Return timm's pretrained config of a backbone without building it."""
     name = backbone.partition(".")[0]
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        close = difflib.get_close_matches(
+            name,
+            timm.list_models(),
+            n=3,
+        )
         hint = f"; close are {', '.join(close)}" if close else ""
         raise ConfigError(
             f"model.backbone={backbone}: timm has no such model{hint}; "
@@ -340,7 +384,12 @@ def _check_hub(backbone: str, repository: str | None) -> None:
             raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
 
-def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> None:
+def load_weights(
+    model: nn.Module,
+    path: Path,
+    *,
+    heads: Collection[str],
+) -> None:
     """Load a ``.safetensors`` file or a state dict by ``torch.save``, bare or under a key such as
     ``model`` (this trainer's own ``final.pt``), converted as timm does. A classifier (``heads``)
     for another number of classes is left out; everything else must fit."""
@@ -356,7 +405,8 @@ def load_weights(model: nn.Module, path: Path, *, heads: Collection[str]) -> Non
             fitting[name] = tensor
         elif _is_of_head(name, heads):
             log.info(
-                "model.weights: %s is for another number of classes, left out", name
+                "model.weights: %s is for another number of classes, left out",
+                name,
             )
         else:
             raise ConfigError(
@@ -388,7 +438,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             content: Any = require("safetensors.torch", key).load_file(path)
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(
+                path,
+                map_location="cpu",
+                weights_only=True,
+            )
     except ConfigError:
         raise
     except Exception as error:

@@ -32,7 +32,11 @@ class Reporter:
     sent is its mean since the last of those steps.
     """
 
-    def __init__(self, run: Run, cfg: DictConfig) -> None:
+    def __init__(
+        self,
+        run: Run,
+        cfg: DictConfig,
+    ) -> None:
         self._run = run
         self._cfg = cfg
         self._every: int = cfg.training.log_every_steps
@@ -46,21 +50,38 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, kind: object, error: object, frames: object) -> None:
+    def __exit__(
+        self,
+        kind: object,
+        error: object,
+        frames: object,
+    ) -> None:
         with self._drawing():
             if self._curves is not None:
                 self._curves.close(kind is not None)
 
-    def begin(self, position: EpochPosition, total_steps: int) -> None:
+    def begin(
+        self,
+        position: EpochPosition,
+        total_steps: int,
+    ) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
         if self._run.is_main:
             with self._drawing():
-                self._curves = _open_curves(self._cfg, self._run, position.step)
+                self._curves = _open_curves(
+                    self._cfg,
+                    self._run,
+                    position.step,
+                )
 
     def step(
-        self, position: EpochPosition, loss: Tensor, samples: int, lr: float
+        self,
+        position: EpochPosition,
+        loss: Tensor,
+        samples: int,
+        lr: float,
     ) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         step = position.step
@@ -85,14 +106,24 @@ class Reporter:
                 )
         total = self._total_steps
         # at most ten a second are sent
-        if self._run.progress(step, total_steps=total, lr=lr, **self._unsent):
+        if self._run.progress(
+            step,
+            total_steps=total,
+            lr=lr,
+            **self._unsent,
+        ):
             self._unsent = {}
 
     def epoch_begins(self) -> None:
         """Start the clock of the epoch's line."""
         self._epoch_started = time.monotonic()
 
-    def epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:
+    def epoch(
+        self,
+        position: EpochPosition,
+        train_loss: float,
+        score: Score,
+    ) -> None:
         """Report that an epoch is trained and validated."""
         epoch = position.epoch + 1
         log.info(
@@ -105,7 +136,8 @@ class Reporter:
             100 * score.accuracy,
         )
         self._draw(
-            position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss}
+            position.step,
+            {"val/accuracy": score.accuracy, "val/loss": score.loss},
         )
         self._run.record_memory(f"epoch {epoch}")
         self._run.report(score.accuracy, epoch)
@@ -116,7 +148,11 @@ class Reporter:
             val_accuracy=score.accuracy,
         )
 
-    def _draw(self, step: int, values: dict[str, float]) -> None:
+    def _draw(
+        self,
+        step: int,
+        values: dict[str, float],
+    ) -> None:
         with self._drawing():
             if self._curves is not None:
                 self._curves.add(values, step)
@@ -144,16 +180,32 @@ class _Curves:
     close: Callable[[bool], object]  # is given whether the run has failed
 
 
-def _open_curves(cfg: DictConfig, run: Run, step: int) -> _Curves | None:
+def _open_curves(
+    cfg: DictConfig,
+    run: Run,
+    step: int,
+) -> _Curves | None:
     """Return what draws the curves of a run that resumes from ``step``; None if nothing does."""
     name = logger_of(cfg)
     if name == "wandb":
-        wandb: Any = require("wandb", "logger=wandb", extra="wandb")
+        wandb: Any = require(
+            "wandb",
+            "logger=wandb",
+            extra="wandb",
+        )
         config: Any = OmegaConf.to_container(cfg, resolve=True)
-        made = wandb.init(name=run.run_dir.name, dir=str(run.run_dir), config=config)
+        made = wandb.init(
+            name=run.run_dir.name,
+            dir=str(run.run_dir),
+            config=config,
+        )
         return _Curves(made.log, lambda has_failed: made.finish(int(has_failed)))
     if name == "mlflow":
-        mlflow: Any = require("mlflow", "logger=mlflow", extra="mlflow")
+        mlflow: Any = require(
+            "mlflow",
+            "logger=mlflow",
+            extra="mlflow",
+        )
         mlflow.start_run(run_name=run.run_dir.name)
         run.trackers.poll()
         return _Curves(

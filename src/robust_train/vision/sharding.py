@@ -52,7 +52,11 @@ def shard(model: nn.Module) -> None:
 def share_buffers(model: nn.Module) -> None:
     """Give every rank the buffers (BatchNorm's statistics) of the first, which saves them."""
     with torch.no_grad():
-        broadcast(list(model.buffers()), 0, dist.group.WORLD)
+        broadcast(
+            list(model.buffers()),
+            0,
+            dist.group.WORLD,
+        )
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
@@ -97,16 +101,27 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
         if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
             return tensor.clone()
         if tensor.is_meta:
-            return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
+            return torch.empty_like(
+                mine,
+                dtype=tensor.dtype,
+                requires_grad=False,
+            )
         tensor = tensor.to(mine.device)
         return distribute_tensor(
-            tensor, mine.device_mesh, mine.placements, src_data_rank=None
+            tensor,
+            mine.device_mesh,
+            mine.placements,
+            src_data_rank=None,
         )
 
     return share
 
 
-def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
+def write_shards(
+    group: dist.ProcessGroup,
+    content: Content,
+    path: Path,
+) -> Path:
     """Write a folder that is there once all ranks of ``group`` have written; they all call it.
     Return its path, which the first rank knows: ``path-again`` if ``path`` is there already. Raises
     CheckpointError on all ranks if one cannot write; nothing of the attempt is left."""
@@ -115,12 +130,20 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
     def set_apart(name: str, tensor: Tensor) -> Tensor:
         if hasattr(tensor, "to_local"):
             shards[name] = tensor
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            tensor = torch.empty(
+                tensor.shape,
+                dtype=tensor.dtype,
+                device="meta",
+            )
         return tensor
 
     writer = _FolderWriter(path, named_map(set_apart, content))
     try:
-        save(shards, storage_writer=writer, process_group=group)
+        save(
+            shards,
+            storage_writer=writer,
+            process_group=group,
+        )
     except CheckpointException as failure:
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
@@ -130,21 +153,35 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
             raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
         if rank != dist.get_rank(group):
             raise RankFailure(
-                rank, classify_failure(error), is_elsewhere=True
+                rank,
+                classify_failure(error),
+                is_elsewhere=True,
             ) from failure
         raise error from failure  # which has the stack
     return writer.final
 
 
 class _FolderWriter(FileSystemWriter):
-    def __init__(self, path: Path, values: Content) -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: Content,
+    ) -> None:
         # copies ahead begin in the current stream, so in a thread on the first GPU
         temporary = path.with_name(f".{path.name}.tmp")
-        super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
+        super().__init__(
+            temporary,
+            per_thread_copy_ahead=0,
+            sync_files=False,
+        )
         self.final = path
         self._values = values
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(
+        self,
+        plan: Any,
+        planner: Any,
+    ) -> Any:
         """Write this rank's shards."""
         with system_errors():
             written = super().write_data(plan, planner)
@@ -152,7 +189,11 @@ class _FolderWriter(FileSystemWriter):
             sync(Path(self.path, name))  # not every disk can; torch would fail there
         return written
 
-    def finish(self, metadata: Any, results: Any) -> None:
+    def finish(
+        self,
+        metadata: Any,
+        results: Any,
+    ) -> None:
         """Complete the folder, on the first rank, once all have written."""
         super().finish(metadata, results)
         # some versions complete a copy

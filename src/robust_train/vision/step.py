@@ -23,7 +23,12 @@ class Precision:
     scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU float32: most CPUs emulate
     bfloat16, slower."""
 
-    def __init__(self, device: torch.device, *, mixed: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        mixed: bool,
+    ) -> None:
         self._device_type = device.type
         self.dtype = torch.float32
         if mixed and device.type == "cuda":
@@ -34,7 +39,8 @@ class Precision:
                 "training.mixed_precision has no effect on the CPU: float32 is used"
             )
         self.scaler = torch.amp.GradScaler(
-            device.type, enabled=self.dtype is torch.float16
+            device.type,
+            enabled=self.dtype is torch.float16,
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -66,11 +72,18 @@ def loss_of(
         logits_BK = model(images_BCHW)
     if logits_BK.dtype in (torch.float16, torch.bfloat16):
         logits_BK = logits_BK.float()
-    return cross_entropy(logits_BK, labels_B, label_smoothing=label_smoothing)
+    return cross_entropy(
+        logits_BK,
+        labels_B,
+        label_smoothing=label_smoothing,
+    )
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    weight_decay: float,
 ) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
     (biases, norms' scales) do not decay."""
@@ -92,7 +105,11 @@ class CosineSchedule:
     total_samples: int
     warmup_fraction: float
 
-    def rate(self, samples_seen: int, step_samples: int) -> float:
+    def rate(
+        self,
+        samples_seen: int,
+        step_samples: int,
+    ) -> float:
         """Return the learning rate of a step of ``step_samples`` after ``samples_seen``."""
         warmup = self.warmup_fraction * self.total_samples
         # the end of the step counts while rising, so that the first step moves at all
@@ -125,11 +142,19 @@ class Score:
 class LossAverage:
     """A mean over samples, summed on the device: only reading it waits for the device."""
 
-    def __init__(self, total: float = 0.0, samples: int = 0) -> None:
+    def __init__(
+        self,
+        total: float = 0.0,
+        samples: int = 0,
+    ) -> None:
         self._total: Tensor | float = total
         self._samples = samples
 
-    def add(self, mean_loss: Tensor, samples: int) -> None:
+    def add(
+        self,
+        mean_loss: Tensor,
+        samples: int,
+    ) -> None:
         """Add the mean loss of ``samples`` samples."""
         self._total = self._total + mean_loss * samples
         self._samples += samples

@@ -121,7 +121,11 @@ class Training:
     """One attempt at the job, from the last checkpoint to the end."""
 
     def __init__(
-        self, cfg: DictConfig, run: Run, reporter: Reporter, device: torch.device
+        self,
+        cfg: DictConfig,
+        run: Run,
+        reporter: Reporter,
+        device: torch.device,
     ) -> None:
         self.cfg = cfg
         self.run = run
@@ -138,7 +142,11 @@ class Training:
             seed=training.seed,
         )
         self.plan = self._plan()
-        self.loading = Loading(training.num_workers, training.prefetch_factor, device)
+        self.loading = Loading(
+            training.num_workers,
+            training.prefetch_factor,
+            device,
+        )
         self.schedule = CosineSchedule(
             training.lr,
             self.plan.num_samples * training.epochs,
@@ -149,7 +157,9 @@ class Training:
         self.net = self._on_device(built.module)
         self.model = self.net  # in its wrapper, if there is one
         self.optimizer = make_optimizer(
-            self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
+            self.net.parameters(),
+            lr=training.lr,
+            weight_decay=training.weight_decay,
         )
         run.record_memory("optimizer created")
         self.position = EpochPosition()
@@ -234,13 +244,21 @@ class Training:
             else:
                 path, content = found
                 self._restore(content, path)
-                log.info("resumed from %s, step %d", path, self.position.step)
+                log.info(
+                    "resumed from %s, step %d",
+                    path,
+                    self.position.step,
+                )
                 self._skip_to(run.skips_to)
         if run.world_size > 1:
             if not self.is_sharded:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
                 self.model = Replicated(self.net)
-            seed_rank(self.cfg.training.seed, self.position.step, run.rank)
+            seed_rank(
+                self.cfg.training.seed,
+                self.position.step,
+                run.rank,
+            )
         self.reporter.begin(self.position, self._total_steps())
 
     def _skip_to(self, step: int) -> None:
@@ -268,7 +286,11 @@ class Training:
                 self._save()
             self.score = self._evaluate(self.splits.validation)
             train_loss = self.epoch_loss.value()
-            self.reporter.epoch(position, train_loss, self.score)
+            self.reporter.epoch(
+                position,
+                train_loss,
+                self.score,
+            )
             position.epoch += 1
             position.samples = 0
             self.epoch_loss = LossAverage()
@@ -282,7 +304,11 @@ class Training:
         reads = [own or [[0]] for own in steps] if self.is_sharded else steps
         chunks = list(itertools.chain.from_iterable(reads))
         batches = run.speed.waits(
-            self.loading.batches(self.train_set, chunks, position.epoch)
+            self.loading.batches(
+                self.train_set,
+                chunks,
+                position.epoch,
+            )
         )
         for micro_batches in steps:
             if run.stop_requested:
@@ -295,13 +321,20 @@ class Training:
             step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
             loss = self._gradients_of(step)
             is_step = run.step(
-                self.optimizer, self.precision.scaler, self.cfg.training.max_grad_norm
+                self.optimizer,
+                self.precision.scaler,
+                self.cfg.training.max_grad_norm,
             )
             position.samples += samples
             if is_step:
                 position.step += 1
                 self.epoch_loss.add(loss, samples)
-                self.reporter.step(position, loss, samples, lr)
+                self.reporter.step(
+                    position,
+                    loss,
+                    samples,
+                    lr,
+                )
             if run.checkpoint_due:
                 self._save(in_background=True)
             self._write(self.folder.report_written)
@@ -361,13 +394,21 @@ class Training:
             images_BCHW, labels_B = to_device(part, self.device)
             with self.precision.autocast():
                 logits_BK = self.net(images_BCHW).float()
-            loss = cross_entropy(logits_BK, labels_B, reduction="sum")
+            loss = cross_entropy(
+                logits_BK,
+                labels_B,
+                reduction="sum",
+            )
             hits = (logits_BK.argmax(dim=1) == labels_B).sum()
             count = loss.new_tensor(len(labels_B))
             return torch.stack([loss.double(), hits.double(), count.double()])
 
         self.net.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(
+            3,
+            dtype=torch.float64,
+            device=self.device,
+        )
         batches = self.loading.batches(dataset, chunks, epoch=0)
         for number in range(rounds):
             if number < len(chunks):
@@ -405,7 +446,8 @@ class Training:
         except CheckpointError as error:
             if self.run.is_main:
                 log.warning(
-                    "checkpoint: %s; training goes on, earlier ones are kept", error
+                    "checkpoint: %s; training goes on, earlier ones are kept",
+                    error,
                 )
             self.run.checkpoint_failed(str(error))
 
@@ -425,7 +467,11 @@ class Training:
             "device": self._kind_of_device(),
         }
 
-    def _restore(self, content: Mapping[str, Any], path: Path) -> None:
+    def _restore(
+        self,
+        content: Mapping[str, Any],
+        path: Path,
+    ) -> None:
         """Restore what :meth:`_content` returned."""
         self._check_identity(content, path)
         try:
@@ -462,7 +508,11 @@ class Training:
             key: value for key, value in identity.items() if key not in _NOT_IDENTITY
         }
 
-    def _check_identity(self, content: Mapping[str, Any], path: Path) -> None:
+    def _check_identity(
+        self,
+        content: Mapping[str, Any],
+        path: Path,
+    ) -> None:
         if content["format"] != FORMAT:
             raise ConfigError(
                 f"checkpoint {path}: has format {content['format']}, this version reads {FORMAT}"

@@ -101,21 +101,43 @@ def train(cfg: DictConfig, run: Run) -> Json:
         values = replace(values, checkpoint=str(checkpoint[0]))
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
-    attempt = _Attempt(run, cwd, watch, checkpoint, watch.newest(at_rest=True))
+    attempt = _Attempt(
+        run,
+        cwd,
+        watch,
+        checkpoint,
+        watch.newest(at_rest=True),
+    )
     # from here on a signal is for the script, and interrupts nothing here
     if run.stop_requested:
         raise Interrupted("asked to stop before the script was started")
     run.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
-    program = Program(argv, _environment(values, attempt.events), cwd, stop_signal)
+    program = Program(
+        argv,
+        _environment(values, attempt.events),
+        cwd,
+        stop_signal,
+    )
     returncode = -signal.SIGKILL
     try:
-        returncode = program.wait(run, config.stop_grace_seconds, attempt.poll)
+        returncode = program.wait(
+            run,
+            config.stop_grace_seconds,
+            attempt.poll,
+        )
     finally:
         attempt.finish(was_killed=signal_of(returncode) is not None)
     failure = attempt.failure
     kind, message = (failure.kind, failure.message) if failure else (None, None)
-    run.send(ScriptEnded(returncode, program.pid, kind, message))
+    run.send(
+        ScriptEnded(
+            returncode,
+            program.pid,
+            kind,
+            message,
+        )
+    )
     if run.stop_requested:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
@@ -167,11 +189,18 @@ class _Attempt:
             run.checkpoint_saved(checkpoint[0], run.last_step)
 
     def poll(
-        self, *, at_rest: bool = False, reported: Collection[str] | None = None
+        self,
+        *,
+        at_rest: bool = False,
+        reported: Collection[str] | None = None,
     ) -> None:
         """Pass on what the script has reported and saved."""
         if self._doubted is not None:
-            self._saved(self._doubted[0], self._doubted[2], at_rest=at_rest)
+            self._saved(
+                self._doubted[0],
+                self._doubted[2],
+                at_rest=at_rest,
+            )
         for line in self._lines.read(to_the_end=at_rest):
             try:
                 self._take(line, at_rest)
@@ -181,7 +210,12 @@ class _Attempt:
             except Exception as problem:
                 if not self._complained:
                     self._complained = True
-                    log.warning("%s: %r: %s", self.events.name, line[:200], problem)
+                    log.warning(
+                        "%s: %r: %s",
+                        self.events.name,
+                        line[:200],
+                        problem,
+                    )
         newest = self._watch.newest(at_rest=at_rest, reported=reported)
         self._found(newest, at_rest)
 
@@ -193,15 +227,29 @@ class _Attempt:
             if self.events.stat().st_size == 0:
                 self.events.unlink()
 
-    def _found(self, newest: Stamped | None, at_rest: bool) -> None:
+    def _found(
+        self,
+        newest: Stamped | None,
+        at_rest: bool,
+    ) -> None:
         known = self._known
         if newest is None or newest == known:
             return
         # while the newest is written over, the newest at rest is an older one
         if known is None or newest[1][0] >= known[1][0]:
-            self._saved(newest[0], self._run.last_step, at_rest=at_rest)
+            self._saved(
+                newest[0],
+                self._run.last_step,
+                at_rest=at_rest,
+            )
 
-    def _saved(self, path: Path, step: int | None, *, at_rest: bool) -> None:
+    def _saved(
+        self,
+        path: Path,
+        step: int | None,
+        *,
+        at_rest: bool,
+    ) -> None:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
         self._known = _stamped(path)
@@ -210,17 +258,33 @@ class _Attempt:
         self._doubted = None if damage is None or at_rest or seen == before else seen
         if self._doubted is None:
             checked = self._run.position if damage is None else None
-            self._run.checkpoint_saved(path, step, checked)
+            self._run.checkpoint_saved(
+                path,
+                step,
+                checked,
+            )
 
-    def _take(self, line: str, at_rest: bool) -> None:
+    def _take(
+        self,
+        line: str,
+        at_rest: bool,
+    ) -> None:
         match parse(line):
             case Progress(step=step, total_steps=total, metrics=metrics):
-                self._run.progress(step, total_steps=total, **metrics)
+                self._run.progress(
+                    step,
+                    total_steps=total,
+                    **metrics,
+                )
             case TrainingStarted(step=step):
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
                 step = self._run.last_step if step is None else step
-                self._saved(self._cwd / os.path.expanduser(path), step, at_rest=at_rest)
+                self._saved(
+                    self._cwd / os.path.expanduser(path),
+                    step,
+                    at_rest=at_rest,
+                )
             case Result(value=value):
                 self.result = value
             case SpeedMeasured() as event:
@@ -265,7 +329,10 @@ def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
 
 
 def _watch(
-    config: RobustConfig, cwd: Path, values: ScriptValues, run: Run
+    config: RobustConfig,
+    cwd: Path,
+    values: ScriptValues,
+    run: Run,
 ) -> CheckpointWatch:
     """Return what finds the script's checkpoints. What matched before the job began is noted at its
     first attempt, and compared by size and time of change: no two clocks have to agree."""
@@ -277,7 +344,12 @@ def _watch(
     path = run.run_dir / _BEFORE
     starts_afresh = not config.resume and run.resume_checkpoint is None
     if run.attempt > 1 and not starts_afresh:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        with contextlib.suppress(
+            OSError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ):
             noted = json.loads(path.read_text()).items()
             before = {name: (changed, size) for name, (changed, size) in noted}
             return CheckpointWatch(pattern, before)
@@ -293,7 +365,13 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     manifests = wait_until_readable(lambda: read_manifests(folder))
     bad = {str(one.path) for one in manifests if one.loss in USELESS}
     known = {str(one.path) for one in manifests}
-    candidates = [watch.newest(at_rest=True, but=bad, reported=known)]
+    candidates = [
+        watch.newest(
+            at_rest=True,
+            but=bad,
+            reported=known,
+        )
+    ]
     if reported is not None and is_whole(reported):
         candidates.append(_stamped(reported))
     elif reported is not None:
@@ -344,7 +422,11 @@ def check_command(config: RobustConfig) -> Path:
     for word in trainer.argv:
         _refuse_near_misses("trainer.argv", word)
     for word in trainer.resume_argv:
-        _refuse_near_misses("trainer.resume_argv", word, every=True)
+        _refuse_near_misses(
+            "trainer.resume_argv",
+            word,
+            every=True,
+        )
     _refuse_near_misses("trainer.checkpoint_glob", trainer.checkpoint_glob or "")
     cwd = Path(os.path.expanduser(trainer.cwd or ".")).absolute()
     if not cwd.is_dir():
@@ -373,12 +455,21 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
         path = cwd / os.path.expanduser(script)
         if not os.path.lexists(path) and "{" not in script:
             there = [one.name for one in path.parent.glob(f"*{path.suffix}")]
-            near = difflib.get_close_matches(path.name, there, n=1)
+            near = difflib.get_close_matches(
+                path.name,
+                there,
+                n=1,
+            )
             hint = f"; did you mean {near[0]}?" if near else f" in {cwd}"
             raise ConfigError(f"trainer.argv: {script}: no such file{hint}")
 
 
-def _refuse_near_misses(key: str, text: str, *, every: bool = False) -> None:
+def _refuse_near_misses(
+    key: str,
+    text: str,
+    *,
+    every: bool = False,
+) -> None:
     """Refuse ``{batchsize}``, which would reach the script unchanged; ``every``: also a name that
     is like none of ours."""
     if miss := near_miss_in(text, every=every):
@@ -392,7 +483,11 @@ class CheckpointWatch:
     """Looks for new checkpoints by a pattern for :func:`glob.glob` (absolute, ``**`` included);
     ``before``: what lay there before the job."""
 
-    def __init__(self, pattern: str, before: Mapping[str, Stamp]) -> None:
+    def __init__(
+        self,
+        pattern: str,
+        before: Mapping[str, Stamp],
+    ) -> None:
         self._pattern = pattern
         self._before = dict(before)
         self._last_seen: dict[str, Stamp] = {}
@@ -416,7 +511,11 @@ class CheckpointWatch:
             if self._before.get(path) != stamp
             and (at_rest or last_seen.get(path) == stamp)
         }
-        ordered = sorted(own, key=lambda path: (own[path][0], path), reverse=True)
+        ordered = sorted(
+            own,
+            key=lambda path: (own[path][0], path),
+            reverse=True,
+        )
         for number, path in enumerate(ordered, start=1):
             if path in but or not is_whole(Path(path)):
                 continue

@@ -94,7 +94,11 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
         total = (
             _count(fields, "total_steps", name) if fields.get("total_steps") else None
         )
-        return events.Progress(_count(fields, "step", name), total, _metrics(fields))
+        return events.Progress(
+            _count(fields, "step", name),
+            total,
+            _metrics(fields),
+        )
     if name in ("started", "training_started"):
         return events.TrainingStarted(_count(fields, "step", name))
     if name == "checkpoint":
@@ -123,7 +127,8 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
     if name == "user" and isinstance(fields.get("event_name"), str):
         own = fields.get("fields")
         return events.UserEvent(
-            fields["event_name"], own if isinstance(own, dict) else {}
+            fields["event_name"],
+            own if isinstance(own, dict) else {},
         )
     return events.UserEvent(name, fields)
 
@@ -138,7 +143,11 @@ def _metrics(fields: Mapping[str, events.Json]) -> dict[str, float]:
     }
 
 
-def _count(fields: Mapping[str, events.Json], key: str, event: str) -> int:
+def _count(
+    fields: Mapping[str, events.Json],
+    key: str,
+    event: str,
+) -> int:
     value = fields.get(key)
     if type(value) is not int or value < 0:
         raise NotUnderstood(f"{event}: {key} must be an integer of 0 or more")
@@ -148,7 +157,12 @@ def _count(fields: Mapping[str, events.Json], key: str, event: str) -> int:
 class LineReader:
     """Whole lines as they are appended to a file, in bounded memory and room on the disk."""
 
-    def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        block_bytes: int = 1 << 20,
+    ) -> None:
         self._path = path
         self._block = block_bytes
         self._offset = self._released = 0
@@ -175,7 +189,11 @@ class LineReader:
         """Keep one block of what was passed on: some of it may still be on its way."""
         old = self._offset - self._block
         if old - self._released >= self._block:
-            release_blocks(self._path, self._released, old - self._released)
+            release_blocks(
+                self._path,
+                self._released,
+                old - self._released,
+            )
             self._released = old
 
 
@@ -187,7 +205,9 @@ class ScriptRun(Run):
     """A :class:`~robust_train.Run` for a script."""
 
     def __init__(
-        self, environ: Mapping[str, str], report_line: ReportLine | None
+        self,
+        environ: Mapping[str, str],
+        report_line: ReportLine | None,
     ) -> None:
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
@@ -211,7 +231,8 @@ class ScriptRun(Run):
         self.batch_size = _number(environ, "batch_size")
         # micro-batches per optimizer step, None without the launcher
         self.gradient_accumulation_steps = _number(
-            environ, "gradient_accumulation_steps"
+            environ,
+            "gradient_accumulation_steps",
         )
         # `cuda:0` or `cpu`, None without the launcher
         self.device = value_from(environ, "device")

@@ -74,7 +74,10 @@ class Program:
         return self._process.pid
 
     def wait(
-        self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]
+        self,
+        run: Run,
+        stop_grace_seconds: float,
+        on_tick: Callable[[], None],
     ) -> int:
         """Wait until the script and all that it started have ended; return its exit status as
         subprocess has it. Calls ``on_tick`` about twice a second.
