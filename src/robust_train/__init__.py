@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.script.messages import current_run
     from robust_train.cli.train import hydra_main
     from robust_train.failures import classify_exit, classify_failure
+    from robust_train.folder.checkpoints import save_checkpoint
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
     from robust_train.launcher.job import launch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         print_cuda_memory_info,
         reset_peak_memory_stats,
         safe_tensor_to_cpu,
-        save_checkpoint,
         set_memory_fraction,
     )
     from robust_train.model.errors import (
@@ -80,13 +80,14 @@ _NAMES = {
         "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
         "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "
         "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats safe_tensor_to_cpu "
-        "save_checkpoint set_memory_fraction"
+        "set_memory_fraction"
     ),
     "step.batcher": "MicroBatcher",
     "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
     "step.probing": "FoundBatchSize find_batch_size",
     "attempt.run": "Run",
     "sweep.load_runs": "load_runs",
+    "folder.checkpoints": "save_checkpoint",
     "folder.state": "Summary",
     "attempt.script.messages": "current_run",
     "model.failure": "Evidence Failure FailureKind",

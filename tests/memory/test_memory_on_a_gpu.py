@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from robust_train import memory
+from robust_train import memory, save_checkpoint
 from robust_train.gpu.inventory import read_inventory
 from robust_train.memory.reports import perform
 from world import wait_until
@@ -159,7 +159,7 @@ def test_a_block_s_peak_nested() -> None:
 def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path: Path) -> None:
     model = nn.Linear(4096, 4096, device="cuda")
     with memory.GPUMemoryContext() as block:
-        memory.save_checkpoint({"model": model}, tmp_path / "last.pt")
+        save_checkpoint({"model": model}, tmp_path / "last.pt")
     assert block.peak == block.before
     content = torch.load(tmp_path / "last.pt", weights_only=True, map_location="cpu")
     assert torch.equal(content["model"]["weight"], model.weight.cpu())

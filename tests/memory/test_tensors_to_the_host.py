@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from robust_train import save_checkpoint
 from robust_train.folder.checkpoints import CheckpointError
-from robust_train.memory import safe_tensor_to_cpu, save_checkpoint
+from robust_train.memory import safe_tensor_to_cpu
 from robust_train.memory.tensors import picked_out
 
 Pair = namedtuple("Pair", "first second")

@@ -12,9 +12,9 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import NoReturn
 
-import robust_train
 from robust_train.cli.command import Answer, Command, CommandFailed, load
 from robust_train.cli.commands import COMMANDS, GONE, GROUPS, NOW, members_of
 from robust_train.host.needs import why_unusable
@@ -75,7 +75,7 @@ def _run(words: list[str]) -> int:
         print(_listing(GROUPS))
         return 0 if words else EXIT_BAD_CONFIG
     if words[0] == "--version":
-        print(f"robust-train {robust_train.__version__}")
+        print(f"robust-train {version('robust-train')}")
         return 0
     words = _todays(words)
     members = {} if words[0] in COMMANDS else members_of(words[0])

@@ -10,26 +10,22 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-import robust_train
 from robust_train.cli.command import Answer, CommandFailed
 from robust_train.cli.commands import COMMANDS, members_of
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
-_TEMPLATE = "project_template"
+_TEMPLATE = Path(__file__).parents[1] / "project_template"
 _NOTIFY_SECONDS = 30.0
 
 
 def init(arguments: Namespace) -> Answer:
     """Write a new project; overwrite nothing."""
-    folder, template = (
-        Path(arguments.dir),
-        Path(robust_train.__file__).parent / _TEMPLATE,
-    )
+    folder = Path(arguments.dir)
     files = [
-        one for one in template.rglob("*") if one.is_file() and one.suffix != ".pyc"
+        one for one in _TEMPLATE.rglob("*") if one.is_file() and one.suffix != ".pyc"
     ]
     contents = {
-        str(one.relative_to(template)): one.read_bytes() for one in sorted(files)
+        str(one.relative_to(_TEMPLATE)): one.read_bytes() for one in sorted(files)
     }
     existing = [folder / name for name in contents if os.path.lexists(folder / name)]
     if existing:

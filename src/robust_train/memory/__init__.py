@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from robust_train.folder.checkpoints import save_checkpoint
     from robust_train.memory.clearing import (
         Cleared,
         cleanup_model_memory,
@@ -38,18 +37,18 @@ __all__ = [
     "Cleared", "GPUMemoryContext", "MemoryLimit", "MemoryStats", "cleanup_model_memory",
     "clear_cuda_memory", "clear_gpu_memory", "enable_memory_efficient_settings",
     "get_cuda_memory_info", "get_gpu_memory_stats", "largest_tensors", "log_gpu_memory_stats",
-    "print_cuda_memory_info", "reset_peak_memory_stats", "safe_tensor_to_cpu", "save_checkpoint",
+    "print_cuda_memory_info", "reset_peak_memory_stats", "safe_tensor_to_cpu",
     "set_memory_fraction",
 ]
 # fmt: on
 
-_HOMES = "memory.clearing memory.cuda memory.stats memory.tensors"
+_HOMES = ("clearing", "cuda", "stats", "tensors")
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        for home in (*_HOMES.split(), "folder.checkpoints"):
-            module = importlib.import_module(f"robust_train.{home}")
+        for home in _HOMES:
+            module = importlib.import_module(f"robust_train.memory.{home}")
             if hasattr(module, name):
                 return getattr(module, name)
     raise AttributeError(f"module 'robust_train.memory' has no attribute {name!r}")
