@@ -215,6 +215,29 @@ def suggest(
     return trial._suggest(name, space)
 
 
+def importances_of(study: Any) -> dict[str, float]:
+    """Return which share of the value each parameter of an Optuna study explains.
+
+    The evaluator beside it, which is not used, would import scikit-learn, for seconds.
+    """
+    name = "sklearn"
+    is_hidden = name not in sys.modules
+    if is_hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        from optuna.importance import (
+            PedAnovaImportanceEvaluator,
+            get_param_importances,
+        )
+    finally:
+        if is_hidden:
+            del sys.modules[name]
+    with warnings.catch_warnings():  # of few trials, and of what is experimental
+        warnings.simplefilter("ignore")
+        evaluator = PedAnovaImportanceEvaluator()
+        return dict(get_param_importances(study, evaluator=evaluator))
+
+
 def for_hydra(version_base: str | None) -> dict[str, Any]:
     """Return the argument ``version_base`` for Hydra's functions.
 

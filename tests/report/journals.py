@@ -26,7 +26,7 @@ from robust_train.readable import GIB
 from robust_train.report.facts import Story
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
-from robust_train.sweep.record import SweepJob, SweepTable, row_of
+from robust_train.sweep.record import SweepJob, SweepTable, read_row
 
 STARTED = JobStarted("/run", "trainers.train")
 COMPLETED = JobEnded("completed")
@@ -141,5 +141,5 @@ def write_sweep(folder: Path) -> None:
         code, overrides = int(number == 2), (f"training.lr=0.{number}",)
         record = SweepJob(number, overrides, "sweep-id", status, code, reason=reason)
         record.write(job)
-        rows.append(row_of(job, record, None))
+        rows.append(read_row(job))
     SweepTable("sweep-id", "basic", "ended", 1, 40.0, tuple(rows)).write(folder)

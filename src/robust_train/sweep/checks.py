@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -26,20 +26,20 @@ Check = Callable[[DictConfig], None]
 def check_jobs(config: DictConfig, check: Check | None) -> None:
     """Check that each value of each swept key goes with some values of the other keys: a few
     seconds at most, and before a job starts. Raises ConfigError: no job can use a value."""
-    fixed, swept = _overrides(config)
+    swept = list(_overrides(config))
     until = time.monotonic() + _MOST_SECONDS
     each = [
         [*swept[:n], [value], *swept[n + 1 :]]
         for n, own in enumerate(swept)
-        for value in own
+        for value in (own if len(own) > 1 else ())
     ]
-    for columns in each[:_MOST_CHECKS] or [[]]:
+    for columns in each[:_MOST_CHECKS] or [swept]:
         apart = [tuple(values[k % len(values)] for values in columns) for k in (0, 1)]
         all_jobs = itertools.islice(itertools.product(*columns), _MOST_CHECKS)
         jobs, problems = dict.fromkeys([*apart, *all_jobs]), list[str]()
         for job in itertools.takewhile(lambda _: time.monotonic() < until, jobs):
             try:
-                _check_one(config, [*fixed, *job], check)
+                _check_one(config, list(job), check)
                 break
             except ConfigError as error:
                 problems.append(str(error))
@@ -49,33 +49,32 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
                     raise
 
 
-def _overrides(config: DictConfig) -> tuple[list[str], list[list[str]]]:
-    """Return the overrides that all jobs have, and the values of each swept key."""
+def _overrides(config: DictConfig) -> Iterator[list[str]]:
+    """Yield the first overrides that each key may have: one, or several where it is swept."""
     # `${hydra:job.num}` is each job's own
     hydra: Any = OmegaConf.to_container(config.hydra)
     params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
     given = params.items() if isinstance(params, dict) else ()
-    lines = [*(f"{k}={value}" for k, value in given), *hydra["overrides"]["task"]]
-    fixed, swept = [], []
     parser = OverridesParser.create()
-    for line in lines:
+    for line in [*(f"{k}={value}" for k, value in given), *hydra["overrides"]["task"]]:
         # a glob: the sweeper's to choose
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
+            ends: Any = override.value()
             if not override.is_sweep_override():
-                fixed.append(line)
+                yield [line]
                 continue
-            key = override.get_key_element()
-            interval = override.value()
-            values = (
-                iter((str(interval.start), str(interval.end)))
-                if isinstance(interval, IntervalSweep)
+            values: Iterable[object] = (
+                (ends.start, ends.end)
+                if isinstance(ends, IntervalSweep)
                 else override.sweep_string_iterator()
             )
-            first = itertools.islice(values, _MOST_CHECKS)
+            key, first = (
+                override.get_key_element(),
+                itertools.islice(values, _MOST_CHECKS),
+            )
             if own := [f"{key}={value}" for value in first]:
-                swept.append(own)
-    return fixed, swept
+                yield own
 
 
 def _check_one(

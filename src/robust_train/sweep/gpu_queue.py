@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import math
 import os
+import select
 import signal
-import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import (
@@ -47,33 +45,32 @@ from robust_train.folder.requests import (
     requested_max_jobs,
     sweep_stop_requested,
 )
-from robust_train.folder.state import RunState, read_state, read_summary
-from robust_train.gpu.bounded import NoAnswer, run_command
+from robust_train.folder.state import read_state, read_summary
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import visible_gpus
 from robust_train.host.job_logging import shorten_lines
 from robust_train.host.signals import SignalWatch, forwarded
-from robust_train.launcher.interpreters import discard_early
+from robust_train.launcher.interpreters import discard_early, start_early
 from robust_train.model.errors import EXIT_BAD_CONFIG
-from robust_train.readable import aligned, shortened
+from robust_train.readable import signal_name
 from robust_train.report.status import LiveLines
 from robust_train.sweep.job_process import start_job
 from robust_train.sweep.points import Claims, Listed, Points
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     COMPLETED,
+    DIED,
+    INTERRUPTED,
     NOT_STARTED,
     PRUNED,
     REFUSED,
     STARTED,
-    JobStart,
     SweepJob,
-    differing_overrides,
-    ending_line,
-    ending_of_process,
     read_record,
     read_row,
-    row_of,
+    screen_table,
 )
-from robust_train.sweep.session import CurrentJob, identity, plan, session
+from robust_train.sweep.session import plan, session
 
 log = logging.getLogger("robust_train")
 
@@ -81,65 +78,25 @@ LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
 _KILLED_SECONDS = 10.0
 _REFRESH_SECONDS = 0.5
-_COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "attempt",
-    "device",
-    "micro-batch",
-    "step",
-    "value",
-)
-_PENDING = "pending"
-# what is kept in a table too small for all; failures come second
-_RANKS = {"running": 0, _PENDING: 2, COMPLETED: 3}
-_OTHER_LINES = 3  # the names of the columns, the tally and the line with the cursor
-_LEAST_COLUMNS = 16  # of the overrides
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
-class LaunchedJob:
-    """A job of the sweep. ``overrides`` are the sweeper's, ``shown`` those in which it differs;
-    ``state`` is ``state.json`` of its current launch, for the table."""
+class RunningJob:
+    """A job's process."""
 
     number: int
-    overrides: Sequence[str]
-    shown: str = ""
-    status: str = _PENDING
-    config: DictConfig | None = None
-    folder: Path | None = None
-    process: ForkProcess | None = None  # while it runs
-    pid: int | None = None
-    result: Any = math.nan
-    state: RunState | None = None
-    value: float | None = None  # that it has reported last
+    folder: Path
+    process: ForkProcess
+    has_begun: bool = False  # until then the folder may be as an earlier launch left it
     is_pruned: bool = False  # or about to be
 
-    def look(self) -> None:
-        """Read its state again; that of an earlier launch does not count."""
-        if self.folder is not None and self.pid is not None:
-            found = read_state(self.folder)
-            is_own = found is not None and found.pid == self.pid
-            self.state = found if is_own else None
-
-    def cells(self) -> list[str]:
-        """Return the texts of the columns."""
-        status = self.status
-        if status == "running":
-            status = "starting" if self.state is None else self.state.state
-        value = "" if self.value is None else f"{self.value:.4g}"
-        cells = [str(self.number), self.shown, status, "", "", "", "", value]
-        attempt = None if self.state is None else self.state.attempt
-        if attempt is not None:
-            of = f"/{attempt.total_steps}" if attempt.total_steps else ""
-            cells[3:7] = [
-                str(attempt.number),
-                attempt.spec.device,
-                str(attempt.spec.batch_size) if attempt.spec.has_batch else "",
-                "" if attempt.step is None else f"{attempt.step}{of}",
-            ]
-        return cells
+    def begins(self) -> bool:
+        """Return whether what its folder holds is its own."""
+        if not self.has_begun:
+            state = read_state(self.folder)
+            self.has_begun = state is not None and state.pid == self.process.pid
+        return self.has_begun
 
 
 class LiveTable(LiveLines):
@@ -147,36 +104,21 @@ class LiveTable(LiveLines):
 
     _next_refresh = 0.0
 
-    def show(self, jobs: Sequence[LaunchedJob]) -> None:
+    def show(
+        self,
+        rows: Mapping[int, SweepJob],
+        running: Sequence[RunningJob],
+        values: Mapping[int, float],
+    ) -> None:
         """Show the table as it is now, at most twice a second."""
-        if self._area is not None and time.monotonic() >= self._next_refresh:
-            self._next_refresh = time.monotonic() + _REFRESH_SECONDS
-            from rich.text import Text
+        if self._area is None or time.monotonic() < self._next_refresh:
+            return
+        self._next_refresh = time.monotonic() + _REFRESH_SECONDS
+        from rich.text import Text
 
-            for job in jobs:
-                job.look()
-            table = table_lines(jobs, *self._area.size)
-            self._area.show([Text(line, style="dim") for line in table])
-
-
-def table_lines(
-    jobs: Sequence[LaunchedJob],
-    columns: int,
-    lines: int,
-) -> list[str]:
-    """Return the table of the jobs in at most ``lines`` lines of about ``columns`` characters."""
-    # running ones are kept first, then failures
-    ranked = sorted(jobs, key=lambda job: (_RANKS.get(job.status, 1), job.number))
-    shown = ranked[: max(lines - _OTHER_LINES, 1)]
-    shown.sort(key=lambda job: job.number)
-    cells = [_COLUMNS, *(job.cells() for job in shown)]
-    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
-    room = max(columns - sum(widths) + widths[1], _LEAST_COLUMNS)
-    table = aligned([(job, shortened(own, room), *rest) for job, own, *rest in cells])
-    tally = Counter(cell[2] for cell in (job.cells() for job in jobs))
-    counts = ", ".join(f"{n} {status}" for status, n in tally.items())
-    hidden = f" ({len(jobs) - len(shown)} not shown)" if len(shown) < len(jobs) else ""
-    return [*table, f"{len(jobs)} jobs: {counts}{hidden}"]
+        now = {job.number: read_row(job.folder) for job in running if job.begins()}
+        lines = screen_table([*{**rows, **now}.values()], values, self._area.size)
+        self._area.show([Text(line, style="dim") for line in lines])
 
 
 class GpuQueue:
@@ -191,17 +133,20 @@ class GpuQueue:
         *,
         maximize: bool = True,
     ) -> None:
-        self._mode, self._has_warned = "max" if maximize else "min", False
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
         self._folder = Path(str(config.hydra.sweep.dir))
-        self._signals = SignalWatch()
+        self._reports = Reports(self._folder, "max" if maximize else "min")
         self._points: Points
-        self._running: list[LaunchedJob] = []
-        self._jobs: dict[int, LaunchedJob] = {}
+        self._signals = SignalWatch()
+        # every job that is known, as it stands; the sweep's table has those that left no folder
+        self._rows = {} if session.sweep is None else session.sweep.known
+        self._configs: dict[int, DictConfig] = {}
+        self._running: list[RunningJob] = []
         self._stopping: str | None = None
         self._killed_at: float | None = None
+        self._has_warned = False
         self._received: deque[int] = deque()  # handled between two steps
 
     def launch(
@@ -215,7 +160,7 @@ class GpuQueue:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Claims(self._folder)) as claims:
             self.run(Listed(listed, claims), listed)
-        return [self._return(self._jobs[number]) for number in listed]
+        return [self._return(number, listed[number]) for number in listed]
 
     def run(
         self,
@@ -229,117 +174,100 @@ class GpuQueue:
         shorten_lines()
         discard_early()
         self._points = points
-        self._reports = Reports(self._folder, self._mode)
-        self._jobs = {number: LaunchedJob(number, listed[number]) for number in listed}
-        own = [self._record(job, NOT_STARTED) for job in self._jobs.values()]
-        shown_overrides = differing_overrides(own)
-        for job, shown in zip(self._jobs.values(), shown_overrides, strict=True):
-            job.shown = shown
+        sweep = "" if session.sweep is None else session.sweep.table.sweep
+        for number, overrides in listed.items():
+            own = tuple(filter_overrides(overrides))
+            self._rows[number] = SweepJob(number, own, sweep, NOT_STARTED)
         slots = jobs_at_once(
+            self._settings,
             self._n_jobs,
-            jobs=points.most,
+            points.most,
             gpus=0 if self._n_jobs else count_gpus(self._settings),
-            jobs_per_gpu=self._settings.gpu_jobs_per_device,
-            gpus_per_job=self._settings.num_gpus,
             cpus=len(os.sched_getaffinity(0)),
         )
         outputs = self._folder / "*" / LOG_FILE
         with self._signals, LiveTable() as table:
             log.info(
-                "%d jobs, %d at once; they print to %s",
-                points.most,
-                slots,
-                outputs,
+                "%d jobs, %d at once; they print to %s", points.most, slots, outputs
             )
             with self._signals.handed_to(self._received.append):
                 try:
-                    self._run(slots, table)
+                    while self._fill(slots):
+                        self._poll(table)
                 finally:
                     self._end_all(table)
             self._signals.raise_if_received()
 
-    def _run(
-        self,
-        slots: int,
-        table: LiveTable,
-    ) -> None:
-        while True:
-            while not self._is_stopping and len(self._running) < self._most(slots):
-                found = self._points.next()
-                if found is None:
-                    break
-                number, overrides = found
-                own = [o for o in overrides if o not in self._points.fixed]
-                shown = " ".join(public_command(own))
-                new = LaunchedJob(number, overrides, shown)
-                self._start(self._jobs.setdefault(number, new))
-            if not self._running and (self._is_stopping or self._points.is_over):
-                return
-            self._poll(table)
-
-    def _most(self, slots: int) -> int:
-        """Return how many jobs may run at once now (``robust-train sweep max-jobs``)."""
-        most = requested_max_jobs(self._folder)
-        return slots if most is None else most
+    def _fill(self, slots: int) -> bool:
+        """Start jobs while there is room; return whether the sweep goes on."""
+        while not self._is_stopping:
+            most = requested_max_jobs(self._folder)  # robust-train sweep max-jobs
+            if len(self._running) >= (slots if most is None else most):
+                break
+            if (found := self._points.next()) is None:
+                break
+            self._start(*found)
+        return bool(self._running) or not (self._is_stopping or self._points.is_over)
 
     @property
     def _is_stopping(self) -> bool:
         return self._stopping is not None or bool(self._received)
 
-    def _start(self, job: LaunchedJob) -> None:
+    def _start(self, number: int, overrides: Sequence[str]) -> None:
         """Start a job's process, unless the job is refused or completed earlier."""
-        job.config = self._compose(job)
-        job.folder = _run_folder(job.config)
-        others = (each for each in self._jobs.values() if each is not job)
-        if any(job.folder == other.folder for other in others):
+        config = self._compose(number, overrides)
+        folder = _run_folder(config)
+        if number in self._rows:  # listed, so its result is asked for
+            self._configs[number] = config
+        others = (row.folder for n, row in self._rows.items() if n != number)
+        if str(folder) in others:
             # two jobs in one folder would write over each other
-            reason = f"{job.folder} is another job's; hydra.sweep.subdir must differ between jobs"
-            refused = self._record(
-                job,
-                REFUSED,
-                EXIT_BAD_CONFIG,
-                reason,
+            reason = f"{folder} is another job's; hydra.sweep.subdir must differ between jobs"
+            log.error("job %d refused: %s", number, reason)
+            row = replace(
+                self._rows[number],
+                status=REFUSED,
+                exit_code=EXIT_BAD_CONFIG,
+                reason=reason,
             )
-            log.error(
-                "job %d refused: %s",
-                job.number,
-                reason,
-            )
-            job.folder = None
-            self._ended(job, row_of(None, refused, None))
+            self._ended(row)
             return
-        if plan(job.config, CurrentJob(job.folder)) is JobStart.REUSE:
-            row = replace(read_row(job.folder), job=job.number)
-            self._ended(job, row)
+        job = plan(config, folder)
+        assert job.record is not None
+        if not job.runs:
+            self._ended(replace(read_row(folder), job=number))
             return
-        work, output = partial(self._work, job.config), job.folder / LOG_FILE
-        job.process = start_job(work, output, self._detach)
-        job.pid, job.status = job.process.pid, "running"
-        self._reports.forget(job.number)
-        self._running.append(job)
-        log.info(
-            "job %d starts: %s",
-            job.number,
-            job.shown,
-        )
+        work, output = partial(self._work, config), folder / LOG_FILE
+        process = start_job(work, output, self._detach)
+        self._rows[number] = replace(job.record, status="starting", folder=str(folder))
+        self._reports.forget(number)
+        self._running.append(RunningJob(number, folder, process))
+        own = [one for one in overrides if one not in self._points.fixed]
+        log.info("job %d starts: %s", number, " ".join(public_command(own)))
 
-    def _compose(self, job: LaunchedJob) -> DictConfig:
-        loader, overrides = self._context.config_loader, list(job.overrides)
-        config = loader.load_sweep_config(self._config, overrides)
+    def _compose(self, number: int, overrides: Sequence[str]) -> DictConfig:
+        loader = self._context.config_loader
+        config = loader.load_sweep_config(self._config, list(overrides))
         with open_dict(config):
-            config.hydra.job.id = str(job.number)
-            config.hydra.job.num = job.number
+            config.hydra.job.id = str(number)
+            config.hydra.job.num = number
         return config
 
     def _work(self, config: DictConfig) -> int:
         """Run a job, in its own process."""
-        result = run_job(
-            hydra_context=self._context,
-            task_function=self._task_function,
-            config=config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
+        settings = unchecked(config)
+        if not settings.runs_inline:  # while Hydra prepares the job and a GPU is found
+            start_early(("torch",) if settings.is_built_in else ())
+        try:
+            result = run_job(
+                hydra_context=self._context,
+                task_function=self._task_function,
+                config=config,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+            )
+        finally:
+            discard_early()
         if result.status is JobStatus.COMPLETED:
             return 0
         traceback.print_exception(returned_or_raised(result))
@@ -354,29 +282,25 @@ class GpuQueue:
         """Wait a moment; then handle signals and jobs that have ended."""
         if session.sweep is not None:
             session.sweep.take_over()
-        table.show(list(self._jobs.values()))
+        table.show(self._rows, self._running, self._reports.last)
         # until a job ends: its GPU is free, and the next one takes some time to start
-        wait([j.process.sentinel for j in self._running if j.process], _POLL_SECONDS)
+        wait([job.process.sentinel for job in self._running], _POLL_SECONDS)
         while self._received:
             self._pass_on(self._received.popleft())
         if self._stopping is None and sweep_stop_requested(self._folder):
             self._stopping = "request"  # which the jobs see as well
             log.info("robust-train stop: no more jobs start, running ones are stopped")
         for job in list(self._running):
-            code = None if job.process is None else job.process.exitcode
-            self._take_reports(job)
-            if job.process is None or code is None:
-                continue
-            job.process.close()  # or a long sweep runs out of descriptors
-            job.process = None
-            self._running.remove(job)
-            self._take_result(job, code)
+            code = job.process.exitcode
+            self._read_reports(job)
+            if code is not None:
+                job.process.close()  # or a long sweep runs out of descriptors
+                self._running.remove(job)
+                self._settle(job, code)
 
-    def _take_reports(self, job: LaunchedJob) -> None:
+    def _read_reports(self, job: RunningJob) -> None:
         """Stop a job that does worse than others at the same step."""
-        if job.state is None:
-            job.look()  # until it has begun, an earlier job's journal may be there
-        if job.state is None or job.folder is None or job.is_pruned:
+        if job.is_pruned or not job.begins():
             return
         values = self._reports.new(job.number, job.folder)
         patience = self._settings.sweep_patience
@@ -387,36 +311,39 @@ class GpuQueue:
                 "job %d reports a figure whose best is not its %simum, which this sweep wants: it "
                 "is not looked at; objective= names another, hydra.sweeper.direction the other way",
                 job.number,
-                self._mode,
+                self._reports.mode,
             )
-        if not values:
-            return
-        job.value = values[-1].value
-        if self._is_stopping:
+        if not values or self._is_stopping:
             return
         reason = self._points.reported(job.number, values)
-        if (
-            reason is None
-            and patience is not None
-            and self._reports.is_behind(job.number, patience)
-        ):
+        if reason is None and self._reports.is_behind(job.number, patience):
             reason = f"worse than another job at {patience} reports in a row"
         if reason is not None:
             with contextlib.suppress(OSError):
                 request_pruning(job.folder, reason)
                 job.is_pruned = True
 
-    def _take_result(
-        self,
-        job: LaunchedJob,
-        returncode: int,
-    ) -> None:
-        assert job.folder is not None
-        row = self._settled(job, job.folder, returncode)
-        self._ended(job, row)
-        log.info("%s", ending_line(row, job.folder / LOG_FILE))
-        has_failed = row.status not in (COMPLETED, PRUNED)
-        if self._settings.sweep_fail_fast and has_failed and self._stopping is None:
+    def _settle(self, job: RunningJob, returncode: int) -> None:
+        """Take how a job has ended; record it if the job could not."""
+        own, record = self._rows[job.number], read_record(job.folder)
+        is_own = record is not None and record.sweep == own.sweep
+        if record and is_own and (record.status != STARTED or read_summary(job.folder)):
+            row = replace(read_row(job.folder), job=job.number)
+        else:
+            status, code, reason = ending_of_process(returncode)
+            row = replace(own, status=status, exit_code=code, reason=reason)
+            with contextlib.suppress(OSError):  # a disk that takes nothing
+                row.write(job.folder)
+        self._ended(row)
+        line = f"job {row.job} {row.status}"
+        if row.status == COMPLETED and row.wall_seconds is not None:
+            line += f" in {row.wall_seconds:.1f} s"
+        elif row.status == PRUNED:
+            line += f": {row.reason}"
+        elif row.status not in (COMPLETED, INTERRUPTED):
+            line += f": {' '.join(str(row.reason).split())}; {job.folder / LOG_FILE}"
+        log.info("%s", line)
+        if self._settings.sweep_fail_fast and row.has_failed and self._stopping is None:
             # without the file it counts as a launch of theirs
             with contextlib.suppress(OSError, Refused):
                 request_sweep_stop(self._folder)
@@ -425,38 +352,10 @@ class GpuQueue:
                 "sweep_fail_fast=true: no more jobs start, running ones are stopped"
             )
 
-    def _ended(
-        self,
-        job: LaunchedJob,
-        row: SweepJob,
-    ) -> None:
-        job.status = row.status
-        if row.status == COMPLETED:
-            job.result = row.result
+    def _ended(self, row: SweepJob) -> None:
+        assert row.job is not None
+        self._rows[row.job] = row
         self._points.ended(row)
-
-    def _settled(
-        self,
-        job: LaunchedJob,
-        folder: Path,
-        returncode: int,
-    ) -> SweepJob:
-        """Return the row of a job that has ended, and record its end if the job could not."""
-        assert job.config is not None
-        own, record = identity(job.config), read_record(folder)
-        is_own = record is not None and record.sweep == own.sweep
-        has_ended = record is not None and record.status != STARTED
-        if not is_own or not (has_ended or read_summary(folder) is not None):
-            ended = ending_of_process(own, returncode)
-            self._record(
-                job,
-                ended.status,
-                ended.exit_code,
-                ended.reason,
-            )
-            with contextlib.suppress(OSError):  # a disk that takes nothing
-                ended.write(folder)
-        return replace(read_row(folder), job=job.number)
 
     def _pass_on(self, signum: int) -> None:
         """Pass the first signal on to the jobs; a second one kills them."""
@@ -467,17 +366,12 @@ class GpuQueue:
             log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
         self._stop("signal", signum)
 
-    def _stop(
-        self,
-        why: str,
-        signum: int,
-    ) -> None:
+    def _stop(self, why: str, signum: int) -> None:
         self._stopping = why
         for job in self._running:
-            is_there = job.process is not None and job.process.exitcode is None
-            if is_there and job.pid is not None:
+            if job.process.exitcode is None and job.process.pid is not None:
                 # one that it has received as well counts once
-                os.kill(job.pid, forwarded(signum))
+                os.kill(job.process.pid, forwarded(signum))
 
     def _end_all(self, table: LiveTable) -> None:
         """Leave no job behind, except processes that even SIGKILL does not end."""
@@ -491,9 +385,9 @@ class GpuQueue:
                 log.error(line, numbers)
                 return
 
-    def _return(self, job: LaunchedJob) -> JobReturn:
+    def _return(self, number: int, overrides: Sequence[str]) -> JobReturn:
         """Return a job's result for the sweeper."""
-        config = job.config or self._compose(job)
+        config = self._configs.get(number) or self._compose(number, overrides)
         task_config = config.copy()
         with open_dict(task_config):
             del task_config["hydra"]
@@ -505,29 +399,23 @@ class GpuQueue:
             task_name=str(config.hydra.job.name),
             status=JobStatus.COMPLETED,
         )
-        done.return_value = job.result
+        row = self._rows[number]
+        done.return_value = row.result if row.status == COMPLETED else math.nan
         return done
 
-    def _record(
-        self,
-        job: LaunchedJob,
-        status: str,
-        exit_code: int | None = None,
-        reason: str | None = None,
-    ) -> SweepJob:
-        """List the job in the sweep's table even if it never leaves anything in a folder."""
-        sweep = session.sweep
-        record = SweepJob(
-            job.number,
-            tuple(filter_overrides(job.overrides)),
-            "" if sweep is None else sweep.table.sweep,
-            status,
-            exit_code,
-            reason=reason,
-        )
-        if sweep is not None:
-            sweep.planned[job.number] = record
-        return record
+
+def ending_of_process(returncode: int) -> tuple[str, int, str | None]:
+    """Return status, exit code and reason of a job that left nothing but its process's end."""
+    if returncode == 0:
+        return COMPLETED, 0, None
+    signum = -returncode if returncode < 0 else returncode - 128
+    if signum in _STOPS:
+        name = signal_name(signum)
+        return INTERRUPTED, 128 + signum, f"interrupted by {name} before it had begun"
+    if returncode < 0:
+        return DIED, 1, f"its process was killed by {signal_name(signum)}"
+    why = f"its process ended with exit code {returncode} and without a summary"
+    return DIED, returncode, why
 
 
 def _run_folder(config: DictConfig) -> Path:
@@ -545,13 +433,12 @@ def _run_folder(config: DictConfig) -> Path:
 
 
 def jobs_at_once(
+    wanted: RobustConfig,
     n_jobs: int | None,
-    *,
     jobs: int,
+    *,
     gpus: int,
-    jobs_per_gpu: int = 1,
-    gpus_per_job: int = 1,
-    cpus: int = 1,
+    cpus: int,
 ) -> int:
     """Return how many of a sweep's ``jobs`` run side by side.
 
@@ -559,8 +446,8 @@ def jobs_at_once(
     while their ``gpu_wait_timeout_minutes`` run. Without GPUs half the CPU cores, because a job on
     the CPU uses several.
     """
-    wanted = n_jobs or (gpus * jobs_per_gpu // gpus_per_job if gpus else cpus // 2)
-    return max(1, min(wanted, jobs))
+    on_gpus = gpus * wanted.gpu_jobs_per_device // wanted.num_gpus
+    return max(1, min(n_jobs or (on_gpus if gpus else cpus // 2), jobs))
 
 
 def count_gpus(wanted: RobustConfig, limit_seconds: float = 30.0) -> int:
@@ -571,15 +458,28 @@ def count_gpus(wanted: RobustConfig, limit_seconds: float = 30.0) -> int:
 
 
 def _visible_gpus(limit_seconds: float) -> int:
-    """Count in a process of its own: the jobs, which are forks, must not inherit NVML's state."""
-    command = [sys.executable, "-m", "robust_train.cli.main", "gpus", "--json"]
-    try:
-        listed = json.loads(run_command(command, limit_seconds).stdout)["gpus"]
-    except NoAnswer:
-        log.warning(
-            "the NVIDIA driver has not answered for %.0f s and may be wedged: this sweep does not "
-            "count its GPUs; hydra.launcher.n_jobs chooses how many jobs run at once",
-            limit_seconds,
-        )
-        return 0
-    return sum(gpu["visible"] for gpu in listed)
+    """Count in a fork: the jobs, which are forks too, must not inherit NVML's state."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = visible_gpus(read_inventory(processes=False), os.environ).gpus
+            os.write(write_end, str(len(found)).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb", buffering=0) as answer:
+        has_answered, _, _ = select.select([answer], [], [], limit_seconds)
+        if has_answered:
+            os.waitpid(child, 0)
+            return int(answer.read() or 0)
+    log.warning(
+        "the NVIDIA driver has not answered for %.0f s and may be wedged: this sweep does not "
+        "count its GPUs; hydra.launcher.n_jobs chooses how many jobs run at once",
+        limit_seconds,
+    )
+    os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        time.sleep(_POLL_SECONDS)
+        os.waitpid(child, os.WNOHANG)  # one in the kernel is left behind
+    return 0

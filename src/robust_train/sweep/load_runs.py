@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,7 @@ from robust_train.files import parse_json
 from robust_train.folder.run_list import read_run
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
-from robust_train.sweep.record import job_folders, read_record
-
-_OF_THE_SUMMARY = (
-    "status",
-    "reason",
-    "result",
-    "wall_seconds",
-    "wait_seconds",
-    "attempts",
-)
+from robust_train.sweep.record import SweepJob, job_folders, read_record
 
 
 class Runs(list[dict[str, Json]]):
@@ -66,35 +57,34 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 def _row(folder: Path) -> dict[str, Json] | None:
     run, summary = read_run(folder), read_summary(folder)
-    if run is None and summary is None:
-        return None
     if run is not None and run.alive:
         summary = None  # that of the launch before
-    record = read_record(folder)
-    known = summary or Summary("unknown" if run is None else run.status)
-    content = known.as_json()
+    if summary is None:
+        if run is None:
+            return None
+        summary = Summary(run.status)
+    job = read_record(folder) or SweepJob(None, ())
+    shown = ("status", "reason", "result", "wall_seconds", "wait_seconds", "attempts")
+    content = summary.as_json()
     return {
         "run_dir": str(folder),
         "name": folder.name if run is None or run.state is None else run.state.name,
-        **{name: content[name] for name in _OF_THE_SUMMARY},
-        "samples_per_second": _speed(known),
-        "job": None if record is None else record.job,
-        "trial": None if record is None else record.trial,
-        "overrides": [] if record is None else list(record.overrides),
-        "params": _params(record.overrides if record is not None else ()),
+        **{name: content[name] for name in shown},
+        "samples_per_second": _speed(summary),
+        "job": job.job,
+        "trial": job.trial,
+        "overrides": list(job.overrides),
+        "params": dict(map(_param, job.overrides)),
         "config": _config(folder),
     }
 
 
-def _params(overrides: Sequence[str]) -> dict[str, Json]:
-    """Return each key that the sweep has set, and its value."""
-    found: dict[str, Json] = {}
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        found[key] = value
-        with contextlib.suppress(ValueError):
-            found[key] = parse_json(value)
-    return found
+def _param(override: str) -> tuple[str, Json]:
+    """Return a key that the sweep has set, and its value."""
+    key, _, value = override.lstrip("+").partition("=")
+    with contextlib.suppress(ValueError):
+        return key, parse_json(value)
+    return key, value
 
 
 def _speed(summary: Summary) -> float | None:

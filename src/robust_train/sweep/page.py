@@ -20,7 +20,7 @@ from robust_train.report.html import FILE_NAME, render, shares, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
 from robust_train.sweep.points import STUDY_FILE
-from robust_train.sweep.pruning import Reports, Values
+from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     COMPLETED,
     ENDED,
@@ -28,11 +28,9 @@ from robust_train.sweep.record import (
     SWEEP_FILE,
     SweepJob,
     SweepTable,
-    as_number,
     best_first,
-    differing_overrides,
+    differing,
     job_folders,
-    read_record,
     read_row,
     read_table,
     tally,
@@ -40,8 +38,6 @@ from robust_train.sweep.record import (
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
-
-Curves = list[Sequence[Point]]
 
 
 @dataclass(frozen=True)
@@ -52,21 +48,19 @@ class JobStory:
     story: Story | None = field(default=None, repr=False)
 
     @property
-    def is_pruned(self) -> bool:
-        """Whether it was stopped early."""
-        return self.row.status == PRUNED
-
-    @property
     def label(self) -> str:
         """Its number for people."""
         return "?" if self.row.job is None else str(self.row.job)
 
     @property
-    def wall_seconds(self) -> float | None:
-        """How long it took; None if unknown."""
-        if self.row.wall_seconds is not None or self.story is None:
-            return self.row.wall_seconds
-        return self.story.seconds.get("wall")
+    def hours(self) -> float:
+        """How long it has held a GPU, or several, in all its launches; on the CPU how long it
+        ran."""
+        if self.story is None or not self.story.seconds:
+            return 0.0
+        gpus = self.row.devices[-1].count(",") + 1 if self.row.devices else 1
+        seconds = self.story.seconds
+        return (seconds["wall"] - seconds["wait"]) / 3600 * gpus
 
 
 @dataclass(frozen=True)
@@ -87,17 +81,6 @@ class SweepStory:
         return strict_json(as_json(content | {"jobs": jobs}))
 
 
-def importances(folder: Path) -> dict[str, float]:
-    """Return which share of the value each parameter of a search explains, by Optuna."""
-    if not (folder / STUDY_FILE).exists():
-        return {}
-    with contextlib.suppress(Exception):  # without Optuna, or of too few trials
-        from robust_train.sweep.search import importances_in
-
-        return importances_in(folder)
-    return {}
-
-
 def is_sweep(folder: Path) -> bool:
     """Return whether a folder is that of a sweep."""
     if os.path.exists(folder / "journal.jsonl"):
@@ -115,21 +98,31 @@ def write_sweep_report(folder: Path) -> None:
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return the story of the sweep in a folder, as far as it can be read."""
     table = read_table(folder)
-    is_over = table is not None and table.status == ENDED
-    jobs = sorted(_jobs(folder, table), key=lambda job: job.row.sort_key)
-    if table is not None:
-        shown = replace(table, jobs=tuple(job.row for job in jobs))
-        best = [row for point in best_first(shown) for row in point.rows]
-        jobs.sort(key=lambda job: best.index(job.row) if job.row in best else len(best))
-    stories = [job.story for job in jobs if job.story is not None]
-    uses = (*(use.value for use in Use), "wall")
-    wall = None if table is None else table.wall_seconds
-    sentence = tally([job.row for job in jobs])
+    jobs = []
+    for job_dir in job_folders(folder):
+        row = read_row(job_dir)
+        if table is None or row.sweep in ("", table.sweep):
+            has_story = (job_dir / "journal.jsonl").exists()
+            story = story_of(read_sources(job_dir)) if has_story else None
+            jobs.append(JobStory(row, story))
+    seen = {job.row.job for job in jobs}
+    rows = () if table is None else table.jobs
+    jobs += [JobStory(row) for row in rows if row.job not in seen]  # never started
+    shown = replace(table or SweepTable("", ""), jobs=tuple(job.row for job in jobs))
+    best = [row.job for point in best_first(shown) for row in point.rows]
+    jobs.sort(
+        key=lambda job: best.index(job.row.job) if job.row.job in best else len(best)
+    )
+    is_over = shown.status == ENDED
+    wall = shown.wall_seconds
+    sentence = tally(shown.jobs)
     sentence += "." if wall is None else f" in {duration(wall)}."
     if not is_over and is_held(folder):
         sentence += " It is still running."
     elif not is_over:
         sentence += " The end of the sweep is not recorded: its process was killed."
+    stories = [job.story for job in jobs if job.story is not None]
+    uses = (*(use.value for use in Use), "wall")
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
@@ -140,29 +133,16 @@ def sweep_story_of(folder: Path) -> SweepStory:
     )
 
 
-def _jobs(folder: Path, table: SweepTable | None) -> list[JobStory]:
-    """Return the jobs of this launch in the folder, and those that were never started."""
-    jobs, seen = [], set()
-    for job_dir in job_folders(folder):
-        record = read_record(job_dir)
-        if record is not None and table is not None and record.sweep != table.sweep:
-            continue
-        row = read_row(job_dir)
-        has_story = (job_dir / "journal.jsonl").exists()
-        jobs.append(
-            JobStory(row, story_of(read_sources(job_dir)) if has_story else None)
-        )
-        seen.add(row.job)
-    rows = () if table is None else table.jobs
-    return jobs + [JobStory(row) for row in rows if row.job not in seen]
-
-
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
-    overrides = differing_overrides([job.row for job in sweep.jobs])
-    reports = Reports(Path(sweep.folder)).values
-    curves = [(job.label, _values(reports, job), job.is_pruned) for job in sweep.jobs]
-    losses = [(job.label, _losses(job), job.is_pruned) for job in sweep.jobs]
+    reports = Reports(Path(sweep.folder))
+    values, losses = [], []
+    for job in sweep.jobs:
+        is_pruned = job.row.status == PRUNED
+        own = reports.values.get(-1 if job.row.job is None else job.row.job)
+        values.append((job.label, [tuple(own.items())] if own else [], is_pruned))
+        losses.append((job.label, _losses(job.story), is_pruned))
+    texts = differing([job.row for job in sweep.jobs])
     return render(
         "sweep.html.j2",
         title=sweep.name,
@@ -170,85 +150,71 @@ def sweep_page(sweep: SweepStory) -> str:
         shares=shares(sweep.seconds),
         rows=[
             (job, own, _href(sweep, job))
-            for job, own in zip(sweep.jobs, overrides, strict=True)
+            for job, own in zip(sweep.jobs, texts, strict=True)
         ],
         hours=_hours(sweep.jobs),
         values=[
-            *filter(None, [curves_of_jobs("Value", curves)]),
-            *_over_parameters(sweep, reports),
+            *filter(None, [curves_of_jobs("Value", values)]),
+            *_over_parameters(sweep, reports.last),
         ],
-        loss=curves_of_jobs(
-            "Loss",
-            losses,
-            may_be_log=True,
-        ),
+        loss=curves_of_jobs("Loss", losses, may_be_log=True),
         advice=_advice(sweep.jobs),
     )
 
 
-def _values(reports: Values, job: JobStory) -> Curves:
-    """Return what a job has reported."""
-    own = reports.get(job.row.job or 0)
-    return [tuple(own.items())] if own else []
-
-
-def _losses(job: JobStory) -> Curves:
+def _losses(story: Story | None) -> list[Sequence[Point]]:
     """Return the curves of the loss of training that were not lost."""
-    curves = () if job.story is None else job.story.curves
+    curves = () if story is None else story.curves
     own = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
     return [curve.points for curve in own if curve.name == own[0].name]
 
 
 def _hours(jobs: Sequence[JobStory]) -> str:
-    """Return how long the jobs trained, and what pruning has saved: the rest of the completed
-    ones' mean."""
-
-    def hours(is_pruned: bool) -> list[float]:
-        rows = [job.row for job in jobs if job.is_pruned is is_pruned]
-        return [
-            (row.wall_seconds - (row.wait_seconds or 0.0)) / 3600 * row.gpus
-            for row in rows
-            if row.wall_seconds is not None
-        ]
-
-    pruned, others = hours(True), hours(False)
-    if not (pruned or others):
+    """Return how long the jobs held GPUs, and what pruning has saved, if the pruned ones had
+    trained as long as those that completed did."""
+    spent = sum(job.hours for job in jobs)
+    if not spent:
         return ""
     on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
-    unit = "GPU-hours" if on_gpus else "hours on the CPU"
-    text = f"{number(sum(pruned) + sum(others))} {unit}"
-    if not pruned or not others:
+    text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
+    pruned = [job.hours for job in jobs if job.row.status == PRUNED]
+    done = [job.hours for job in jobs if job.row.status == COMPLETED]
+    if not pruned or not done:
         return f"{text}."
-    saved = sum(max(fmean(others) - each, 0.0) for each in pruned)
+    saved = sum(max(fmean(done) - each, 0.0) for each in pruned)
     return (
         f"{text}, {number(sum(pruned))} of them in pruned jobs; to prune them saved about "
         f"{number(saved)}."
     )
 
 
-def _over_parameters(sweep: SweepStory, reports: Values) -> list[Chart]:
+def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
     """Draw the value of each job over each parameter that differs, the most important first."""
     points: dict[str, list[tuple[str, float, bool]]] = {}
     for row in (job.row for job in sweep.jobs):
-        value = as_number(row.result) if row.status == COMPLETED else None
-        if row.status == PRUNED and (reported := reports.get(row.job or 0)):
-            value = [*reported.values()][-1]
-        if value is None:
-            continue
-        for override in row.overrides:
+        is_pruned = row.status == PRUNED
+        value = last.get(row.job or 0) if is_pruned else row.value
+        for override in row.overrides if value is not None else ():
             key, _, text = override.partition("=")
-            points.setdefault(key, []).append((text, value, row.status == PRUNED))
+            points.setdefault(key, []).append((text, value or 0.0, is_pruned))
     varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
     shares = importances(Path(sweep.folder))
     keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
+    notes = {key: f"Importance {percent(share)}." for key, share in shares.items()}
     return [
-        value_over(
-            f"Value over {key}",
-            varied[key],
-            f"Importance {percent(shares[key])}." if key in shares else "",
-        )
-        for key in keys
+        value_over(f"Value over {key}", varied[key], notes.get(key, "")) for key in keys
     ]
+
+
+def importances(folder: Path) -> dict[str, float]:
+    """Return which share of the value each parameter of a search explains, by Optuna."""
+    if not (folder / STUDY_FILE).exists():
+        return {}
+    with contextlib.suppress(Exception):  # without Optuna, or of too few trials
+        from robust_train.sweep.search import importances_in
+
+        return importances_in(folder)
+    return {}
 
 
 def _href(sweep: SweepStory, job: JobStory) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.record import SweepJob
+from robust_train.sweep.record import SweepJob, common
 
 CLAIMS_FILE, STUDY_FILE = "claims", "study.jsonl"
 Job = tuple[int, Sequence[str]]
@@ -110,22 +110,15 @@ class Claims:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
 
     def close(self) -> None:
-        """Let go of all points that no job works on any more."""
+        """Release all points that no job works on any more."""
         os.close(self._fd)
 
 
 def others_work(folder: Path) -> bool:
     """Return whether a launcher, or a job that one has left, works on a point of a sweep."""
-    try:
-        fd = os.open(folder / CLAIMS_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return is_locked(fd)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+    with contextlib.suppress(OSError), (folder / CLAIMS_FILE).open("rb") as file:
+        return is_locked(file.fileno())
+    return False
 
 
 class Listed(Points):
@@ -136,7 +129,7 @@ class Listed(Points):
         jobs: Mapping[int, Sequence[str]],
         claims: Claims,
     ) -> None:
-        self.most = len(jobs)
+        self.most, self.fixed = len(jobs), common(list(jobs.values()))
         self._waiting, self._claims = dict(jobs), claims
 
     def next(self) -> Job | None:
@@ -149,8 +142,7 @@ class Listed(Points):
 
     def ended(self, row: SweepJob) -> None:
         """Leave the job to others; one that completed they find completed."""
-        assert row.job is not None
-        self._claims.release(row.job)
+        self._claims.release(row.job or 0)
 
     @property
     def is_over(self) -> bool:

@@ -43,7 +43,6 @@ from robust_train.folder.provenance import (
     sweep_resume_command,
 )
 from robust_train.folder.requests import MAX_JOBS_FILE, sweep_stop_requested
-from robust_train.folder.state import read_summary
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
@@ -57,7 +56,6 @@ from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.points import others_work
 from robust_train.sweep.record import (
     COMPLETED,
-    DIED,
     ENDED,
     INTERRUPTED,
     NOT_STARTED,
@@ -66,19 +64,17 @@ from robust_train.sweep.record import (
     RUNNING,
     STARTED,
     SWEEP_FILE,
-    JobStart,
     SweepJob,
     SweepTable,
-    as_csv,
     best_first,
     decide,
     exit_code_of,
-    has_failed,
+    job_folders,
     point_table,
     read_record,
+    read_row,
     read_rows,
     read_table,
-    row_of,
     screen_table,
     tally,
 )
@@ -91,31 +87,24 @@ SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 
 @dataclass
 class CurrentJob:
-    """A job that Hydra has entered.
-
-    Attributes:
-        folder: its run folder.
-        record: its record; None if it is not one of a sweep.
-        runs: whether it is to be run; otherwise its objective is known.
-        refusal: why it must not be run.
-    """
+    """A job that Hydra has entered, or is about to."""
 
     folder: Path
-    record: SweepJob | None = None
-    runs: bool = True
-    refusal: str | None = None
+    record: SweepJob | None = None  # None: not one of a sweep
+    start: str = "run"  # see `decide`
+    runs: bool = True  # otherwise its objective is known
+    refusal: str | None = None  # why it must not be run
 
     @property
     def objective(self) -> Any:
         """The sweeper's value of a job that is not run."""
-        if self.record is not None and self.record.reused:
-            return self.record.result
-        return math.nan
+        is_known = self.record is not None and self.record.reused
+        return self.record.result if self.record and is_known else math.nan
 
     def ended(
         self,
         status: str,
-        exit_code: int,
+        exit_code: int | None,
         **more: Any,
     ) -> None:
         """Record the job's end, with its ``reason`` or ``result``. The first call counts."""
@@ -135,11 +124,7 @@ class CurrentJob:
         try:
             record.write(self.folder)
         except OSError as error:
-            log.warning(
-                "cannot write to %s: %s",
-                self.folder,
-                error.strerror,
-            )
+            log.warning("cannot write to %s: %s", self.folder, error.strerror)
 
 
 @dataclass
@@ -153,7 +138,7 @@ class Sweep:
     lock: RunLock | None
     notifier: Notifier
     # jobs that our launcher knows of, by number
-    planned: dict[int, SweepJob] = field(default_factory=dict)
+    known: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
 
@@ -166,31 +151,87 @@ class Sweep:
         return self.lock is not None
 
     def rows(self) -> list[SweepJob]:
-        """Return the jobs so far, by number, with known ones that have not started."""
-        rows = [_alive(row) for row in read_rows(self.folder, self.table.sweep)]
-        seen = {row.job for row in rows}
-        for number, record in self.planned.items():
-            if number not in seen:
-                rows.append(row_of(None, record, None))
-        return sorted(rows, key=lambda row: row.sort_key)
+        """Return the jobs so far, by number, with known ones that have left nothing on disk."""
+        rows: dict[int | None, SweepJob] = dict(self.known.items())
+        rows |= {row.job: row for row in read_rows(self.folder, self.table.sweep)}
+        return sorted(rows.values(), key=lambda row: (row.job is None, row.job or 0))
+
+    def show_and_write(self) -> int:
+        """Show the table and write the files; return the exit code that the jobs ask for."""
+        rows, folder = self.rows(), self.folder
+        if all(row.status == NOT_STARTED for row in rows):
+            with contextlib.suppress(OSError):
+                if self.lock is not None and not others_work(folder):
+                    (folder / SWEEP_FILE).unlink()
+            return 0
+        code = exit_code_of(rows)
+        seconds = time.monotonic() - self.started
+        table = replace(
+            self.table,
+            status=RUNNING if others_work(folder) else ENDED,
+            exit_code=code,
+            wall_seconds=round(seconds, 3),
+            jobs=tuple(rows),
+        )
+        ended = f"{tally(rows)} in {duration(seconds)}"
+        if self.take_over():
+            try:
+                table.write(folder)
+                (folder / "sweep.csv").write_text(table.as_csv(), encoding="utf-8")
+            except OSError as error:
+                log.warning("cannot write a table to %s: %s", folder, error.strerror)
+            write_sweep_report(folder)
+            self._notify(rows, code, ended)
+        points = best_first(table)
+        lines = [
+            "sweep:",
+            *screen_table([row for point in points for row in point.rows]),
+            *(point_table(points) if table.repeat > 1 else ()),
+            ended,
+            f"sweep folder: {folder}",
+        ]
+        if code:
+            how = f"robust-train resume {folder}"
+            if table.resume_command is None:
+                how = repeated_with(f"hydra.sweep.dir={folder}")
+            lines.append(f"to go on: {how}")
+        # not through logging: after an interruption that may still write into a job's log file
+        with contextlib.suppress(OSError, ValueError):
+            print("\n".join(lines), flush=True)
+        return code
+
+    def _notify(
+        self,
+        rows: list[SweepJob],
+        code: int,
+        ended: str,
+    ) -> None:
+        stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
+        failure = "interrupted" if stopped else "failed"
+        host = socket.gethostname()
+        shown = ("job", "status", "result")
+        self.notifier.send(
+            failure if code else "completed",
+            f"sweep on {host}: {ended}; {self.folder}",
+            {
+                "sweep": self.table.sweep,
+                "sweep_folder": str(self.folder),
+                "exit_code": code,
+                "host": host,
+                "jobs": [{name: getattr(row, name) for name in shown} for row in rows],
+            },
+        )
 
 
 @dataclass
 class HydraSession:
-    """What this process runs, one thing at a time, and how it ends.
+    """What this process runs, one thing at a time, and how it ends."""
 
-    Attributes:
-        sweep: the sweep that runs.
-        job: the job that Hydra has entered; None without our callback.
-        exit_code: that of the first job that did not complete, else 0.
-        sets_exit_code: whether a command of ours ends the process with ``exit_code``.
-        check: raises ConfigError if a job must not start.
-    """
-
-    sweep: Sweep | None = None
-    job: CurrentJob | None = None
-    exit_code: int = 0
-    sets_exit_code: bool = False
+    sweep: Sweep | None = None  # the sweep that runs
+    job: CurrentJob | None = None  # None without our callback
+    exit_code: int = 0  # that of the first job that did not complete, else 0
+    sets_exit_code: bool = False  # a command of ours ends the process with it
+    # raises ConfigError if a job must not start
     check: Callable[[DictConfig], None] | None = None
     _refusals: set[str] = field(default_factory=set)
 
@@ -207,11 +248,7 @@ class HydraSession:
         """Record the end of the job that Hydra has entered, if it did not complete."""
         self.note(exit_code)
         if self.job is not None:
-            self.job.ended(
-                status,
-                exit_code,
-                reason=reason,
-            )
+            self.job.ended(status, exit_code, reason=reason)
 
     def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
@@ -243,8 +280,12 @@ class HydraSession:
         overrides = tuple(
             public_command([o for o in given if not OF_THE_SWEEP.match(o)])
         )
-        id_, lock = _lock_or_join(folder, overrides if _can_share(config) else None)
-        ours = config.hydra.sweeper if _is_ours(config) else {}
+        is_ours = _is_ours(config)
+        is_basic = str(config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
+        # a second launcher of it gives its jobs the same numbers
+        can_share = is_ours or (is_basic and launcher == "gpu_queue")
+        id_, lock = _lock_or_join(folder, overrides if can_share else None)
+        ours = config.hydra.sweeper if is_ours else {}
         table = SweepTable(
             id_,
             launcher,
@@ -254,14 +295,14 @@ class HydraSession:
             repeat=ours.get("repeat", 1),
         )
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
-        if lock is not None:  # what an earlier launch was asked for
-            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
-        if lock is not None and (folder / CODE).exists():
-            log.info("jobs that start from here on run today's code")
-            shutil.rmtree(folder / CODE, ignore_errors=True)
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
         if lock is not None:
+            # what an earlier launch was asked for
+            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
+            if (folder / CODE).exists():
+                log.info("jobs that start from here on run today's code")
+                shutil.rmtree(folder / CODE, ignore_errors=True)
             table.write(folder)
         self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
         detach.has_begun(folder, detach.sweep_text(folder))
@@ -269,87 +310,23 @@ class HydraSession:
         atexit.register(self.finish)
 
     def finish(self) -> int:
-        """Show the table and write the files, once; return the exit code that the jobs ask for.
+        """Finish the sweep, once; return the exit code that the jobs ask for.
         Safe to call again, and where there was no sweep."""
         sweep, self.sweep = self.sweep, None
         if sweep is not None and sweep.pid == os.getpid():
-            try:
-                self._show_and_write(sweep)
-            finally:
-                if sweep.lock is not None:
-                    sweep.lock.release()
-                signals = SignalWatch()
-                with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
-                    sweep.notifier.finish()
+            signals = SignalWatch()
+            # one signal too many must not cost the table
+            with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
+                try:
+                    self.note(sweep.show_and_write())
+                finally:
+                    if sweep.lock is not None:
+                        sweep.lock.release()
+                sweep.notifier.finish()
         return self.exit_code
-
-    def _show_and_write(self, sweep: Sweep) -> None:
-        rows, folder = sweep.rows(), sweep.folder
-        if all(row.status == NOT_STARTED for row in rows):
-            with contextlib.suppress(OSError):
-                if sweep.lock is not None and not others_work(folder):
-                    (folder / SWEEP_FILE).unlink()
-            return
-        code = exit_code_of(rows)
-        self.note(code)
-        seconds = time.monotonic() - sweep.started
-        wall = round(seconds, 3)
-        table = replace(
-            sweep.table,
-            status=RUNNING if others_work(folder) else ENDED,
-            exit_code=code,
-            wall_seconds=wall,
-            jobs=tuple(rows),
-        )
-        ended = f"{tally(rows)} in {duration(seconds)}"
-        if sweep.take_over():
-            try:
-                table.write(folder)
-                (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
-            except OSError as error:
-                log.warning(
-                    "cannot write a table to %s: %s",
-                    folder,
-                    error.strerror,
-                )
-            write_sweep_report(folder)
-            _notify(sweep, rows, code, ended)
-        # not through logging: after an interruption that may still write into a job's log file
-        with contextlib.suppress(OSError, ValueError):
-            points = best_first(table)
-            shown = [row for point in points for row in point.rows]
-            text = screen_table([*shown, *(row for row in rows if row.job is None)])
-            if table.repeat > 1:
-                text = f"{text}\n{point_table(points)}"
-            print(f"sweep:\n{text}\n{ended}\nsweep folder: {folder}")
-            if code:
-                how = f"robust-train resume {folder}"
-                if table.resume_command is None:
-                    how = repeated_with(f"hydra.sweep.dir={folder}")
-                print(f"to go on: {how}")
-            sys.stdout.flush()
 
 
 session = HydraSession()
-
-
-def _alive(row: SweepJob) -> SweepJob:
-    """Return the row of a job that another launcher runs as such: it has no end so far."""
-    if row.status != DIED or row.folder is None or not is_held(Path(row.folder)):
-        return row
-    return replace(
-        row,
-        status=RUNNING,
-        exit_code=None,
-        reason=None,
-    )
-
-
-def _can_share(config: DictConfig) -> bool:
-    """Return whether a second launcher of the sweep gives its jobs the same numbers."""
-    is_basic = str(config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
-    launcher = config.hydra.runtime.choices.get("hydra/launcher")
-    return _is_ours(config) or (is_basic and launcher == "gpu_queue")
 
 
 def _is_ours(config: DictConfig) -> bool:
@@ -371,11 +348,7 @@ def _lock_or_join(
     table, holder = read_table(folder), read_holder(folder)
     is_shared = table is not None and table.overrides == overrides
     if table and holder and is_shared and not holder.is_dead and is_held(folder):
-        log.info(
-            "joining the sweep that %s runs on %s",
-            holder.user,
-            holder.host,
-        )
+        log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
         return table.sweep, None
     id_ = uuid.uuid4().hex
     try:
@@ -383,11 +356,7 @@ def _lock_or_join(
     except ConfigError as error:
         if not is_again:
             # another launcher of a killed one's sweep may have taken it over just now
-            return _lock_or_join(
-                folder,
-                overrides,
-                is_again=True,
-            )
+            return _lock_or_join(folder, overrides, is_again=True)
         if (holder := read_holder(folder)) is None:
             raise
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
@@ -398,137 +367,84 @@ def _lock_or_join(
         ) from error
 
 
-def _notify(
-    sweep: Sweep,
-    rows: list[SweepJob],
-    code: int,
-    ended: str,
-) -> None:
-    """Notify of the sweep's end."""
-    stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
-    failure = "interrupted" if stopped else "failed"
-    host = socket.gethostname()
-    jobs = [
-        {"job": row.job, "status": row.status, "result": row.result} for row in rows
-    ]
-    sweep.notifier.send(
-        failure if code else "completed",
-        f"sweep on {host}: {ended}; {sweep.folder}",
-        {
-            "sweep": sweep.table.sweep,
-            "sweep_folder": str(sweep.folder),
-            "exit_code": code,
-            "host": host,
-            "jobs": jobs,
-        },
-    )
-
-
-def identity(config: DictConfig) -> SweepJob:
-    """Return the record of a sweep's job that is about to start."""
-    job = OmegaConf.select(
-        config,
-        "hydra.job.num",
-        throw_on_missing=False,
-    )
+def plan(config: DictConfig, folder: Path) -> CurrentJob:
+    """Return a sweep's job that is about to start, and how it starts; one that completed in an
+    earlier launch becomes part of this one."""
+    number = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
     repeat = config.hydra.sweeper.get("repeat", 1) if _is_ours(config) else 1
-    return SweepJob(
-        job,
+    own = SweepJob(
+        number,
         tuple(map(str, config.hydra.overrides.task)),
         os.environ.get(SWEEP_VARIABLE, ""),
-        trial=None if job is None else job // repeat,
+        trial=None if number is None else number // repeat,
     )
-
-
-def plan(config: DictConfig, job: CurrentJob) -> JobStart:
-    """Decide what to do with a job of a sweep, and give it its record; one that completed in an
-    earlier launch becomes part of this one."""
-    own, earlier, summary = (
-        identity(config),
-        read_record(job.folder),
-        read_summary(job.folder),
-    )
-    known = () if earlier is None else (earlier.status, summary and summary.status)
-    status = next((one for one in (PRUNED, COMPLETED) if one in known), None)
-    entry = decide(
-        earlier,
-        completed=status is not None,
-        overrides=own.overrides,
-        sweep=own.sweep,
-        resume=unchecked(config).sweep_resume,
-    )
-    job.record = own
-    if entry is JobStart.REUSE and earlier is not None and status is not None:
-        result = earlier.result if summary is None else summary.objective
+    earlier = None if read_record(folder) is None else read_row(folder)
+    is_over = earlier is not None and earlier.status in (COMPLETED, PRUNED)
+    resume = unchecked(config).sweep_resume
+    start = decide(earlier, own, completed=is_over, resume=resume)
+    job = CurrentJob(folder, own, start)
+    if start == "reuse" and earlier is not None:
         job.runs = False
         job.write(
             replace(
-                own,
-                status=status,
-                exit_code=0,
-                result=result,
-                reason=earlier.reason if summary is None else summary.reason,
+                earlier,
+                job=number,
+                overrides=own.overrides,
+                sweep=own.sweep,
+                trial=own.trial,
                 reused=True,
             )
         )
         log.info(
             "job %s %s in an earlier launch of this sweep and is not run again "
             "(sweep_resume=true)",
-            own.job,
-            status,
+            number,
+            earlier.status,
         )
-    return entry
+    return job
 
 
-def enter(config: DictConfig, launcher: str | None) -> CurrentJob:
-    """Decide whether a job that Hydra enters runs, and prepare its folder."""
+def _enter(config: DictConfig, launcher: str | None) -> CurrentJob:
+    """Return the job that Hydra enters, and prepare its folder."""
     in_sweep = config.hydra.mode == RunMode.MULTIRUN
-    job = CurrentJob(Path(str(config.hydra.runtime.output_dir)))
-    job.refusal = others.misplaced_launcher(
+    folder = Path(str(config.hydra.runtime.output_dir))
+    problem = others.misplaced_launcher(
         str(config.hydra.runtime.choices.get("hydra/launcher")),
         launcher if in_sweep else None,
         list(config.hydra.overrides.hydra),
         in_sweep=in_sweep,
     )
     if in_sweep:
-        job.refusal = job.refusal or refusal(job.folder)
-        if job.refusal is None:  # otherwise what a live job has there is left alone
-            _enter_sweep(job, config)
-    return job
-
-
-def _enter_sweep(job: CurrentJob, config: DictConfig) -> None:
-    entry = plan(config, job)
-    if entry is JobStart.REUSE:
-        return
-    assert job.record is not None
+        problem = problem or refusal(folder)
+    if not in_sweep or problem:  # what a live job has there is left alone
+        return CurrentJob(folder, refusal=problem)
+    job = plan(config, folder)
+    if not job.runs or job.record is None:
+        return job
     try:
-        aside = set_aside(job.folder, OF_HYDRA) if entry is JobStart.AFRESH else None
+        aside = set_aside(folder, OF_HYDRA) if job.start == "afresh" else None
         if aside is not None:
             log.info("what an earlier job left in this run folder is now in %s", aside)
         # else a job that dies early would seem to have ended as the one before it
-        (job.folder / "summary.json").unlink(missing_ok=True)
+        (folder / "summary.json").unlink(missing_ok=True)
     except OSError as error:
         # not run over it: a checkpoint of another job must not be mistaken for this one's
-        job.refusal = f"{job.folder}: cannot move aside what it holds: {error.strerror}"
-        return
-    folder = sweep_folder()
-    assert folder is not None
-    reason = None
-    if unchecked(config).sweep_fail_fast and has_failed(folder, job.record.sweep):
-        reason = "another job failed before (sweep_fail_fast=true)"
-    elif sweep_stop_requested(folder):
-        reason = "the sweep was stopped"
+        job.refusal = f"{folder}: cannot move aside what it holds: {error.strerror}"
+        return job
+    of_sweep, sweep = sweep_folder(), job.record.sweep
+    assert of_sweep is not None
+    reason = "the sweep was stopped" if sweep_stop_requested(of_sweep) else None
+    if unchecked(config).sweep_fail_fast:
+        records = filter(None, map(read_record, job_folders(of_sweep)))
+        if any(r.sweep == sweep and r.has_failed and not r.reused for r in records):
+            reason = "another job failed before (sweep_fail_fast=true)"
     if reason is None:
         job.write(job.record)
     else:
         job.runs = False
-        job.ended(NOT_STARTED, 0, reason=reason)
-        log.info(
-            "job %s is not started: %s",
-            job.record.job,
-            reason,
-        )
+        job.ended(NOT_STARTED, None, reason=reason)
+        log.info("job %s is not started: %s", job.record.job, reason)
+    return job
 
 
 class SweepCallback(Callback):
@@ -538,11 +454,7 @@ class SweepCallback(Callback):
     def __init__(self) -> None:
         self._launcher: str | None = None
 
-    def on_run_start(
-        self,
-        config: DictConfig,
-        **kwargs: Any,
-    ) -> None:
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
         guest = guest_rank(os.environ)
@@ -556,11 +468,7 @@ class SweepCallback(Callback):
         if detach.is_due(unchecked(config)):
             raise SystemExit(detach.start())
 
-    def on_multirun_start(
-        self,
-        config: DictConfig,
-        **kwargs: Any,
-    ) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Begin the sweep, before the launcher is made."""
         hide_urls(config)
         self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
@@ -579,11 +487,7 @@ class SweepCallback(Callback):
             traceback.print_exc()
             raise SystemExit(EXIT_FAILED) from None
 
-    def on_job_start(
-        self,
-        config: DictConfig,
-        **kwargs: Any,
-    ) -> None:
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         others.restore_mask(os.environ)
         if hide_urls(config):  # of a project's file: Hydra has just written its value
@@ -593,7 +497,7 @@ class SweepCallback(Callback):
                 cfg = OmegaConf.load(file)
                 OmegaConf.update(cfg, "notify.urls", None)
                 OmegaConf.save(cfg, file)
-        session.job = enter(config, self._launcher)
+        session.job = _enter(config, self._launcher)
 
     def on_job_end(
         self,
@@ -605,24 +509,13 @@ class SweepCallback(Callback):
         job, session.job = session.job, None
         if job is None:
             return
+        end = returned_or_raised(job_return)
         if job_return.status is JobStatus.COMPLETED:
-            job.ended(
-                COMPLETED,
-                0,
-                result=plain(job_return.return_value),
-            )
+            job.ended(COMPLETED, 0, result=plain(end))
         else:
-            job.ended(
-                "failed",
-                1,
-                reason=named_line(returned_or_raised(job_return)),
-            )
+            job.ended("failed", 1, reason=named_line(end))
 
-    def on_multirun_end(
-        self,
-        config: DictConfig,
-        **kwargs: Any,
-    ) -> None:
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""
         code = session.finish()
         if code and not session.sets_exit_code:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.model.errors import ConfigError
 from robust_train.sweep.gpu_queue import GpuQueue
 from robust_train.sweep.points import Claims, Listed, SweeperSettings
-from robust_train.sweep.record import adopt
 from robust_train.sweep.session import session
-
-log = logging.getLogger("robust_train")
 
 _LAUNCHERS = ("basic", "gpu_queue")
 
@@ -52,24 +48,22 @@ def sweep(
         override.get_key_element(): override
         for override in parser.parse_overrides([*given, *arguments])
     }
+    swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
     fixed = [
         f"{key}={override.get_value_element_as_str()}"
         for key, override in by_key.items()
-        if not override.is_sweep_override()
+        if key not in swept
     ]
-    swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
     seeds = _seeds(settings, config, by_key)
     folder = Path(str(config.hydra.sweep.dir))
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "multirun.yaml")
-    n_jobs = settings.n_jobs or config.hydra.launcher.get("n_jobs")
-    maximize = settings.direction == "maximize"
     queue = GpuQueue(
         context,
         task_function,
         config,
-        n_jobs,
-        maximize=maximize,
+        settings.n_jobs or config.hydra.launcher.get("n_jobs"),
+        maximize=settings.direction == "maximize",
     )
     with contextlib.closing(Claims(folder)) as claims:
         if settings.sampler is None:
@@ -77,41 +71,17 @@ def sweep(
             queue.run(Listed(jobs, claims), jobs)
             return
         try:
-            from robust_train.sweep.search import Search, distribution
+            from robust_train.sweep.search import Search
         except ImportError as error:
             raise ConfigError(
                 f"hydra/sweeper=robust_optuna: {error}; "
                 'pip install "robust-train[sweep]", which brings optuna 4'
             ) from error
-        space = {}
-        for key, override in swept.items():
-            try:
-                space[key] = distribution(override)
-            except (ValueError, AssertionError) as error:
-                raise ConfigError(f"{override.input_line}: {error}") from error
-        search = Search(
-            folder,
-            space,
-            fixed,
-            seeds,
-            settings,
-            claims,
-        )
+        search = Search(folder, swept, fixed, seeds, settings, claims)
         if session.sweep is not None:
-            adopt(
-                folder,
-                session.sweep.table.sweep,
-                search.finished,
-            )
+            search.adopt_finished(session.sweep.table.sweep)
         queue.run(search, {})
-        if (best := search.best) is not None:
-            params = " ".join(f"{key}={value}" for key, value in best.params.items())
-            log.info(
-                "best: trial %d, %s: %s",
-                best.number,
-                best.value,
-                params,
-            )
+        search.log_best()
 
 
 def _combinations(
