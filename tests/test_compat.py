@@ -547,3 +547,16 @@ def test_a_trial_of_optuna_that_runs_can_be_gone_on_with():
     value = compat.suggest(compat.running_trial(study, known), "x", space)
     assert compat.suggest(compat.running_trial(study, known), "x", space) == value
     assert list(study.trials[0].params) == ["x"]
+
+
+def test_importances_import_no_scikit_learn():
+    pytest.importorskip("optuna", reason="the extra [sweep]")
+    program = """
+import sys, optuna
+from robust_train import compat
+study = optuna.create_study()
+study.optimize(lambda trial: trial.suggest_float("x", 0, 1) + trial.suggest_float("y", 0, 9), 20)
+print(*sorted(compat.importances_of(study)), "sklearn" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "x y False\n", done.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from journals import Journal
 
+from journals import Journal
 from robust_train.cli.jobs import print_failure
 from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from journals import Journal, write_failed, write_recovered, write_sweep
 
+from journals import Journal, write_failed, write_recovered, write_sweep
 from robust_train.cli.main import main
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources

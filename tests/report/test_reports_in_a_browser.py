@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from journals import Journal, write_failed, write_recovered, write_sweep
 
 from browser import Browser, find_browser
+from journals import Journal, write_failed, write_recovered, write_sweep
 from robust_train.cli.main import main
 from robust_train.folder.memory_samples import Sample, encode
 from robust_train.readable import GIB

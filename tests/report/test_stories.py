@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from journals import COMPLETED, STARTED, Journal, write_recovered
 
+from journals import COMPLETED, STARTED, Journal, write_recovered
 from robust_train.folder.memory_samples import Sample, encode
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (

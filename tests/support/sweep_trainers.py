@@ -181,9 +181,12 @@ def waits_for_two_at_work(cfg, run):
 
 
 def reports_its_rate(cfg, run):
-    """40 steps; at each, the value is the step times the learning rate. Stops when told."""
+    """40 steps; at each, the value is the step times the learning rate. Stops when told. With a
+    rate of 2 the second seed fails."""
     from robust_train.model.errors import Interrupted
 
+    if (float(cfg.training.lr), cfg.training.seed) == (2.0, 2):
+        raise ValueError("two is not for me")
     run.checkpoint_dir.mkdir(exist_ok=True)
     for step in range(1, 41):
         value = step * float(cfg.training.lr)

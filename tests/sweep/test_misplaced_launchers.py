@@ -2,91 +2,68 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from sweep_world import SweepWorld
-from world import Ended
+
+SWEPT = "training.seed=1,2"
+IN_A_FILE = "# @package _global_\ndefaults:\n  - override {}hydra/launcher: gpu_queue\n"
 
 
-def refused(ended: Ended, sweeps: SweepWorld) -> str:
-    assert ended.returncode == 2, ended.output
-    assert "Traceback" not in ended.output
-    (line,) = ended.stderr.splitlines()
+@pytest.mark.parametrize(
+    ("arguments", "script", "words"),
+    [
+        (["hydra/launcher=gpu_queue"], "train_robust.py", ["hydra/launcher=gpu_queue", "add -m"]),
+        (["hydra/launcher=gpu_queue"], "train.py", ["hydra/launcher=gpu_queue", "add -m"]),
+        ([SWEPT], "train_robust.py", [SWEPT, "-m"]),
+    ],
+)
+def test_without_m(sweeps: SweepWorld, arguments, script, words):
+    trainer = "trainer._target_=sweep_trainers.objective"
+    sweeps.world.run(trainer, *arguments, script=script).was_refused(words)
     assert sweeps.ran == []
-    return line
 
 
-@pytest.fixture
-def configs(sweeps: SweepWorld) -> Path:
+@pytest.mark.parametrize(
+    ("file", "content", "more", "words"),
+    [
+        pytest.param(
+            *("experiment/one", IN_A_FILE.format("/"), ["+experiment=one,two"]),
+            ["gpu_queue", "put hydra/launcher=gpu_queue on the command line"],
+            marks=pytest.mark.slow,
+            id="that the sweep varies",
+        ),
+        pytest.param(
+            *("experiment/one", IN_A_FILE.format(""), ["+experiment=one", SWEPT]),
+            ["override /hydra/launcher: ", "experiment"],
+            id="with a relative path",
+        ),
+        pytest.param(
+            *("mine", "defaults:\n  - override hydra/launcher: gpu_queue\n  - robust\n"),
+            [SWEPT],
+            ["hydra/launcher: gpu_queue", "end of the defaults list"],
+            id="in front of other entries",
+        ),
+        pytest.param(
+            *("experiment/one", IN_A_FILE.format("/"), ["+experiment=one", SWEPT], []),
+            marks=pytest.mark.slow,
+            id="that is not varied, where it counts",
+        ),
+    ],
+)
+def test_in_a_file(sweeps: SweepWorld, file, content, more, words):
     folder = sweeps.world.folder / "conf"
-    (folder / "experiment").mkdir(parents=True)
-    return folder
-
-
-@pytest.mark.parametrize("script", ["train_robust.py", "train.py"])
-def test_a_launcher_without_m(sweeps: SweepWorld, script: str):
-    ended = sweeps.world.run(
-        "trainer._target_=sweep_trainers.objective", "hydra/launcher=gpu_queue", script=script
-    )
-    line = refused(ended, sweeps)
-    assert "hydra/launcher=gpu_queue" in line
-    assert "add -m" in line
-
-
-def test_several_values_without_m(sweeps: SweepWorld):
-    ended = sweeps.world.run("trainer._target_=sweep_trainers.objective", "training.seed=1,2")
-    line = refused(ended, sweeps)
-    assert "training.seed=1,2" in line
-    assert "-m" in line
-
-
-@pytest.mark.slow
-def test_in_an_experiment_file_that_the_sweep_varies(sweeps: SweepWorld, configs: Path):
-    for name in ("one", "two"):
-        (configs / "experiment" / f"{name}.yaml").write_text(
-            "# @package _global_\ndefaults:\n  - override /hydra/launcher: gpu_queue\n"
-        )
-    arguments = sweeps.arguments("objective", "+experiment=one,two", "hydra/launcher=basic")
-    arguments.remove("hydra/launcher=basic")
-    ended = sweeps.world.run("--config-dir", str(configs), *arguments)
-    line = refused(ended, sweeps)
-    assert "gpu_queue" in line
-    assert "put hydra/launcher=gpu_queue on the command line" in line
-
-
-@pytest.mark.slow
-def test_in_an_experiment_file_that_is_not_varied_it_counts(sweeps: SweepWorld, configs: Path):
-    (configs / "experiment" / "one.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override /hydra/launcher: gpu_queue\n"
-    )
-    arguments = sweeps.arguments(
-        "meets_the_other", "+experiment=one", "training.seed=1,2", "hydra.launcher.n_jobs=2"
-    )
+    for name in {file, file.replace("one", "two")}:
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    arguments = sweeps.arguments("objective", n_jobs=None)
     arguments.remove("hydra/launcher=gpu_queue")
-    ended = sweeps.world.run("--config-dir", str(configs), *arguments)
-    assert ended.returncode == 0, ended.output
-    assert sweeps.table["launcher"] == "gpu_queue"
-
-
-def test_in_an_experiment_file_with_a_relative_path(sweeps: SweepWorld, configs: Path):
-    (configs / "experiment" / "one.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - override hydra/launcher: gpu_queue\n"
-    )
-    arguments = sweeps.arguments("objective", "+experiment=one", "training.seed=1,2")
-    ended = sweeps.world.run("--config-dir", str(configs), *arguments)
-    line = refused(ended, sweeps)
-    assert "override /hydra/launcher: " in line
-    assert "experiment" in line
-
-
-def test_in_front_of_other_entries_of_a_defaults_list(sweeps: SweepWorld, configs: Path):
-    (configs / "mine.yaml").write_text(
-        "defaults:\n  - override hydra/launcher: gpu_queue\n  - robust\n"
-    )
-    arguments = sweeps.arguments("objective", "training.seed=1,2")
-    ended = sweeps.world.run("--config-dir", str(configs), "--config-name", "mine", *arguments)
-    line = refused(ended, sweeps)
-    assert "hydra/launcher: gpu_queue" in line
-    assert "end of the defaults list" in line
+    name = "mine" if file == "mine" else "robust"
+    chosen = ("--config-dir", str(folder), "--config-name", name)
+    ended = sweeps.world.run(*chosen, *arguments, *more)
+    if words:
+        ended.was_refused(words)
+        assert sweeps.ran == []
+    else:
+        assert sweeps.table["launcher"] == "gpu_queue"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 import warm
 from robust_train.folder.journal import Journal
 from robust_train.model.events import ValueReported
+from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import SweepJob
 from sweep_world import SweepWorld
 from world import Ended, wait_until
@@ -253,23 +253,18 @@ def test_patience_prunes_jobs_that_stay_behind_the_best_of_a_grid(sweeps: SweepW
         ([1, 1, 1], [], False),
     ],
 )
-def test_who_is_out_of_patience(own: list[float], others: list[list[float]], behind: bool):
-    from robust_train.sweep.pruning import is_out_of_patience
-
-    values = {job: dict(enumerate(each)) for job, each in enumerate([own, *others])}
-    assert is_out_of_patience(0, values, 3, maximize=True) is behind
-    reverse = {j: {at: -value for at, value in each.items()} for j, each in values.items()}
-    assert is_out_of_patience(0, reverse, 3, maximize=False) is behind
+def test_who_is_out_of_patience(tmp_path, own, others, behind):
+    for sign, mode in ((1, "max"), (-1, "min")):
+        reports = Reports(tmp_path, mode)
+        for job, values in enumerate([own, *others]):
+            reports.values[job] = {at: sign * value for at, value in enumerate(values)}
+        assert reports.is_behind(0, 3) is behind
 
 
 @pytest.mark.parametrize(
     ("mode", "seen"), [("max", {1: 0.9, 3: 0.7}), ("min", {2: 0.8, 3: 0.7}), (None, None)]
 )
-def test_a_figure_whose_best_is_the_other_way_round_is_left_out(
-    tmp_path: Path, mode: str | None, seen: dict[int, float] | None
-):
-    from robust_train.sweep.pruning import Reports
-
+def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, mode, seen):
     SweepJob(4, ()).write(tmp_path)
     journal = Journal(tmp_path / "journal.jsonl")
     for event in (

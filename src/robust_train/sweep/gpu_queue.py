@@ -10,7 +10,6 @@ import copy
 import logging
 import math
 import os
-import select
 import signal
 import time
 import traceback
@@ -450,36 +449,29 @@ def jobs_at_once(
     return max(1, min(n_jobs or (on_gpus if gpus else cpus // 2), jobs))
 
 
-def count_gpus(wanted: RobustConfig, limit_seconds: float = 30.0) -> int:
-    """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs."""
-    if wanted.picks_gpu or wanted.device in ("auto", "cuda"):
-        return _visible_gpus(limit_seconds)
-    return 0 if wanted.device == "cpu" else min(1, _visible_gpus(limit_seconds))
+def count_gpus(wanted: RobustConfig) -> int:
+    """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs.
 
-
-def _visible_gpus(limit_seconds: float) -> int:
-    """Count in a fork: the jobs, which are forks too, must not inherit NVML's state."""
+    Counted in a fork: the jobs, which are forks too, must not inherit NVML's state.
+    """
+    if wanted.device == "cpu" and not wanted.picks_gpu:
+        return 0
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            found = visible_gpus(read_inventory(processes=False), os.environ).gpus
-            os.write(write_end, str(len(found)).encode())
+            found = visible_gpus(read_inventory(processes=False), os.environ)
+            os.write(write_end, f"{len(found.gpus)} {found.answered:d}".encode())
         finally:
             os._exit(0)
     os.close(write_end)
-    with os.fdopen(read_end, "rb", buffering=0) as answer:
-        has_answered, _, _ = select.select([answer], [], [], limit_seconds)
-        if has_answered:
-            os.waitpid(child, 0)
-            return int(answer.read() or 0)
-    log.warning(
-        "the NVIDIA driver has not answered for %.0f s and may be wedged: this sweep does not "
-        "count its GPUs; hydra.launcher.n_jobs chooses how many jobs run at once",
-        limit_seconds,
-    )
-    os.kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        time.sleep(_POLL_SECONDS)
-        os.waitpid(child, os.WNOHANG)  # one in the kernel is left behind
-    return 0
+    with os.fdopen(read_end, "rb") as answer:  # the driver is not waited for any longer
+        count, has_answered = map(int, answer.read().split() or (0, 1))
+    os.waitpid(child, 0 if has_answered else os.WNOHANG)
+    if not has_answered:
+        log.warning(
+            "the NVIDIA driver has not answered and may be wedged: this sweep does not count its "
+            "GPUs; hydra.launcher.n_jobs chooses how many jobs run at once"
+        )
+    takes_any = wanted.picks_gpu or wanted.device in ("auto", "cuda")
+    return count if takes_any else min(1, count)

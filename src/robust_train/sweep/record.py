@@ -53,7 +53,7 @@ COLUMNS = (
     "time",
 )
 _OTHER_LINES = 3  # the names of the columns, the tally and the line with the cursor
-_LEAST_COLUMNS = 16  # of the overrides
+_LEAST_COLUMNS = 10  # of the overrides
 _LONGEST_RESULT = 40
 OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
 

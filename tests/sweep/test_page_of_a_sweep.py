@@ -1,0 +1,98 @@
+"""The page of a sweep whose jobs have ended in every way: what is on it, and its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from journals import COMPLETED, STARTED, Journal
+from robust_train.folder.state import Summary
+from robust_train.model.events import JobEnded, TrainingStarted, ValueReported
+from robust_train.sweep.page import sweep_page, sweep_story_of
+from robust_train.sweep.record import SweepJob, SweepTable
+from simulated_nvml import Gpu
+from sweep_world import SweepWorld
+
+
+def charts_of(page: str) -> list[dict]:
+    return [
+        json.loads(data)
+        for data in re.findall(r'<script type="application/json">(.*?)</script>', page)
+    ]
+
+
+def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_rest(tmp_path: Path):
+    """Two jobs of two hours, one of half an hour pruned, one of an hour that failed."""
+    ends = (("completed", 7200, 0.9), ("completed", 7200, 0.7), ("pruned", 1800, 0.2))
+    for number, (status, seconds, value) in enumerate((*ends, ("failed", 3600, 0.1))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        own = (f"training.lr={number // 2}", f"training.seed={number % 2}", "model=cnn")
+        code = int(status == "failed")
+        SweepJob(number, own, "id", status, code, reason="why").write(folder)
+        journal = Journal(folder)
+        journal(0, STARTED)
+        journal.start(1)
+        journal(0, TrainingStarted(0), 1)
+        journal(seconds / 2, ValueReported(value / 2, 1), 1)
+        journal(seconds / 2, ValueReported(value, 2), 1)
+        is_done = status != "failed"
+        journal.end(1, "completed" if is_done else "bug")
+        journal(0, COMPLETED if is_done else JobEnded("failed", "why"))
+        attempts = (journal.attempts[1],)
+        Summary(status, folder, "why", value, seconds, 0.0, attempts=attempts).write()
+    SweepTable("id", "gpu_queue", "ended", 1, 9000.0, repeat=2).write(tmp_path)
+    story = sweep_story_of(tmp_path)
+    assert [job.row.job for job in story.jobs] == [0, 1, 2, 3]
+    assert story.sentence == "2 of 4 completed, 1 failed, 1 pruned in 2 h 30 min."
+    page = sweep_page(story)
+    text = "5.5 GPU-hours, 0.5 of them in pruned jobs; to prune them saved about 1.5."
+    assert text in page
+    curves, over_lr, over_seed = charts_of(page)
+    assert [(line["name"], line["is_lost"]) for line in curves["lines"]] == [
+        ("job 0", False),
+        ("job 1", False),
+        ("job 2, pruned", True),
+        ("job 3", False),
+    ]
+    for chart in (over_lr, over_seed):
+        assert [line["name"] for line in chart["lines"]] == ["pruned", "completed"]
+    assert over_lr["lines"][0]["y"] == [0.2], "what a pruned job has reported last"
+
+
+@pytest.mark.slow
+def test_a_real_sweeps_page_has_the_figures_of_its_run_folders(sweeps: SweepWorld, machine_with):
+    sweeps.world.with_environ(machine_with(Gpu()).environ)
+    ended = sweeps.sweep(
+        "reports_its_rate",
+        "training.lr=3,1,2",
+        "training.seed=1",
+        "hydra/sweeper=robust_grid",
+        "hydra.sweeper.repeat=2",
+        "hydra.sweeper.n_jobs=1",
+        "sweep_patience=5",
+        "isolation=process",
+        n_jobs=None,
+    )
+    assert ended.returncode == 1, ended.output
+    ends = ["completed", "completed", "pruned", "pruned", "pruned", "failed"]
+    assert sweeps.column("status") == ends
+    assert set(map(tuple, sweeps.column("devices"))) == {("cuda:0",)}
+    hours = [(row["wall_seconds"] - row["wait_seconds"]) / 3600 for row in sweeps.jobs]
+    page = (sweeps.folder / "report.html").read_text()
+    figure = r"([\d.]+)"
+    sentence = f"{figure} GPU-hours, {figure} of them in pruned jobs; to prune them saved about "
+    found = re.search(sentence + figure, page)
+    assert found, page[:2000]
+    whole = sum(hours[:2]) / 2
+    saved = sum(whole - each for each in hours[2:5])
+    expected = [sum(hours), sum(hours[2:5]), saved]
+    assert [float(each.rstrip(".")) for each in found.groups()] == pytest.approx(expected, rel=0.1)
+    for text in ("two is not for me", "at 5 reports in a row", 'href="5/report.html"'):
+        assert text in page
+    curves = charts_of(page)[0]["lines"]
+    assert sum(line["is_lost"] for line in curves) == 3
+    assert "without training.seed=2" in ended.stdout
