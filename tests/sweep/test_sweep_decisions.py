@@ -86,7 +86,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.gpu import inventory
 from robust_train.sweep.gpu_queue import count_gpus
 inventory.OPENING_SECONDS = 1.0
-print(count_gpus(RobustConfig()), psutil.Process().children())
+print(count_gpus(RobustConfig()), psutil.wait_procs(psutil.Process().children(), 9)[1])
 """
 
 
