@@ -505,6 +505,21 @@ def test_private_names_of_transformers_are_there(tmp_path: Path):
     shutil.rmtree(tmp_path / "checkpoint-0")
     writes.pop()()
     assert (tmp_path / "checkpoint-0" / "trainer_state.json").exists()
+    owed = {}
+
+    def take(save, content, path):
+        owed[path.name] = lambda: save(content)
+
+    with compat.saving_files(take):
+        pytest.importorskip("accelerate").Accelerator(cpu=True).save_state(str(tmp_path / "other"))
+        plain.save_model(str(tmp_path / "model"))
+        torch.save({}, (tmp_path / "open.pt").open("wb"))
+    assert {"model.safetensors", "training_args.bin"} <= owed.keys()
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    assert (tmp_path / "open.pt").exists(), "a file that is open already is written"
+    owed["model.safetensors"]()
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert torch.save.__module__ == "torch.serialization", "all is as before"
 
 
 def test_private_names_of_lightning_are_there(tmp_path: Path):

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import io
 import logging
+import os
 import re
 import sys
 import threading
@@ -463,6 +464,58 @@ def steps_in_backward(parameter: Any) -> bool:
         not getattr(hook, "func", hook).__module__.startswith("torch.")
         for hook in hooks.values()
     )
+
+
+_SAVERS = (
+    ("torch", "save"),
+    ("safetensors.torch", "save_file"),
+    ("transformers.modeling_utils", "safe_save_file"),
+    ("accelerate.utils.other", "safe_save_file"),
+    ("peft.peft_model", "safe_save_file"),
+)
+
+
+@contextlib.contextmanager
+def saving_files(
+    take: Callable[[Callable[[Any], None], Any, Path], None],
+) -> Iterator[None]:
+    """Have the calls of ``torch.save`` and safetensors' ``save_file`` that libraries make in this
+    thread within the block call ``take(save, content, path)``, whose ``save`` writes a content
+    there. What is saved in another way is written at once."""
+    thread = threading.get_ident()
+
+    def taken(save: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            is_file = isinstance(next(iter(arguments[1:]), None), (str, os.PathLike))
+            if not is_file or threading.get_ident() != thread:
+                save(*arguments, **options)
+                return
+            content, path, *more = arguments
+            take(
+                lambda copied: save(
+                    copied,
+                    path,
+                    *more,
+                    **options,
+                ),
+                content,
+                Path(path),
+            )
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module, name in _SAVERS:
+            home = sys.modules.get(module)
+            if (save := getattr(home, name, None)) is not None:
+                stack.callback(
+                    setattr,
+                    home,
+                    name,
+                    save,
+                )
+                setattr(home, name, taken(save))
+        yield
 
 
 def save_trainer(trainer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -166,26 +165,6 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Pa
     _, _, reports = _train(tmp_path, framework_config(8))
     assert not leftover.exists()
     assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
-
-
-@pytest.mark.parametrize("elsewhere", [None, OSError("no space left")], ids=str)
-def test_a_checkpoint_appears_once_every_rank_has_written_its_files(
-    tmp_path: Path, elsewhere: OSError | None, monkeypatch: pytest.MonkeyPatch
-):
-    """The ranks meet for each: is it there, is it written, and if so: has it its name."""
-    published: list[int] = []
-    meetings = 3 if elsewhere is None else 2
-
-    def meet(value):
-        published.append(sum(path.is_dir() for path in tmp_path.glob("checkpoints/step-*")))
-        return [value, elsewhere if len(published) % meetings == 2 % meetings else None]
-
-    module = importlib.import_module("robust_train.integrations.accelerate")
-    monkeypatch.setattr(module, "of_all_ranks", meet)
-    _, _, reports = _train(tmp_path, framework_config(8))
-    assert published[:6] == ([0, 0, 1, 1, 1, 2] if elsewhere is None else [0] * 6)
-    saved = [e for e in reports if e["event"] == "checkpoint"]
-    assert len(saved) == (9 if elsewhere is None else 0)
 
 
 def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,24 +155,6 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(
     _, _, again = _fit(folder, framework_config(8), saved[-1])
     assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
     assert "is incomplete" in caplog.text
-
-
-def test_a_checkpoint_is_marked_once_every_rank_has_written_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    module = importlib.import_module("robust_train.integrations.transformers")
-    mark, seen = tmp_path / "checkpoint-3" / "robust_train.json", []
-    mark.parent.mkdir()
-    meet = lambda value: seen.append(mark.exists()) or [value]  # noqa: E731
-    monkeypatch.setattr(module, "of_all_ranks", meet)
-    callback = module.TransformersCallback(framework_config(8), Run(run_dir=tmp_path))
-    state = SimpleNamespace(global_step=3)
-    arguments = SimpleNamespace(output_dir=tmp_path)
-    callback.save(lambda: None, arguments, state)
-    assert seen == [False, True]
-    # one that is written again is not marked meanwhile
-    callback.on_epoch_end(arguments, state, SimpleNamespace(should_save=True))
-    assert (seen, mark.exists()) == ([False, True, False], False)
 
 
 @pytest.mark.parametrize("is_rank_0s", [True, False])

@@ -109,6 +109,19 @@ def test_without_a_whole_newest_checkpoint_the_one_before_counts(folder: Path, d
     assert newest(folder) == path
 
 
+@pytest.mark.parametrize("suffix", ["txt", "safetensors"])
+def test_one_whose_end_was_written_over_in_place_counts_where_there_is_no_other(folder, suffix):
+    last = folder / f"step-00000008.{suffix}"
+    folder.mkdir()
+    header = json.dumps({"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}).encode()
+    last.write_bytes(len(header).to_bytes(8, "little") + header + b"x" * 9)
+    record(folder, last, 8)
+    last.write_bytes(last.read_bytes()[:-4] + bytes(4))
+    assert newest(folder) == last
+    path = save(folder, 7)
+    assert newest(folder) == path
+
+
 @pytest.mark.parametrize("content", [None, '{"job": "ours"'])
 def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_read(
     folder: Path, content: str | None

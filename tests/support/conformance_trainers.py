@@ -253,7 +253,6 @@ def transformers(cfg, run, samples=24):
         num_train_epochs=EPOCHS,
         learning_rate=0.1,
         save_strategy="no",
-        logging_steps=1,
         report_to="none",
         disable_tqdm=True,
     )

@@ -5,6 +5,7 @@ import logging
 import pickle
 import shutil
 import subprocess
+import threading
 import traceback
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from robust_train.folder.checkpoints import (
 
 LIMITED = """
 import logging, resource, sys
+sys.dont_write_bytecode = True  # of modules, which are too large as well
 from pathlib import Path
 from training_world import WatchedRun, config
 from robust_train.folder.checkpoints import CheckpointError
@@ -71,6 +73,38 @@ def test_a_failed_save_leaves_the_old_file_as_it_was(tmp_path):
         write_atomically({"value": torch.arange(1000), "odd": (i for i in ())}, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("elsewhere", [None, OSError("no space left")], ids=str)
+def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
+    tmp_path, monkeypatch, elsewhere
+):
+    safetensors = pytest.importorskip("safetensors.torch", reason="no extra is installed")
+    weights, run, may_publish = torch.zeros(9), Run(run_dir=tmp_path), threading.Event()
+    unfinished, whole = (run.checkpoint_dir / name for name in (".step-1.tmp", "step-1"))
+    monkeypatch.setattr(checkpoints, "of_all_ranks", lambda value: [value, elsewhere])
+
+    def write():
+        unfinished.mkdir(parents=True)
+        torch.save([weights], unfinished / "a.pt")
+        safetensors.save_file({"w": weights}, unfinished / "b.safetensors")
+
+    def publish():
+        assert may_publish.wait(60)
+        return unfinished.rename(whole)
+
+    run.save_files(unfinished, 1, keep=1, write=write, publish=publish)
+    weights += 1
+    assert not whole.exists()
+    may_publish.set()
+    run.finish_saving()
+    if elsewhere is None:
+        assert torch.load(whole / "a.pt")[0].sum() == 0
+        assert safetensors.load_file(whole / "b.safetensors")["w"].sum() == 0
+        assert [one.path for one in of_job(run.checkpoint_dir, "")] == [whole]
+    else:
+        assert list(run.checkpoint_dir.iterdir()) == []
+        assert run.saving.owed == f"cannot write {unfinished}: no space left"
 
 
 def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):

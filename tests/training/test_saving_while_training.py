@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from robust_train.attempt.run import Run
+from robust_train.config.placeholders import SavePlan
 from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import read_manifests
 from robust_train.model.errors import UserError
@@ -170,6 +171,15 @@ def test_a_checkpoint_written_while_training_diverges_is_marked(run):
     assert losses == {1: "finite", 2: "finite", 3: "diverged"}, (
         "the oldest may be the last good one"
     )
+
+
+def test_no_checkpoint_is_due_while_losses_are_not_finite(run):
+    run.guard.divergence, run.saving.plan = DivergenceConfig(patience=9), SavePlan(0.0)
+    due = []
+    for step, loss in enumerate((0.5, float("nan"), float("inf"), 0.4), 1):
+        run.progress(step, loss=loss)
+        due.append(run.checkpoint_due)
+    assert due == [True, False, False, True]
 
 
 def test_a_disk_that_takes_no_checkpoint_costs_a_warning(run, caplog):

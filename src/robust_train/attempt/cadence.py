@@ -30,7 +30,9 @@ log = logging.getLogger("robust_train")
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
 FIRST_SECONDS = 1.0
 """Until the first checkpoint of a job whose cost is not known: it measures it."""
-SHORTEST_AFTER_FAILURE_SECONDS = 1.0
+LEAST_SECONDS = 1.0
+_FIRST_COSTS = 6.0
+"""How many times as long a job's first save takes: the system provides the memory of the copy."""
 OWED_SECONDS = 60.0
 """Until a checkpoint that could not be written is tried again."""
 _LARGEST_SHARE = 0.01
@@ -45,9 +47,10 @@ def seconds_between_saves(
     """Return the time between two checkpoints.
 
     The first comes after a second. From then on saving takes at most 1 % of the time, with 10
-    seconds to 5 minutes between two. A job that fails
-    loses half the interval on average: shorter after failures, where less is lost at
-    √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115).
+    seconds to 5 minutes between two. A job that fails loses half the interval on average, least at
+    √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115). So it is that
+    after failures, where that is shorter; and one that has not failed may still do so after as long
+    as it has run, so that 10 seconds do not hold where it is shorter.
 
     Args:
         cost: for how many seconds a save holds training up, None if not yet known.
@@ -56,11 +59,11 @@ def seconds_between_saves(
     """
     if cost is None:
         return FIRST_SECONDS
-    interval = min(max(cost / _LARGEST_SHARE, SHORTEST_SECONDS), LONGEST_SECONDS)
-    if failures <= 0:
-        return interval
-    loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / failures)
-    return min(interval, max(loses_least, SHORTEST_AFTER_FAILURE_SECONDS))
+    loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
+    loses_least = max(loses_least, LEAST_SECONDS)
+    shortest = SHORTEST_SECONDS if failures else min(loses_least, SHORTEST_SECONDS)
+    interval = min(max(cost / _LARGEST_SHARE, shortest), LONGEST_SECONDS)
+    return min(interval, loses_least) if failures else interval
 
 
 class SaveClock:
@@ -127,7 +130,7 @@ class SaveClock:
             self.spent += seconds
             # the first one also allocates the memory that the next ones use again
             is_first, self._has_saved = not self._has_saved, True
-            known = seconds if self._cost is None else self._cost
+            known = seconds / _FIRST_COSTS if self._cost is None else self._cost
             self._cost = min(seconds, known) if is_first else seconds
         self._saving_since = None
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import shutil
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from errno import EINVAL, ENOENT, ESTALE
 from functools import partial
@@ -23,6 +32,7 @@ from robust_train.attempt.cadence import Saving
 from robust_train.compat import (
     keep_versions,
     load_shards,
+    saving_files,
     tree_leaves,
     tree_map_with_path,
 )
@@ -43,12 +53,14 @@ from robust_train.host.memory import read_host_memory
 from robust_train.model.errors import RankFailure, UserError
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
+from robust_train.step.ranks import of_all_ranks
 
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
 
-LARGEST_COPY = 0.25
+LARGEST_COPY = 0.5
+"""Of the memory that is available without it."""
 _NICE = 10
 
 Share = Callable[[str, Tensor], Tensor]
@@ -113,11 +125,10 @@ class CheckpointFolder:
         self._run = run
         self._keep = keep
         self._write_folder = write_folder
-        self._copies = copies
         self._suffix = suffix
         self._in_flight: _InFlight | None = None
         self._rotating: Future[None] | None = None
-        self._buffers: dict[str, Tensor] = {}  # of the last copy, used again
+        self._room = HostCopies(copies)
 
     def save(
         self,
@@ -142,39 +153,67 @@ class CheckpointFolder:
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
         # other ranks may write without: all write
-        copy = _host_copy(
-            content,
-            self._copies,
-            self._buffers,
-        )
-        if copy is None:
+        copied = self._room.copy(content)
+        if copied is None:
             self.save(content, step)
             return
-        writing = _in_background(lambda: self._write(copy, step))
-        self._goes_on(_InFlight(step, self._run.position, writing))
+        self._goes_on(step, lambda: self._write(copied, step))
 
-    def adopt(
+    def save_files(
         self,
         path: Path,
         step: int,
+        *,
+        write: Callable[[], object],
+        publish: Callable[[], Path],
+        at_once: bool = False,
     ) -> None:
-        """Report a checkpoint that a framework has written, once it is on the disk as well: its
-        files are in the system's cache, and training goes on meanwhile as above."""
+        """Save a checkpoint of many files, which a framework's ``write`` makes in the folder
+        ``path``; ``publish`` turns them into a whole one, whose path it returns.
+
+        What is passed to ``torch.save`` and safetensors is copied, and written while training goes
+        on, unless ``at_once``. Raises CheckpointError, also for the one before; nothing is left."""
         self.report_written(wait=True)
+        owed: list[Callable[[], None]] = []
 
-        def secure() -> Path:
-            try:
-                sync_all(path)
-            except OSError as error:
-                why = error.strerror or error
-                raise CheckpointError(f"cannot write {path}: {why}") from None
-            return self._checked(path)
+        def later(save: Callable[[Any], None], content: Any, file: Path) -> None:
+            copied = self._room.copy({os.path.relpath(file, path): content})
+            if copied is None:
+                save(content)
+            else:
+                owed.append(partial(save, *copied.values()))
 
-        syncing = _in_background(secure)
-        self._goes_on(_InFlight(step, self._run.position, syncing))
+        copying = nullcontext() if at_once else saving_files(later)
 
-    def _goes_on(self, written_meanwhile: _InFlight) -> None:
-        self._in_flight = written_meanwhile
+        def complete() -> Path:
+            with self._none_left(path):
+                for save in owed:
+                    save()
+                whole = publish()
+                sync_all(whole)
+            return self._checked(whole)
+
+        with self._none_left(path), copying:
+            together(write, of_all_ranks)
+        if self._run.is_main:
+            self._goes_on(step, complete)
+        else:
+            self._run.checkpoint_saved(path, step)
+
+    @contextlib.contextmanager
+    def _none_left(self, path: Path) -> Iterator[None]:
+        """Remove ``path`` if the disk does not take it; raise CheckpointError then."""
+        try:
+            yield
+        except Exception as error:
+            if not is_of_disk(error):
+                raise
+            if self._run.is_main:
+                shutil.rmtree(path, ignore_errors=True)
+            raise CheckpointError(f"cannot write {path}: {first_line(error)}") from None
+
+    def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
+        self._in_flight = _InFlight(step, self._run.position, _in_background(write))
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -183,9 +222,7 @@ class CheckpointFolder:
         one = self._in_flight
         if one is not None and (wait or one.path.done()):
             self._in_flight = None
-            kept = self._copies * sum(each.nbytes for each in self._buffers.values())
-            if kept > LARGEST_COPY * (read_host_memory().available + kept):
-                self._buffers.clear()
+            self._room.shrink()
             self._report(
                 one.path.result(),
                 one.step,
@@ -267,49 +304,78 @@ def _let_training_go_first() -> None:
         )
 
 
-def _host_copy(
-    content: Content,
-    copies: int,
-    buffers: dict[str, Tensor],
-) -> Content | None:
-    """Return a copy with all tensors in host memory, in ``buffers`` where they fit; None if
-    ``copies`` like it would take more than a quarter of what is available."""
-    tensors: dict[str, Tensor] = {}
-    named_map(lambda name, tensor: tensors.setdefault(name, tensor.detach()), content)
-    for name in buffers.keys() - tensors.keys():
-        del buffers[name]
-    new = {
-        name: one for name, one in tensors.items() if not _fits(one, buffers.get(name))
-    }
-    needed = copies * sum(
-        (one.to_local() if hasattr(one, "to_local") else one).nbytes
-        for one in new.values()
-    )
-    if needed > LARGEST_COPY * read_host_memory().available:
-        return None
-    try:
-        for name, one in new.items():
-            if not hasattr(one, "to_local"):
-                # pinned: the GPU then writes at full speed, and all tensors in one go
-                buffers[name] = torch.empty_like(
-                    one,
-                    device="cpu",
-                    pin_memory=one.is_cuda,
-                )
-        copied = {
-            name: buffers[name].copy_(one, non_blocking=one.is_cuda)
-            if name in buffers
-            else one.to("cpu", copy=True)
+class HostCopies:
+    """Host memory for a copy of what is saved, used again: fresh memory takes five to seven times
+    as long to fill. Pinned for a GPU, which then writes at full speed, all tensors in one go."""
+
+    def __init__(self, copies: int = 1) -> None:
+        self._copies = copies  # like it that ranks of this host make at the same time
+        self._buffers: dict[str, Tensor] = {}
+        self._used: set[str] = set()  # since it was last shrunk
+
+    def copy(self, content: Content) -> Content | None:
+        """Return a copy with all tensors in host memory; None if there is no room."""
+        tensors: dict[str, Tensor] = {}
+        named_map(lambda name, one: tensors.setdefault(name, one.detach()), content)
+        new = {
+            name: one
             for name, one in tensors.items()
+            if not _fits(one, self._buffers.get(name))
         }
-        for device in {one.device for one in tensors.values() if one.is_cuda}:
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        buffers.clear()
-        if classify_failure(error).kind.is_memory:
+        if not self._has_room(sum(map(_bytes_of, new.values()))):
             return None
-        raise
-    return named_map(lambda name, _: copied[name], content)
+        try:
+            for name, one in new.items():
+                if not hasattr(one, "to_local"):
+                    self._buffers[name] = torch.empty_like(
+                        one,
+                        device="cpu",
+                        pin_memory=one.is_cuda,
+                    )
+            copied = {
+                name: self._buffers[name].copy_(one, non_blocking=one.is_cuda)
+                if name in self._buffers
+                else one.to("cpu", copy=True)
+                for name, one in tensors.items()
+            }
+            for device in {one.device for one in tensors.values() if one.is_cuda}:
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            self._buffers.clear()
+            if classify_failure(error).kind.is_memory:
+                return None
+            raise
+        self._used |= tensors.keys()
+        return named_map(
+            lambda name, _: copied[name],
+            content,
+            _settled,
+        )
+
+    def shrink(self) -> None:
+        """Keep the buffers of the last save, and none if others need the memory."""
+        for name in self._buffers.keys() - self._used:
+            del self._buffers[name]
+        self._used.clear()
+        if not self._has_room(0):
+            self._buffers.clear()
+
+    def _has_room(self, more: int) -> bool:
+        """Return whether the copies with so many bytes more leave others as much as they take."""
+        kept = sum(map(_bytes_of, self._buffers.values())) * self._copies
+        more *= self._copies
+        return kept + more <= LARGEST_COPY * (read_host_memory().available + kept)
+
+
+def _settled(value: Any) -> Any:
+    """Return a copy of a value that training may change; itself if it cannot be copied."""
+    with contextlib.suppress(Exception):
+        return copy.deepcopy(value)
+    return value
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
 def _fits(tensor: Tensor, buffer: Tensor | None) -> bool:
@@ -375,12 +441,16 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     return result
 
 
-def named_map(change: Share, content: Content) -> Content:
+def named_map(
+    change: Share,
+    content: Content,
+    change_other: Callable[[Any], Any] = lambda value: value,
+) -> Content:
     """Return ``content`` with each tensor changed; ``model.head.weight`` is a name."""
 
     def changed(keys: Sequence[Any], leaf: Any) -> Any:
         name = ".".join(str(getattr(key, "key", key)) for key in keys)
-        return change(name, leaf) if isinstance(leaf, Tensor) else leaf
+        return change(name, leaf) if isinstance(leaf, Tensor) else change_other(leaf)
 
     new = dict(tree_map_with_path(changed, content))
     for name, part in content.items():

@@ -171,6 +171,8 @@ class Run(Asked):
         ranks all have to; rank 0's clock counts, and all see it at the same step.
         """
         is_time = self.is_main and self.saving.clock.is_due(self.last_step)
+        # worth nothing, and a framework's own rotation would remove a good one for it
+        is_time = is_time and not self.guard.losses.not_finite
         if is_time and self._flags is not None:
             self._flags.raise_flag(CHECKPOINT)
         is_due = self.checkpoint_requested or (is_time and self._flags is None)
@@ -494,23 +496,36 @@ class Run(Asked):
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.saving.clock.begin(step)
         self.speed.pause()
+        is_first = self._folder is None
         folder = self._checkpoints(keep, suffix)
+        if is_first:
+            folder.remove_leftovers()
         self._try_to_write(lambda: folder.save_from_copy(content, step))
 
-    def checkpoint_written(
+    def save_files(
         self,
         path: Path,
         step: int,
         *,
         keep: int,
+        write: Callable[[], object],
+        publish: Callable[[], Path],
+        at_once: bool = False,
     ) -> None:
-        """Report a checkpoint whose files a framework has just written, once they are on the disk;
-        training goes on meanwhile. The newest ``keep`` stay; 0: the framework removes old ones."""
-        if not self.is_main:
-            self.checkpoint_saved(path, step)
-            return
+        """Save a checkpoint of many files that a framework's ``write`` makes in the folder
+        ``path``, as above, or ``at_once``; ``publish`` turns them into a whole one, whose path it
+        returns. The newest ``keep`` stay; 0: the framework removes old ones. All ranks have to
+        call it, and write at once: none knows when the files of the others are there."""
         folder = self._checkpoints(keep)
-        self._try_to_write(lambda: folder.adopt(path, step))
+        self._try_to_write(
+            lambda: folder.save_files(
+                path,
+                step,
+                write=write,
+                publish=publish,
+                at_once=at_once or self.world_size > 1,
+            )
+        )
 
     def _checkpoints(
         self,
@@ -553,7 +568,8 @@ class Run(Asked):
         try:
             write()
         except CheckpointError as error:
-            log.warning("%s; training goes on, earlier checkpoints are kept", error)
+            if self.is_main:
+                log.warning("%s; training goes on, earlier checkpoints are kept", error)
             self.checkpoint_failed(str(error))
 
     @property

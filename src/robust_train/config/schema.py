@@ -117,8 +117,8 @@ class TrainingConfig:
     checkpoint_every_minutes: float | None = key(
         None,
         "longest time between checkpoints; `auto`: as often as saving is cheap",
-        more="`auto`: at most 1 % of the time is spent on them, more often after failures, every "
-        "10 seconds to 5 minutes",
+        more="`auto`: at most 1 % of the time is spent on them, every 10 seconds to 5 "
+        "minutes, more often in the first minutes and after failures",
         unit="minutes",
         range=FROM_0,
         written=AUTO,

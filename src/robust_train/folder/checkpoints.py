@@ -1,10 +1,10 @@
 """Checkpoints on the disk: written whole or not at all, each named by a manifest.
 
-A manifest is a small file beside a checkpoint that names its job, step and size. Manifests decide
-what a job resumes from and which of its checkpoints are too many. A checkpoint without one, which
-a full disk may have kept from being written, is not removed; a job resumes from it if it is whole
-when it is read, and named like one of a later step. A manifest whose checkpoint is gone, or has
-another size, names no whole checkpoint.
+A manifest is a small file beside a checkpoint that names its job, step, size and checksum.
+Manifests decide what a job resumes from and which of its checkpoints are too many. A checkpoint
+without one, which a full disk may have kept from being written, is not removed; a job resumes from
+it if it is whole when it is read, and named like one of a later step. A manifest whose checkpoint
+is gone, or has another size or checksum, names no whole checkpoint.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SUFFIX = ".manifest.json"
 SCHEMA = 1
 _MOST = 1000
 _BLOCK_BYTES = 1 << 20
+_END_BYTES = 1 << 16
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 State = Literal["whole", "changed", "torn", "gone"]
@@ -81,6 +82,9 @@ class Manifest:
     # `damaged`: its script could not read it
     loss: str = "unknown"
     position: Position = START
+    checksum: int | None = (
+        None  # see checksum_of; None of what an earlier version saved
+    )
 
     @property
     def order(self) -> tuple[int, int, float]:
@@ -109,7 +113,6 @@ def record_checkpoint(
     latest = max((one.time for one in of_job(folder, job)), default=0.0)
     now = round(max(time.time(), latest + 1e-6), 6)
     size = size_of(path)
-    about = seconds, loss, position
     manifest = Manifest(
         job,
         attempt,
@@ -117,16 +120,17 @@ def record_checkpoint(
         now,
         path,
         *size,
-        *about,
+        seconds=seconds,
+        loss=loss,
+        position=position,
+        checksum=checksum_of(path),
     )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
-        if other.order < manifest.order and (
-            newer >= _MOST or state_of(other) == "gone"
-        ):
+        if other.order < manifest.order and (newer >= _MOST or not other.path.exists()):
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
@@ -371,12 +375,14 @@ def state_of(manifest: Manifest) -> State:
     """Return the state of a checkpoint; OSError if it cannot be read just now."""
     path = manifest.path
     try:
-        if size_of(path) == (manifest.kind, manifest.files, manifest.bytes):
-            if manifest.kind == "file":
-                with path.open("rb") as file:
-                    file.read(1)
+        is_as_large = size_of(path) == (manifest.kind, manifest.files, manifest.bytes)
+        if is_as_large and manifest.checksum in (None, checksum_of(path)):
             return "whole"
         is_whole = whole_by_form(path)
+        if is_whole and is_as_large and not zipfile.is_zipfile(path):
+            is_whole = (
+                None  # of a write in place only a zip file shows that it has ended
+            )
     except _GONE:
         return "gone"
     return "changed" if is_whole is None else "whole" if is_whole else "torn"
@@ -410,6 +416,17 @@ def size_of(path: Path) -> tuple[str, int, int]:
         return "file", 1, status.st_size
     sizes = [file.stat().st_size for file in files_in(path)]
     return "directory", len(sizes), sum(sizes)
+
+
+def checksum_of(path: Path) -> int:
+    """Return a checksum of the end of each file, where one of ``torch.save`` has the checksums of
+    all its parts: it is had at any size. Raises OSError."""
+    found = 0
+    for file in sorted(files_in(path)) if path.is_dir() else [path]:
+        with file.open("rb") as opened:
+            opened.seek(max(os.fstat(opened.fileno()).st_size - _END_BYTES, 0))
+            found = zlib.crc32(opened.read(), found)
+    return found
 
 
 def _file_of(folder: Path, path: Path) -> Path:

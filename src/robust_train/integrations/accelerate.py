@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.config.trainers import require
 from robust_train.integrations.sample_order import StepShares, take_over
@@ -18,7 +16,6 @@ from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
     refuse_saving_on_each_node,
-    unwritten,
 )
 from robust_train.model.errors import Interrupted, UserError
 from robust_train.step.ranks import is_sharded, of_all_ranks
@@ -188,35 +185,26 @@ class RobustLoop:
             **options,
         )
 
-    def save(self) -> Path | None:
-        """Save a checkpoint, and remove those that are too many.
-
-        Returns:
-            Its path; None if it could not be written, after a warning.
-        """
+    def save(self) -> None:
+        """Save a checkpoint while training goes on, as ``run.save`` does."""
         path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
+        self.run.finish_saving()
         is_there = path.exists() and self._saved_step == self.step
         if self.run.is_main and not is_there:
-            for leftover in (unfinished, path):
+            # of attempts that were killed while they saved, and of this very step
+            for leftover in (*path.parent.glob(f".{_SAVED}*.tmp"), path):
                 shutil.rmtree(leftover, ignore_errors=True)
         if of_all_ranks(is_there)[0]:
-            return path
-
-        def write() -> None:
-            together(lambda: self.accelerator.save_state(str(unfinished)), of_all_ranks)
-            together(lambda: self.run.is_main and unfinished.rename(path), of_all_ranks)
-
-        if (problem := unwritten(self.run, write)) is not None:
-            self.run.checkpoint_failed(problem)
-            return None
+            return
         self._saved_step = self.step
-        self.run.checkpoint_written(
-            path,
+        self.run.save_files(
+            unfinished,
             self.step,
             keep=self._cfg.keep_checkpoints,
+            write=lambda: self.accelerator.save_state(str(unfinished)),
+            publish=lambda: unfinished.rename(path),
         )
-        return path
 
     def state_dict(self) -> dict[str, object]:
         """Return what ``Accelerator.save_state`` saves."""

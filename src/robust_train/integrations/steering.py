@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from robust_train.attempt.checkpoints import is_of_disk
 from robust_train.attempt.run import Run
 from robust_train.compat import TorchDispatchMode
 from robust_train.config.checks import unchecked
@@ -22,7 +21,6 @@ from robust_train.config.placeholders import SavePlan
 from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.readable import first_line
 from robust_train.step import ranks, splitting
 from robust_train.step.engine import Body, Step
 from robust_train.step.ranks import SharedStep
@@ -61,23 +59,6 @@ def keep_batch(run: Run, reason: str) -> None:
         run.send(BatchKept(reason))
 
 
-def unwritten(run: Run, write: Callable[[], object]) -> str | None:
-    """Write a checkpoint; return why the disk did not take it, with which training goes on."""
-    try:
-        write()
-    except Exception as error:
-        if not is_of_disk(error):
-            raise
-        problem = first_line(error)
-        if run.is_main:
-            log.warning(
-                "checkpoint: %s; training goes on, earlier ones are kept",
-                problem,
-            )
-        return problem
-    return None
-
-
 class Steps:
     """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
 
@@ -91,14 +72,9 @@ class Steps:
         self._every = max(cfg.training.log_every_steps, 1)
         self._loss: dict[str, float] = {}
 
-    def log_loss(
-        self,
-        step: int,
-        loss: float,
-    ) -> None:
-        """Take the loss of a step, and send it with the next one that is passed on."""
+    def log_loss(self, loss: float) -> None:
+        """Send a loss with the next step that is passed on."""
         self._loss = {"loss": loss}
-        self._run.guard.take(step, loss)
 
     def done(
         self,

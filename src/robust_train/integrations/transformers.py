@@ -19,17 +19,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer, saving_through
 from robust_train.config.trainers import require
-from robust_train.files import replacing
 from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
     refuse_saving_on_each_node,
     result_of,
-    unwritten,
 )
 from robust_train.integrations.transformers_step import recover_in_steps
 from robust_train.model.errors import Interrupted, UserError
@@ -53,7 +50,8 @@ log = logging.getLogger("robust_train.integrations")
 __all__ = ["fit", "training_arguments"]
 
 _MARK = "robust_train.json"
-"""Marks a complete checkpoint; the Trainer writes many files in place."""
+"""Marks a complete checkpoint; the Trainer writes many files in place. Until all are there its name
+ends in ``.tmp``, which shows that the folder is torn."""
 
 
 def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
@@ -123,6 +121,18 @@ def fit(
         ),
     )
     recover_in_steps(trainer, run)
+    train_on = trainer.training_step
+
+    def training_step(*arguments: Any, **options: Any) -> Any:
+        loss = train_on(*arguments, **options)
+        callback.computed(loss)
+        return loss
+
+    trainer.training_step = training_step
+    if run.is_main:
+        # of an attempt that was killed while it saved: the Trainer would count it as a checkpoint
+        for torn in Path(trainer.args.output_dir).glob(f"checkpoint-*/{_MARK}.tmp"):
+            shutil.rmtree(torn.parent, ignore_errors=True)
     checkpoint = trainer.args.resume_from_checkpoint
     there = of_all_ranks(None if checkpoint is None else _marked(Path(checkpoint)))[0]
     if there is None and checkpoint == str(run.resume_checkpoint):
@@ -145,10 +155,10 @@ def fit(
             log.info("training was complete already")
         return _result(trainer, metric)
     except _StoppedInEvaluation:
+        run.finish_saving()
         if of_all_ranks(_marked(_folder(trainer.args, trainer.state)))[0] is None:
             # nothing was trained since the last step
             save_trainer(trainer)
-            callback.saved(trainer.args, trainer.state)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
     finally:
         run.finish_saving()
@@ -176,7 +186,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self.run = run
         self._cfg = cfg
         self._steps = Steps(cfg, run)
-        self._problem: str | None = None  # why the last checkpoint was not written
+        self._loss: Any = None  # of the step in progress
 
     def on_train_begin(
         self,
@@ -220,8 +230,13 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Refuse a step after the last, which comes if ``max_steps`` ends within an epoch."""
         self.run.speed.wait_ends()
+        self._loss = None
         if state.global_step >= state.max_steps:
             raise _AlreadyDone
+
+    def computed(self, loss: Any) -> None:
+        """Take what a batch adds to the loss of its step; what is logged is a mean of steps."""
+        self._loss = loss if self._loss is None else self._loss + loss
 
     def on_step_end(
         self,
@@ -231,6 +246,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> Any:
         """Save after an optimizer step if it is time or a stop is requested."""
+        self.run.guard.take(state.global_step, self._loss)
         self._steps.done(state.global_step, state.max_steps)
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
         if self.run.stop_requested:
@@ -238,19 +254,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             control.should_save = True
         elif self.run.checkpoint_due and not saves_soon:
             control.should_save = True
-        self._before_saving(args, state, control)
         self.run.speed.wait_begins()
         return control
-
-    def on_epoch_end(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
-        """Prepare for another save by the Trainer."""
-        self._before_saving(args, state, control)
 
     def on_prediction_step(
         self,
@@ -274,7 +279,9 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         """Record what the Trainer logs in the journal."""
         figures = _numbers(logs or {})
         if "loss" in figures:
-            self._steps.log_loss(state.global_step, figures["loss"])
+            self._steps.log_loss(figures["loss"])
+        if "train_loss" in figures:
+            self.run.finish_saving()  # the best one may be loaded next
         self.run.record("metrics", {"step": state.global_step, **figures})
 
     def on_evaluate(
@@ -294,24 +301,31 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         args: Any,
         state: Any,
     ) -> None:
-        """Write a checkpoint and mark it complete once every rank has written its files. If the
-        disk keeps one rank from it, all of them train on."""
-        path = _folder(args, state)
-
-        def mark() -> None:
-            if not self.run.is_main:
-                return
-            content = {"effective_batch_size": effective_batch_size(self._cfg)}
-            with replacing(path / _MARK, durable=True) as new:
-                new.write_text(json.dumps(content))
+        """Save a checkpoint, which is marked complete once all its files are there."""
+        path, is_main = _folder(args, state), self.run.is_main
+        mark, unfinished = path / _MARK, path / f"{_MARK}.tmp"
+        content = {"effective_batch_size": effective_batch_size(self._cfg)}
 
         def write_all() -> None:
-            together(write, of_all_ranks)
-            together(mark, of_all_ranks)
+            if is_main:
+                path.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text(json.dumps(content))
+                # of this very step: it is overwritten file by file
+                mark.unlink(missing_ok=True)
+            write()
 
-        self._problem = unwritten(self.run, write_all)
-        if self._problem is not None and self.run.is_main:
-            shutil.rmtree(path, ignore_errors=True)
+        def publish() -> Path:
+            unfinished.rename(mark)
+            return path
+
+        self.run.save_files(
+            path,
+            state.global_step,
+            keep=0,
+            write=write_all,
+            publish=publish,
+            at_once=args.push_to_hub,
+        )
 
     def on_save(
         self,
@@ -320,38 +334,9 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         control: Any,
         **others: Any,
     ) -> None:
-        """Report a checkpoint, and stop here if requested."""
-        self.saved(args, state)
+        """Stop here if requested."""
         if self.run.stop_requested:
             raise Interrupted(f"stopped after step {state.global_step}")
-
-    def _before_saving(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-    ) -> None:
-        """Unmark a checkpoint of this very step, which is overwritten file by file."""
-        if not control.should_save:
-            return
-        if self.run.is_main:
-            (_folder(args, state) / _MARK).unlink(missing_ok=True)
-        of_all_ranks(None)
-
-    def saved(
-        self,
-        args: Any,
-        state: Any,
-    ) -> None:
-        """Report the checkpoint of this step, or that it could not be written."""
-        if self._problem is None:
-            self.run.checkpoint_written(
-                _folder(args, state),
-                state.global_step,
-                keep=0,
-            )
-        else:
-            self.run.checkpoint_failed(self._problem)
 
 
 def _folder(args: Any, state: Any) -> Path:
