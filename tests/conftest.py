@@ -21,7 +21,7 @@ from robust_train.launcher import interpreters
 from world import World
 
 # launches in the test's process
-interpreters.subprocess = warm.Reapers()
+interpreters.subprocess = warm.Starter()
 
 # how long an example takes depends on what else this machine does
 settings.register_profile("any_load", deadline=None)

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from command_world import SCRIPTS, CommandWorld, argv, script
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
-from robust_train.launcher.inputs import adds_up_means, ignores_checkpoint, values_used
+from robust_train.launcher.inputs import values_used
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Progress, TrainingStarted
 from robust_train.model.spec import AttemptSpec
@@ -100,42 +99,6 @@ if int(sys.argv[1]) > 8:
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "adds_up"),
-    [
-        ("from transformers import AutoModel, Trainer", True),
-        ("from transformers import (\n    AutoModel,\n    Seq2SeqTrainer,\n)", True),
-        ("import transformers\ntransformers.Trainer(model)", True),
-        ("from transformers import AutoModel\nimport lightning as L\nL.Trainer()", False),
-        ("from transformers import AutoModel\nfrom trl import SFTTrainer", False),
-        ("from transformers import TrainerCallback", False),
-        ("from transformers import Trainer\nt.model_accepts_loss_kwargs = False", False),
-    ],
-)
-def test_only_transformers_own_trainer_may_add_up_means(tmp_path: Path, source: str, adds_up: bool):
-    (tmp_path / "train.py").write_text(source)
-    cwd = f"trainer.cwd={tmp_path}"
-    config = checked(composed(["trainer=command", argv("python", "train.py"), cwd]))
-    assert adds_up_means(config) == adds_up
-
-
-@pytest.mark.parametrize(
-    ("source", "resumes", "ignores"),
-    [
-        ("trainer = SFTTrainer(args=args)\ntrainer.train()", "--resume_from_checkpoint", True),
-        ("trainer.train()", "--resume", False),
-        ("trainer.train(args.resume_from_checkpoint)", "--resume_from_checkpoint", False),
-    ],
-)
-def test_a_transformers_script_that_ignores_its_checkpoint_is_known_before_it_starts(
-    tmp_path: Path, source: str, resumes: str, ignores: bool
-):
-    (tmp_path / "train.py").write_text(source)
-    cfg = composed(["trainer=command", argv("python", "train.py"), f"trainer.cwd={tmp_path}"])
-    cfg.trainer.resume_argv = [resumes, "{checkpoint}"]
-    assert ignores_checkpoint(checked(cfg)) == ignores
-
-
 def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(
     scripts: CommandWorld,
 ):
@@ -144,7 +107,8 @@ def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_s
     ended = scripts.run("--batch-size", "32", "--", sys.executable, *words)
     assert ended.returncode == 0, ended.output
     first, _, rest = ended.stdout.partition("attempt 2 on the CPU")
-    assert "gradients may be 2 times as large with accumulation 2 instead of 1" in first
+    assert "accumulates 2 micro-batches instead of 1" in first
+    assert "gradients may be 2 times as large" in first
     assert "gradients may be" not in rest
 
 
@@ -288,28 +252,17 @@ def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repe
 
 
 @pytest.mark.parametrize(
-    ("source", "has"),
+    ("words", "has"),
     [
-        ("import os; n = os.environ['ROBUST_TRAIN_BATCH_SIZE']", {"batch_size"}),
-        ("n = robust_train.current_run().batch_size", {"batch_size"}),
-        (
-            "from robust_train.integrations.accelerate import Accelerator",
-            {"batch_size", "gradient_accumulation_steps"},
-        ),
-        ("batch_size = 64", set()),
+        (("python", "train.py", "--batch={batch_size}"), {"batch_size"}),
+        (("env", "BATCH={batch_size}", "python", "train.py"), {"batch_size"}),
+        (("python", "train.py", "${training.batch_size}"), {"batch_size"}),
+        (("python", "train.py", "64"), set()),
     ],
 )
-def test_a_script_that_reads_a_value_itself_is_given_it(tmp_path: Path, source: str, has: set[str]):
-    (tmp_path / "train.py").write_text(source)
-    words = argv("python", str(tmp_path / "train.py"))
-    cfg = composed(["trainer=command", words])
+def test_what_reaches_a_script_is_what_its_command_names(words, has):
+    cfg = composed(["trainer=command", argv(*words)])
     assert values_used(cfg, checked(cfg)) == has
-
-
-def test_a_script_that_a_key_is_written_for_is_given_its_value():
-    words = argv("python", "train.py", "${training.gradient_accumulation_steps}")
-    cfg = composed(["trainer=command", words])
-    assert values_used(cfg, checked(cfg)) == {"gradient_accumulation_steps"}
 
 
 def test_what_a_script_leaves_behind_says_so(scripts: CommandWorld):
@@ -419,7 +372,7 @@ def test_a_shell_script_knows_and_tells_as_much_as_any_trainer(scripts: CommandW
 
 
 def test_a_python_script_may_use_our_run_and_needs_no_torch_for_it(scripts: CommandWorld):
-    ended = scripts.train(script("with_our_help.py"), "training.batch_size=12")
+    ended = scripts.train(script("with_our_help.py", "{batch_size}"), "training.batch_size=12")
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == {
         "objective": 0.5,
@@ -448,7 +401,8 @@ def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
 def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(
     scripts: CommandWorld,
 ):
-    shown = scripts.world.run_in_terminal("trainer=command", argv(*script("bars.py", "fails")))
+    words = argv(*script("bars.py", "fails", "{batch_size}"))
+    shown = scripts.world.run_in_terminal("trainer=command", words)
     assert "\x1b[32mterminal\x1b[0m" in shown
     assert "200 columns ''" in shown
     assert lines_shown(shown, 200).count("100%|##########") == 2, "one of each attempt"

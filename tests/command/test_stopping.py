@@ -88,16 +88,15 @@ def test_a_second_signal_kills_at_once(scripts: CommandWorld):
 @pytest.mark.parametrize(
     "victim",
     [
-        "server",
+        "launcher",
         "script",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("launcher", "attempt")),
+        pytest.param("attempt", marks=pytest.mark.slow),
     ],
 )
 def test_no_process_of_the_script_outlives_a_kill(scripts: CommandWorld, victim: str):
     process, pids = _stubborn(scripts, "stop_grace_seconds=0.5", "max_retries=0")
     attempt = parent_of(pids[0])
-    server = parent_of(attempt)
-    whom = {"launcher": process.pid, "server": server, "attempt": attempt, "script": pids[0]}
+    whom = {"launcher": process.pid, "attempt": attempt, "script": pids[0]}
     os.kill(whom[victim], signal.SIGKILL)
     ended = scripts.world.end(process)
     all_gone(pids)

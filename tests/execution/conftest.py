@@ -36,12 +36,7 @@ class Attempts:
         self.events: list[Event] = []
 
     def run(
-        self,
-        path: str,
-        /,
-        *,
-        on_event: Callable[[Event], None] = lambda event: None,
-        **keys: Any,
+        self, path: str, /, *, on_event: Callable[[Event], None] = lambda event: None, **keys: Any
     ) -> Attempt:
         """Run the trainer at ``path`` once, with these keys of the config."""
 

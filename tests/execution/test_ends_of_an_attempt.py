@@ -6,7 +6,6 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 from robust_train.config.checks import checked
@@ -14,9 +13,7 @@ from robust_train.config.composition import complete
 from robust_train.host.allocator import VARIABLE
 from robust_train.launcher import interpreters, process
 from robust_train.launcher.inputs import attempt_environment
-from robust_train.model.events import Event, UserEvent
 from robust_train.model.failure import FailureKind
-from world import wait_until
 
 if TYPE_CHECKING:
     from conftest import Attempts
@@ -43,9 +40,7 @@ def test_an_object_that_can_be_called_is_a_trainer(attempts: Attempts):
         ("dies_of_sigkill", FailureKind.INTERRUPTED, "SIGKILL"),
     ],
 )
-def test_a_process_that_dies_is_an_outcome(
-    attempts: Attempts, trainer: str, kind: FailureKind, words: str
-):
+def test_a_process_that_dies_is_an_outcome(attempts, trainer, kind, words):
     outcome = attempts.run(f"trainers.{trainer}")
     assert outcome.failure is not None
     assert outcome.failure.kind is kind
@@ -76,7 +71,7 @@ def test_a_process_that_dies_is_an_outcome(
     ],
 )
 def test_a_scripts_end_is_classified_by_its_report_its_exit_status_and_its_output(
-    attempts: Attempts, code: str, kind: FailureKind | None, words: str
+    attempts, code, kind, words
 ):
     outcome = attempts.run(
         "robust_train.attempt.script.command.train", **command("bash", "-c", code)
@@ -94,9 +89,7 @@ def command(*argv: str, **more: Any) -> dict[str, Any]:
     return {"trainer": {"argv": list(argv), **more}}
 
 
-def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(
-    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts, monkeypatch):
     monkeypatch.setattr(interpreters, "subprocess", subprocess)  # as users' start, not as a fork
     code = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps; true"
     attempts.run("robust_train.attempt.script.command.train", **command("sh", "-c", code))
@@ -108,25 +101,7 @@ def test_a_completed_result_counts_though_its_process_does_not_end(attempts: Att
     assert (outcome.failure, outcome.result) == (None, "done")
 
 
-def test_a_reported_result_counts_though_the_server_is_killed_before_it_is_read(attempts: Attempts):
-    def is_dead(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:  # it was waited for
-            return True
-
-    def wait_for_the_servers_death(event: Event) -> None:
-        if isinstance(event, UserEvent):
-            wait_until(lambda: is_dead(event.fields["pid"]), "the server's death")
-
-    name = "hard_days.completes_and_its_server_is_killed"
-    outcome = attempts.run(name, on_event=wait_for_the_servers_death)
-    assert (outcome.failure, outcome.result) == (None, "done")
-
-
-def test_an_attempt_is_killed_some_seconds_after_its_failure(
-    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_attempt_is_killed_some_seconds_after_its_failure(attempts, monkeypatch):
     """Its process cannot end, as where a destructor sleeps; the failure is the one reported."""
     monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
     started = time.monotonic()
@@ -137,9 +112,7 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(
     assert time.monotonic() - started < 60
 
 
-def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(
-    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
-):
+def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monkeypatch):
     given = attempts.run("trainers.openmp_settings").result
     assert given == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

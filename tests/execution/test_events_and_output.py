@@ -158,9 +158,7 @@ def test_a_packet_that_is_no_event_is_dropped(channel):
     assert list(read_events(ours)) == [Finished(1)]
 
 
-def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(
-    channel, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(channel, monkeypatch):
     monkeypatch.setattr(wire, "MOST_WAITING_BYTES", 100_000)
     ours, theirs = channel
     send = EventSender(theirs)
@@ -220,7 +218,7 @@ print(worker.exitcode)
     ],
 )
 def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
-    work: str, signum: int, ending: int, environ: dict[str, str]
+    work, signum, ending, environ
 ):
     """Also where it ignores that signal, or has a handler of its own and waits."""
     program = subprocess.Popen(
@@ -262,9 +260,7 @@ with stop_on_signals(lambda: stops.append(1), is_script=sys.argv[1] == "script")
 
 
 @pytest.mark.parametrize(("kind", "shown"), [("function", "0 -15"), ("script", "1 -15")])
-def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_terminates(
-    kind: str, shown: str
-):
+def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_terminates(kind, shown):
     """A script has received it from the scheduler as well, and may end as if it had completed."""
     environ = {**os.environ, "SUBMITIT_EXECUTOR": "slurm"}
     program = [sys.executable, "-c", _UNDER_SUBMITIT, kind]
@@ -273,7 +269,7 @@ def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_term
 
 @pytest.mark.parametrize(("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)])
 def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignore(
-    is_ignored: bool, signum: int
+    is_ignored, signum
 ):
     """``command &`` in a shell's script ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
@@ -398,9 +394,7 @@ def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path: Pat
     assert path.read_text().splitlines() == ["a line on stderr", "step 2"]
 
 
-def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(capsys):
     handler, root = logging.FileHandler("/dev/full"), logging.getLogger()
     root.addHandler(handler)
     lose_lines_quietly()

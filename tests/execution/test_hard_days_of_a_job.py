@@ -35,9 +35,7 @@ def start(world: World, trainer: str, *arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "signum", [signal.SIGHUP, signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)]
 )
-def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(
-    world: World, signum: int
-):
+def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(world, signum):
     """SIGTERM, and other kinds of trainers: see tests/conformance."""
     process = start(world, "saves_when_stopped")
     ready(world)

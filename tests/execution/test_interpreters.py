@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -23,8 +22,8 @@ from robust_train.launcher.interpreters import (
 )
 from robust_train.launcher.process import has_room_for_standby
 from robust_train.readable import MIB
-from simulated_nvml import Gpu, Machine
-from world import World, is_running, parent_of, wait_until
+from simulated_nvml import Gpu
+from world import World, is_running, wait_until
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
 
@@ -49,9 +48,7 @@ def test_an_interpreter_that_waits_has_not_imported_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_an_import_that_fails_or_prints_is_left_to_the_attempt(
-    interpreters: Interpreters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_import_that_fails_or_prints_is_left_to_the_attempt(interpreters, tmp_path, monkeypatch):
     (tmp_path / "prints_and_fails.py").write_text("print('loud', flush=True)\n1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     one = prepared(interpreters, "prints_and_fails", "no_such_module", "json")
@@ -61,7 +58,7 @@ def test_an_import_that_fails_or_prints_is_left_to_the_attempt(
 
 
 def test_an_import_that_ends_the_process_adds_no_words_of_its_own(
-    interpreters: Interpreters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interpreters, tmp_path, monkeypatch
 ):
     code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
     (tmp_path / "falls_over.py").write_text(code)
@@ -88,9 +85,7 @@ def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters: 
     assert one.max_resident_bytes > 1 << 20
 
 
-def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_read(
-    interpreters: Interpreters,
-):
+def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_read(interpreters):
     one = interpreters.start(os.environ)
     one.prepare(preparation(()))
     assert readable([one.channel.fileno()], 60.0)
@@ -119,7 +114,10 @@ def _start(world: World, trainer: str) -> tuple[subprocess.Popen[str], dict[str,
     wait_until(lambda: names.exists() and names.read_text().count("\n") == 2, "it trains")
     pids = (line.split() for line in names.read_text().splitlines())
     found = {name: int(pid) for name, pid in pids}
-    return process, {**found, "launcher": process.pid, "reaper": parent_of(found["attempt"])}
+    (reaper,) = (
+        one.pid for one in psutil.Process(process.pid).children() if one.name() == "job-reaper"
+    )
+    return process, {**found, "launcher": process.pid, "reaper": reaper}
 
 
 def _kill_launcher(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
@@ -135,20 +133,15 @@ def _kill_both(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
     os.kill(pids["attempt"], signal.SIGKILL)
 
 
-def _kill_reaper(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
-    os.kill(pids["reaper"], signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     "kill",
     [
         _kill_both,
-        _kill_reaper,
         *(pytest.param(kill, marks=pytest.mark.slow) for kill in (_kill_launcher, _kill_attempt)),
     ],
 )
 def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_the_job(
-    world: World, kill: Callable[[subprocess.Popen[str], dict[str, int]], None]
+    world, kill
 ):
     process, pids = _start(world, "hides_a_helper")
     kill(process, pids)
@@ -174,10 +167,7 @@ def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_
     ],
 )
 def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended(
-    world: World,
-    machine_with: Callable[..., Machine],
-    order: Sequence[str],
-    ended_by: str,
+    world, machine_with, order, ended_by
 ):
     world.with_environ(machine_with(Gpu()).environ)
     process, pids = _start(world, "hides_a_helper")

@@ -70,7 +70,7 @@ def test_a_waiting_job_says_for_what():
     reason = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
     waiting = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": reason})
     assert status_lines(waiting, pace_of((0.0, waiting)), 5.0, 160) == [
-        "waiting 0:05 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna",
+        "waiting 0:05 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
     ]
 
 
@@ -126,9 +126,7 @@ def shown_on(terminal: int) -> str:
             return written.decode()
 
 
-def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = terminal
     resize(descriptor, 80)
@@ -147,9 +145,7 @@ def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(
 
 
 @pytest.mark.parametrize("columns", [80, 120, 160])
-def test_output_scrolls_above_the_status_and_bars_stay_whole(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch, columns: int
-):
+def test_output_scrolls_above_the_status_and_bars_stay_whole(terminal, monkeypatch, columns):
     monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = terminal
     resize(descriptor, columns)
@@ -171,9 +167,7 @@ def test_output_scrolls_above_the_status_and_bars_stay_whole(
     assert "\x1b[?25l" not in seen, "who is killed cannot bring the cursor back"
 
 
-def test_a_terminal_that_became_narrower_keeps_its_lines(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_terminal_that_became_narrower_keeps_its_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = terminal
     area = LiveArea(descriptor)
@@ -188,9 +182,7 @@ def test_a_terminal_that_became_narrower_keeps_its_lines(
     assert lines_shown(reflowed + seen, 40) == ["a line", "", "s" * 30]
 
 
-def test_the_status_goes_on_where_somebody_reads_again(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_status_goes_on_where_somebody_reads_again(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = terminal
     with LiveArea(descriptor) as area:
@@ -215,9 +207,7 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
         os.close(descriptor)
 
 
-def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(
-    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = terminal
     with LiveArea(descriptor) as area:

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,7 @@ from robust_train.model.events import (
     TrainingStarted,
 )
 from robust_train.model.spec import AttemptSpec
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import Gpu
 
 times = st.floats(0, 1e6)
 
@@ -71,16 +71,14 @@ def test_zero_is_never(pulse: Pulse):
 
 @given(pulses(), st.floats(1, 1e5))
 def test_a_number_counts_from_the_last_progress_or_before_it_from_the_last_sign_of_life(
-    pulse: Pulse, limit: float
+    pulse, limit
 ):
     since = pulse.alive if pulse.reported is None else pulse.reported
     assert (share(limit, pulse) >= 1) == ((pulse.now - since) / limit >= 1)
 
 
 @given(pulses())
-def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_the_start(
-    pulse: Pulse,
-):
+def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_the_start(pulse):
     stands = standstill(None, pulse)
     assert stands is not None
     least = STARTUP_SECONDS if pulse.reported is None else SHORTEST_SECONDS
@@ -91,26 +89,20 @@ def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_
 
 
 @given(pulses(), st.none() | st.floats(1, 1e5), st.floats(0, 1))
-def test_a_later_sign_of_life_never_brings_the_end_nearer(
-    pulse: Pulse, limit: float | None, part: float
-):
+def test_a_later_sign_of_life_never_brings_the_end_nearer(pulse, limit, part):
     later = replace(pulse, alive=pulse.alive + part * (pulse.now - pulse.alive))
     assert share(limit, later) <= share(limit, pulse)
 
 
 @given(pulses(), st.none() | st.floats(1, 1e5))
-def test_after_progress_all_of_the_time_is_left_and_nothing_learned_is_lost(
-    pulse: Pulse, limit: float | None
-):
+def test_after_progress_all_of_the_time_is_left_and_nothing_learned_is_lost(pulse, limit):
     after = pulse.after_progress()
     assert share(limit, after) == 0
     assert after.longest >= pulse.longest
 
 
 @given(st.lists(st.floats(0.1, 4.99), max_size=30), st.floats(1, 590))
-def test_a_job_is_left_alone_while_no_pause_is_five_times_the_longest_before(
-    factors: list[float], first: float
-):
+def test_a_job_is_left_alone_while_no_pause_is_five_times_the_longest_before(factors, first):
     """Evaluation and checkpoints are such pauses."""
     pulse = replace(Pulse(), now=first).after_progress()
     for factor in factors:
@@ -223,9 +215,7 @@ def test_what_a_thread_may_send_is_no_progress(watched: Watched):
     assert watched.wait(100) is not None
 
 
-def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_does(
-    watched: Watched,
-):
+def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_does(watched):
     watched.watch.on_event(Progress(1))
     watched.signal(signal.SIGSTOP, *watched.pids)
     assert watched.wait(2000) is None
@@ -243,9 +233,7 @@ def test_time_in_which_the_launcher_was_suspended_does_not_count(watched: Watche
     assert watched.wait(500) is None
 
 
-def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(
-    watched: Watched, tmp_path: Path
-):
+def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(watched, tmp_path):
     watched.watch.on_event(Progress(1))
     assert watched.wait(400) is None
     watched.watch.on_event(Progress(2))
@@ -273,9 +261,7 @@ def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched: W
     assert watched.wait(100) is not None
 
 
-def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(
-    tmp_path: Path, clock: Clock
-):
+def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(tmp_path, clock):
     watched = Watched(tmp_path, clock, runs="cat /dev/zero > /dev/null")
     try:
         assert watched.wait(4000) is None
@@ -285,9 +271,7 @@ def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(
         watched.close()
 
 
-def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(watched, monkeypatch):
     looks = itertools.count()
     monkeypatch.setattr(stall_watch, "bytes_moved_by", lambda process: next(looks) // 32 * 10**6)
     watched.watch.on_event(Progress(1))
@@ -296,9 +280,7 @@ def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(
 
 
 @pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])
-def test_a_busy_gpu_of_its_own_is_a_sign_of_life(
-    machine_with: Callable[..., Machine], percent: int, hangs: bool
-):
+def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, hangs):
     machine = machine_with(Gpu(utilization=percent), Gpu(utilization=90))
     assert hangs is machine.python(
         """

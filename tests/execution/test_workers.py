@@ -53,7 +53,7 @@ def started(tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
     ],
 )
 def test_counts_the_workers_and_says_whether_they_hold_the_memory(
-    tmp_path, started, own: int, each: int, count: int, method: str, workers: Workers
+    tmp_path, started, own, each, count, method, workers
 ):
     (tmp_path / "holds.py").write_text(HOLDS)
     program = [sys.executable, "holds.py", str(own), str(each), str(count), method]

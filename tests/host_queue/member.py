@@ -59,11 +59,7 @@ def main() -> None:
         if isinstance(found, NoGpu):
             say("refused", reason=found.reason)
             return False
-        child = subprocess.Popen(
-            ["sleep", "1000"],
-            pass_fds=queue.hold,
-            stdout=subprocess.DEVNULL,
-        )
+        child = subprocess.Popen(["sleep", "1000"], pass_fds=queue.hold, stdout=subprocess.DEVNULL)
         children.append(child)
         uuids = [gpu.uuid for gpu in found]
         free = min(gpu.free_bytes for gpu in found) // MIB

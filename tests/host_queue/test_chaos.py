@@ -34,14 +34,8 @@ MachineWith = Callable[..., Machine]
     ],
 )
 def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(
-    machine_with: MachineWith,
-    tmp_path: Path,
-    per_device: int,
-    counts: tuple[int, ...],
-    seed: int,
-    launchers: int,
-    signum: int,
-) -> None:
+    machine_with, tmp_path, per_device, counts, seed, launchers, signum
+):
     machine = machine_with(*(Gpu(total_mib=40000) for _ in range(8)))
     what = chaos.Chaos(
         str(tmp_path / "log"),

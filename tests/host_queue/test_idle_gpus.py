@@ -18,7 +18,7 @@ from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.registry import IDLE_SECONDS, QueuedJob, Registry
 from robust_train.queue.waiting import wait_for_gpus
 from robust_train.readable import MIB
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import Gpu
 
 A = GpuInfo("GPU-a", "A100", 0, "0", 40000 * MIB, 40000 * MIB, 0, utilization_percent=0)
 
@@ -61,11 +61,8 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.mark.parametrize("utilization_percent", [3, None])  # None: it does not report
 def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
-    job: RunningJob,
-    later: Callable[[float], None],
-    capsys: pytest.CaptureFixture[str],
-    utilization_percent: int | None,
-) -> None:
+    job, later, capsys, utilization_percent
+):
     def shown() -> int | None:
         assert main(["queue", "--json", "--dir", str(job.base)]) == 0
         (one,) = json.loads(capsys.readouterr().out)["jobs"]
@@ -87,9 +84,7 @@ def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
     assert shown() is None
 
 
-def test_a_gpu_that_its_job_gave_back_meanwhile_has_not_been_idle(
-    job: RunningJob, later: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_that_its_job_gave_back_meanwhile_has_not_been_idle(job, later, capsys):
     job.queue.tick()
     assert job.queue.take((), 0)  # an attempt on the CPU
     later(2 * IDLE_SECONDS)
@@ -108,9 +103,7 @@ def test_idle_is_what_was_last_seen_for_at_least_an_hour() -> None:
     assert seen.on(["GPU-b", "GPU-a"]).idle() == {}, "a new attempt has left nothing idle yet"
 
 
-def test_gpus_marks_a_gpu_that_its_job_leaves_idle(
-    machine_with: Callable[..., Machine],
-) -> None:
+def test_gpus_marks_a_gpu_that_its_job_leaves_idle(machine_with):
     machine = machine_with(Gpu(), Gpu())
     registry = Registry(Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"]))
     reservation = registry.enter(QueuedJob(name="job", reserved_bytes=4000 * MIB))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import Host
 
 import warm
 from robust_train.cli.doctor import exercise
@@ -99,9 +98,7 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
     assert list((host.base / boot_name()).glob("record.*")) == []
 
 
-def test_a_job_of_the_queue_is_stopped_by_its_id(
-    shared: Callable[..., Shared],
-):
+def test_a_job_of_the_queue_is_stopped_by_its_id(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
     ready = world.folder / "ready"
@@ -153,10 +150,7 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Cal
     world = host.world("first")
     failures = world.folder / "failures"
     failures.write_text(f"3 {ECC}")
-    world.environ |= {
-        "FAILURES_FILE": str(failures),
-        "ATTEMPTS_FILE": str(world.folder / "given"),
-    }
+    world.environ |= {"FAILURES_FILE": str(failures), "ATTEMPTS_FILE": str(world.folder / "given")}
     ended = world.run("trainer._target_=failing_trainers.fails_by_script")
     assert [a["gpu_uuid"] for a in ended.attempts] == [A, B]
     doctor = host.command("doctor")
@@ -207,9 +201,7 @@ def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., 
         ({"pages_pending": 1}, "wait to be retired"),
     ],
 )
-def test_doctor_says_why_a_gpu_is_not_usable(
-    shared: Callable[..., Shared], sick: dict[str, int], words: str
-):
+def test_doctor_says_why_a_gpu_is_not_usable(shared, sick, words):
     host = shared(
         Gpu(uuid=A, **sick), Gpu(uuid=B, free_mib=2000, recovery=0, remap_failed=0, pages_pending=0)
     )
@@ -294,9 +286,7 @@ print(json.dumps(exercise(torch.device("cpu"), total)))
         exercise(torch.device("cpu"), 2**20)
 
 
-def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cuda(
-    host_with: Callable[..., Host],
-):
+def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cuda(host_with):
     host = host_with(Gpu(), Gpu(), Gpu(free_mib=20000, utilization=97, compute=[(1, 20000)]))
     busy = host.start(4000).wait_for("granted")["gpu"]
     environ = host.machine.environment()

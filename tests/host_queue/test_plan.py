@@ -139,9 +139,7 @@ def test_equal_tickets_go_by_the_time_at_which_they_came() -> None:
         (held(B), job(1), gpu(A, unusable="it has to be reset"), False),
     ],
 )
-def test_a_gpu_is_given_only_if_it_has_room(
-    running: QueuedJob, asks: QueuedJob, device: GpuInfo, gets: bool
-) -> None:
+def test_a_gpu_is_given_only_if_it_has_room(running, asks, device, gets):
     assert bool(granted([running, asks], [device])) == gets
     announced = asks.on((A,))
     assert has_room(announced, [running], [device]) == gets, "the second look says the same"
@@ -272,8 +270,8 @@ def test_an_urgent_job_goes_before_the_others_of_its_user_and_before_no_one_else
     ],
 )
 def test_after_its_time_slice_a_job_leaves_the_gpu_that_is_kept_for_a_user_with_fewer(
-    waiting: QueuedJob, leaves: str
-) -> None:
+    waiting, leaves
+):
     jobs = [
         held(A, since=1.0),
         held(B, since=2.0),
@@ -347,8 +345,8 @@ LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi -
     ],
 )
 def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line(
-    me: QueuedJob, running: list[QueuedJob], gpus: list[GpuInfo], why: str
-) -> None:
+    me, running, gpus, why
+):
     decided = Plan([*running, me], gpus, NOW)
     text = why_waiting(me, running, gpus, decided, {812: GpuUser("python", "ada")})
     assert text.startswith(why)
@@ -401,11 +399,8 @@ def running_jobs(drawn: list[tuple[str, int, int, int]]) -> list[QueuedJob]:
 
 @given(wanted, reservations, machines, limits)
 def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
-    drawn: list[dict[str, object]],
-    before: list[tuple[str, int, int, int]],
-    machine: list[tuple[int, float]],
-    limit: int,
-) -> None:
+    drawn, before, machine, limit
+):
     gpus, running = build(machine), running_jobs(before)
     waiting = [job(n, **about) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
     decided = Plan([*running, *waiting], gpus, NOW, limit)
@@ -435,8 +430,8 @@ def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
 
 @given(wanted, reservations, st.integers(0, 12))
 def test_the_order_keeps_each_users_own_and_the_next_is_a_user_who_holds_least(
-    drawn: list[dict[str, object]], before: list[tuple[str, int, int, int]], rotation: int
-) -> None:
+    drawn, before, rotation
+):
     running = running_jobs(before)
     waiting = [job(n, **about) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
     shuffled = [*waiting[rotation:], *waiting[:rotation]]
@@ -451,9 +446,7 @@ def test_the_order_keeps_each_users_own_and_the_next_is_a_user_who_holds_least(
 
 
 @given(wanted, machines)
-def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(
-    drawn: list[dict[str, object]], machine: list[tuple[int, float]]
-) -> None:
+def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(drawn, machine):
     waiting = [job(n, **(about | {"user": ADA})) for n, about in enumerate(drawn)]  # type: ignore[arg-type]
     gpus = build(machine)
     all_of_them = Plan(waiting, gpus, NOW).groups
@@ -462,9 +455,7 @@ def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(
 
 
 @given(machines, st.integers(1, 4))
-def test_a_group_is_of_one_model_if_there_are_enough_and_else_the_best(
-    machine: list[tuple[int, float]], count: int
-) -> None:
+def test_a_group_is_of_one_model_if_there_are_enough_and_else_the_best(machine, count):
     gpus = [gpu(uuid, total=total) for uuid, (total, _) in zip(UUIDS, machine, strict=False)]
     group = choose_group(gpus, count)
     models = [info.total_bytes for info in gpus]

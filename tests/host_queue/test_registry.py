@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,8 @@ def queue_of(base: Path) -> HostQueue:
 
 
 def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleared(
-    base: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, registry, monkeypatch
+):
     one, other = replace(A, uuid="GPU-b", index=1, pci_bus_id="1"), A
     job = QueuedJob("1", reserved_bytes=1, only=(A.uuid, one.uuid), polled_at=1e12)
 
@@ -109,9 +109,7 @@ def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleare
 
 
 @needs_root
-def test_no_file_of_another_user_ends_an_exclusion_or_makes_one_that_stays(
-    base: Path, registry: Registry
-) -> None:
+def test_no_file_of_another_user_ends_an_exclusion_or_makes_one_that_stays(base, registry):
     assert registry.exclude(A.uuid, "/runs/1", "ECC")
 
     def plant() -> None:
@@ -139,9 +137,7 @@ def test_the_directory_is_made_for_every_user_of_the_host(tmp_path: Path) -> Non
         assert folder.stat().st_mode & 0o7777 == 0o1777
 
 
-def test_key_before_variable_before_the_runtime_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_before_variable_before_the_runtime_directory(tmp_path, monkeypatch):
     environ = {"ROBUST_TRAIN_QUEUE_DIR": "/from/environment"}
     assert directory_for("/from/key", environ) == Path("/from/key")
     assert directory_for(None, environ) == Path("/from/environment")
@@ -172,9 +168,7 @@ def test_key_before_variable_before_the_runtime_directory(
         ),
     ],
 )
-def test_what_is_no_directory_of_its_own_is_refused(
-    tmp_path: Path, plant: Callable[[Path], object], why: str
-) -> None:
+def test_what_is_no_directory_of_its_own_is_refused(tmp_path, plant, why):
     base = tmp_path / "queue"
     plant(base)
     with pytest.raises(QueueProblem, match=why) as caught:
@@ -199,9 +193,7 @@ def test_a_directory_that_was_removed_is_made_again(registry: Registry) -> None:
     other.close()
 
 
-def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(
-    base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(base, caplog):
     job = queue_of(base)
     assert wait_for_gpus(job, REQUEST) == (A,)
     shutil.rmtree(base)
@@ -216,9 +208,7 @@ def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(
 
 
 @needs_root
-def test_a_full_disk_means_a_warning_and_no_reservation(
-    base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_means_a_warning_and_no_reservation(base, caplog):
     base.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k,mode=1777", "tmpfs", str(base)]
     if subprocess.run(mount, capture_output=True).returncode != 0:
@@ -239,8 +229,8 @@ def test_a_full_disk_means_a_warning_and_no_reservation(
 
 @needs_root
 def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_it_to_root(
-    base: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+    base, capsys, caplog
+):
     def make() -> None:
         os.umask(0)
         Registry(base).close()
@@ -290,15 +280,8 @@ def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base: Path) -> No
 )
 @needs_root
 def test_root_alone_may_limit_gpus_per_user_and_a_mistake_is_one_line(
-    registry: Registry,
-    base: Path,
-    caplog: pytest.LogCaptureFixture,
-    text: str,
-    limit: int,
-    warning: str | None,
-    mode: int,
-    owner: int,
-) -> None:
+    registry, base, caplog, text, limit, warning, mode, owner
+):
     limits = base / "queue.yaml"
     limits.write_text(text)
     limits.chmod(mode)
@@ -395,9 +378,7 @@ def test_no_value_of_any_field_stops_who_reads_it(field: str, value: Any) -> Non
     ],
     ids=["link", "directory", "fifo", "random", "huge", "empty", "unlocked"],
 )
-def test_what_is_planted_under_a_records_name_is_no_job(
-    registry: Registry, plant: Callable[[Path], None]
-) -> None:
+def test_what_is_planted_under_a_records_name_is_no_job(registry, plant):
     plant(registry.path / "record.0000000007.abcdef")
     plant(registry.path / "faults.GPU-1.0")
     assert registry.jobs() == []
@@ -428,9 +409,7 @@ def test_a_record_that_was_removed_is_written_again_under_its_ticket(registry: R
     assert list(registry.path.iterdir()) == []
 
 
-def test_sixty_thousand_files_of_a_user_delay_no_one_and_are_reported(
-    registry: Registry, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sixty_thousand_files_of_a_user_delay_no_one_and_are_reported(registry, capsys):
     folder = registry.path
     for number in range(MOST_FILES_PER_USER + 500):
         (folder / f"record.{number:010}.abcdef").touch()
@@ -495,8 +474,8 @@ def read_lock(path: Path) -> int:
 )
 @needs_root
 def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding(
-    base: Path, registry: Registry, take: Callable[[Path], object]
-) -> None:
+    base, registry, take
+):
     job = queue_of(base)
     assert wait_for_gpus(job, REQUEST) == (A,)
     (path,) = registry.path.glob("record.*")
@@ -518,28 +497,7 @@ def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding
         os.close(other)
 
 
-def test_a_running_job_of_version_0_2_counts_with_its_gpus(base: Path, registry: Registry) -> None:
-    values = json.loads(encode(JOB.on(("GPU-a",)))[9:])
-    for name in ("draining", "polled_at", "idle_seconds"):
-        del values[name]
-    values |= {"id": "3-aaaaaa", "ticket": 3, "state": "running", "user": "ada", "uid": 0}
-    values |= {"charged_at": 1.0, "busy_at": [], "overtaken": 0}
-    line = json.dumps(values).encode()
-    path = registry.path / "job.0000000003.aaaaaa"
-    path.write_bytes((b"%08x %s" % (zlib.crc32(line), line)).ljust(4095) + b"\n")
-    with path.open() as old:
-        fcntl.flock(old, fcntl.LOCK_EX)
-        (found,) = registry.jobs()
-        assert (found.id, found.state, found.gpus) == ("3-aaaaaa", "running", ("GPU-a",))
-        job = queue_of(base)
-        assert "taken, one job per GPU" in str(wait_for_gpus(job, REQUEST))
-        job.release()
-    assert registry.jobs() == []
-
-
-def test_a_file_system_without_locks_means_a_warning_and_no_reservation(
-    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_means_a_warning_and_no_reservation(base, monkeypatch, caplog):
     def no_locks(fd: int, *arguments: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -554,9 +512,7 @@ def test_a_file_system_without_locks_means_a_warning_and_no_reservation(
 
 
 @needs_root
-def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(
-    base: Path, registry: Registry, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(base, registry, capsys):
     claims = {"pid": os.getpid(), "name": "\x1b[2Jx\u202e", "user": "root", "gpus": []}
 
     def plant() -> int:
@@ -577,9 +533,7 @@ def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(
 
 
 @needs_root
-def test_where_proc_hides_processes_a_job_of_another_user_is_not_taken_for_ended(
-    base: Path,
-) -> None:
+def test_where_proc_hides_processes_a_job_of_another_user_is_not_taken_for_ended(base):
     job = queue_of(base)
     assert wait_for_gpus(job, REQUEST) == (A,)
 
@@ -595,9 +549,7 @@ def test_where_proc_hides_processes_a_job_of_another_user_is_not_taken_for_ended
 
 
 @needs_root
-def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(
-    base: Path, registry: Registry, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_who_holds_nothing_goes_before_the_next_job_of_one_who_does(base, registry, capsys):
     running, later = queue_of(base), enter(registry, "sweep")
     assert wait_for_gpus(running, REQUEST) == (A,)
     unhurried = {"only": (A.uuid,), "polled_at": time.monotonic() + 3600}

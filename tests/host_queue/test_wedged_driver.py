@@ -23,9 +23,7 @@ def hangs(member: Member) -> bool:
     return "has not answered" in sentence(member)
 
 
-def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(
-    host_with: HostWith,
-) -> None:
+def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(host_with):
     host = host_with(Gpu(total_mib=40000), Gpu(total_mib=40000))
     running = [host.start(30000) for _ in range(2)]
     for member in running:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any]) -> Counter[s
 
 
 def test_an_error_in_a_step_and_one_that_ends_an_attempt_are_each_answered_once(
-    calls: Counter[str], answers: dict[str, Any], tmp_path: Path
+    calls, answers, tmp_path
 ):
     def train(cfg: Any, run: Any) -> int:
         model = torch.nn.Linear(2, 1)

@@ -23,6 +23,7 @@ from omegaconf.errors import ConfigAttributeError
 import hard_days
 import trainers
 import warm
+from another_user import needs_root
 from robust_train import (
     AttemptsExhausted,
     ConfigError,
@@ -128,9 +129,7 @@ def test_ctrl_c_before_the_job_has_begun_is_no_traceback_either(tmp_path: Path):
     assert (process.returncode, process.stderr) == (130, "")
 
 
-def test_a_missing_key_is_one_line_that_names_its_reader(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_missing_key_is_one_line_that_names_its_reader(tmp_path, caplog):
     def train(cfg: DictConfig) -> object:
         return cfg.training.momentum
 
@@ -183,9 +182,7 @@ def train(cfg, run):
 """
 
 
-def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
     notebook = code.InteractiveConsole({"__name__": "__main__", "launch": launch})
     assert not notebook.runsource(NOTEBOOK, symbol="exec")
     monkeypatch.setattr(sys, "stdout", cell := Cell())
@@ -211,9 +208,7 @@ def test_a_typo_in_the_configuration_is_one_line():
         launch(trainers.has_a_bug, {"training": {"batchsize": 1}})
 
 
-def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog):
     def mistaken(cfg: object) -> None:
         raise UserError("no weights here")
 
@@ -248,9 +243,7 @@ def test_the_trainers_own_exception_is_raised_with_its_traceback(tmp_path: Path,
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_a_signal_after_the_trainer_has_returned_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
-):
+def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monkeypatch, isolation):
     """To launcher and attempt before the result is reported, and to the launcher at the end."""
     stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launcher.Summary, "write", lambda summary: stop())
@@ -262,9 +255,7 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(
     assert read_identity(tmp_path).completed is not None
 
 
-def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(tmp_path, monkeypatch):
     released = []
     release = HostQueue.release
 
@@ -284,9 +275,7 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(
     assert read_state(tmp_path).exit_code == 130
 
 
-def test_however_often_ctrl_c_is_pressed_the_end_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_however_often_ctrl_c_is_pressed_the_end_is_recorded(tmp_path, monkeypatch):
     def train(cfg: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -332,15 +321,28 @@ def test_a_death_without_an_exception_is_raised_as_trainer_failed(tmp_path: Path
         launch(trainers.dies_of_segfault, run_dir=tmp_path)
 
 
-def test_memory_that_runs_out_everywhere_is_raised_with_what_was_tried(
-    tmp_path: Path,
-):
+def test_memory_that_runs_out_everywhere_is_raised_with_what_was_tried(tmp_path):
     def train(cfg):
         raise MemoryError
 
     cfg = {"isolation": "none", "training": {"batch_size": 8, "num_workers": 2}}
     with pytest.raises(AttemptsExhausted, match="cpu at micro-batch 8, 4"):
         launch(train, cfg, run_dir=tmp_path)
+
+
+@needs_root
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, caplog):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "filler").write_bytes(b"x" * 10**6)
+        with pytest.raises(ConfigError, match=r"cannot write .*job\.json.*may succeed later"):
+            launch(trainers.scaled, {"isolation": "none"}, run_dir=tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    assert not caplog.records
 
 
 def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path: Path):
@@ -351,9 +353,7 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_job_in_this_process_leaves_the_allocators_variable_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_job_in_this_process_leaves_the_allocators_variable_as_it_was(tmp_path, monkeypatch):
     """A later job would take it for the user's own."""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     launch(

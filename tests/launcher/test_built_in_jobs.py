@@ -128,9 +128,7 @@ def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
 
 
 @pytest.mark.proves("built-in trainer", "one GPU", "new attempt")
-def test_a_real_out_of_memory_error_outside_of_the_step_halves_the_batch_and_finishes(
-    world: World,
-):
+def test_a_real_out_of_memory_error_outside_of_the_step_halves_the_batch_and_finishes(world):
     """A trainer that splits nothing itself: the launcher starts it again."""
     ended = world.run("trainer._target_=limited_trainers.a_plain_loop", "training.batch_size=64")
     assert ended.returncode == 0, ended.output

@@ -39,9 +39,7 @@ def test_the_gpu_with_the_most_free_memory_is_the_only_one_the_trainer_sees(worl
         (["device=cuda:1", "auto_device=true"], A),
     ],
 )
-def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(
-    world: World, arguments: list[str], visible: str
-):
+def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, arguments, visible):
     assert visible_to_trainer(world, *arguments) == visible
 
 
@@ -66,9 +64,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World)
     assert B in ended.stderr
 
 
-def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(
-    world: World, two_gpus: Machine
-):
+def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(world, two_gpus):
     two_gpus.cuda = 12020
     two_gpus.update(0)
     ended = world.run("trainer._target_=trainers.computes_on_its_device")
@@ -83,9 +79,7 @@ def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a_warning(
-    world: World,
-):
+def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a_warning(world):
     words = "CUDA initialization: The NVIDIA driver on your system is too old (found 12020)."
     code = f"import time, warnings; warnings.warn('{words}'); time.sleep(1.2)"
     argv = json.dumps([sys.executable, "-c", code])

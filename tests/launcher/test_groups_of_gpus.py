@@ -109,9 +109,7 @@ print(json.dumps(seen))
     assert others.startswith("NoDevice: no 3 GPUs were available now: 2 of 3 GPUs available; GPU")
 
 
-def test_a_group_is_bounded_by_masks_and_allocations_and_refused_in_one_line(
-    machine_with: MachineWith,
-) -> None:
+def test_a_group_is_bounded_by_masks_and_allocations_and_refused_in_one_line(machine_with):
     machine = machine_with(Gpu(), Gpu(), Gpu(), Gpu(total_mib=2000, recovery=1))
     told = machine.python(
         PROGRAM

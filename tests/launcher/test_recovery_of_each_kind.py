@@ -44,9 +44,7 @@ class Script:
     ) -> Ended:
         self.failures.write_text("\n".join(lines))
         return self.world.run(
-            f"trainer._target_={trainers}.fails_by_script",
-            "retry_pause_seconds=0.1",
-            *overrides,
+            f"trainer._target_={trainers}.fails_by_script", "retry_pause_seconds=0.1", *overrides
         )
 
     @property
@@ -92,9 +90,7 @@ def actions(ended: Ended) -> list[str]:
         ),
     ],
 )
-def test_the_next_attempt_uses_what_the_remedy_says(
-    script: Script, failures: list[str], actions: str, gpus: list[str]
-):
+def test_the_next_attempt_uses_what_the_remedy_says(script, failures, actions, gpus):
     ended = script.run(*failures, overrides=("training.num_workers=2",))
     assert ended.returncode == 0, ended.output
     assert " ".join(attempt["action"] for attempt in ended.attempts) == actions
@@ -116,16 +112,11 @@ def test_the_next_attempt_uses_what_the_remedy_says(
             "expandable_segments",
             ["False", "True"],
         ),
-        (
-            "- CUDA driver error: unknown error",
-            (),
-            "no_expandable_segments",
-            ["True", "False"],
-        ),
+        ("- CUDA driver error: unknown error", (), "no_expandable_segments", ["True", "False"]),
     ],
 )
 def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_none(
-    script: Script, failure: str, keys: tuple[str, ...], action: str, segments: list[str]
+    script, failure, keys, action, segments
 ):
     ended = script.run(failure, overrides=keys, trainers="allocating_trainers")
     assert ended.returncode == 0, ended.output
@@ -135,9 +126,7 @@ def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_n
     assert first["batch_size"] == second["batch_size"]
 
 
-def test_memory_that_others_took_is_waited_for_at_the_same_batch(
-    world: World, script: Script, cuda_machine_with: MakeMachine
-):
+def test_memory_that_others_took_is_waited_for_at_the_same_batch(world, script, cuda_machine_with):
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000, free_mib=20000))
     world.with_environ(machine.environ)
     script.failures.write_text(f"3 {PLAIN_OOM}")
@@ -215,9 +204,7 @@ def test_the_users_rules_come_before_ours_and_a_gpu_they_blame_is_excluded(scrip
     assert "retry.rules[1] (1 of 3): exclude_gpu" in second["reason"]
 
 
-def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_the_same(
-    world: World,
-):
+def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_the_same(world):
     """Real limits of memory; the trainer says by its source that it heeds the key."""
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     target = "trainer._target_=limited_trainers.checkpoints_within_a_limit"
@@ -233,9 +220,7 @@ def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_t
     assert world.run(target, *batch, "allow_gradient_checkpointing=false").returncode == 1
 
 
-def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(world, monkeypatch):
     submitit = pytest.importorskip("submitit")
     from requeued_job import RequeuedJob
 
@@ -246,7 +231,7 @@ def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(
     executor.update_parameters(timeout_min=5)
     job = executor.submit(RequeuedJob(), world.run_dir)
     attempt = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
-    launcher = parent_of(parent_of(attempt))
+    launcher = parent_of(attempt)
     # as Slurm does when the job is preempted; submitit's local executor can only do it on time-out
     os.kill(launcher, submitit.JobEnvironment._usr_sig())
     assert job.result() == "went on from when-preempted", job.stderr()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.folder.state import read_state
 from robust_train.model.errors import ConfigError
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import Gpu
 from world import World
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
@@ -37,7 +36,7 @@ def tight_world(world: World) -> World:
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "in the step")
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "new attempt")
 def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_with_a_checkpoint(
-    tight_world: World,
+    tight_world,
 ):
     ended = tight_world.run(*ranks(2, "splits_in_its_own_loop", "training.batch_size=32"))
     assert ended.returncode == 0, ended.output
@@ -100,13 +99,7 @@ def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(
     ],
 )
 def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch(
-    world: World,
-    cuda_machine_with: Callable[..., Machine],
-    others: tuple[Gpu, ...],
-    batch_size: int,
-    waits: float,
-    ranks: int,
-    sizes: tuple[int, int],
+    world, cuda_machine_with, others, batch_size, waits, ranks, sizes
 ):
     world.with_environ(cuda_machine_with(Gpu(), Gpu(), Gpu(), Gpu(), *others).environ)
     keys = ("num_gpus=4", f"training.batch_size={batch_size}", "training.num_workers=0")

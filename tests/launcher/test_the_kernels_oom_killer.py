@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from robust_train.readable import MIB
-from world import World, wait_until
+from world import wait_until
 
 LIMIT_BYTES = 1200 * MIB
 
@@ -56,9 +56,7 @@ def cgroup() -> Iterator[Cgroup]:
     made.remove()
 
 
-def test_a_child_that_the_kernel_killed_for_memory_is_tried_again_with_less(
-    world: World, cgroup: Cgroup
-):
+def test_a_child_that_the_kernel_killed_for_memory_is_tried_again_with_less(world, cgroup):
     overrides = ("trainer._target_=trainers.fills_memory", "training.num_workers=0")
     ended = world.end(world.start(*overrides, preexec_fn=cgroup.enter))
     assert ended.returncode == 0, ended.output

@@ -21,7 +21,7 @@ OF_THE_COMMAND = [
     (["dataset=image_folder", "dataset.root=/no/such"], ["dataset.root=/no/such"]),
 ]
 VARIANTS = [
-    (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
+    (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"])
 ]
 OF_THE_CONFIGURATION = [
     (["training.batch_size=many"], ["training.batch_size=many", "an integer"]),
@@ -124,9 +124,7 @@ def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: Wo
     assert "Traceback" not in ended.output
 
 
-def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exit_code(
-    world: World,
-):
+def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exit_code(world):
     """Also where a folder of the command itself has a module of the same name."""
     (world.folder / "train.py").write_text("def train(cfg, run): return 1.5\n")
     main = [sys.executable, "-m", "robust_train.cli.main", "train"]

@@ -7,8 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
-
 LARGE_BYTES = 10_000_000
 
 
@@ -77,7 +75,7 @@ class StopsItsJob:
 def is_stopped_when_it_has_returned(cfg, run):
     launcher = os.getpid()
     if cfg.isolation == "process":
-        launcher = psutil.Process(os.getppid()).ppid()
+        launcher = os.getppid()
         assert not run.stop_requested  # the other one never reads it
     return StopsItsJob(launcher, os.getpid())
 
@@ -87,14 +85,6 @@ def returns_when_it_is_stopped(cfg, run):
     os.kill(os.getpid(), signal.SIGTERM)
     assert run.stop_requested
     return "what there is so far"
-
-
-def completes_and_its_server_is_killed(cfg, run):
-    import atexit
-
-    atexit.register(os.kill, os.getppid(), signal.SIGKILL)
-    run.record("server", {"pid": os.getppid()})
-    return "done"
 
 
 def fails_but_does_not_end(cfg):

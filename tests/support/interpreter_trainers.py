@@ -32,8 +32,8 @@ def waits_for_the_standby(cfg, run):
     run.progress(1)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        reaper = psutil.Process().parent()
-        for one in reaper.children():
+        launcher = psutil.Process().parent()
+        for one in launcher.children():
             maps = Path(f"/proc/{one.pid}/maps").read_text()
             if one.pid != os.getpid() and "/PIL/_imaging" in maps:
                 raise RuntimeError("NCCL error: remote process exited or there was a network error")

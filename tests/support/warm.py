@@ -2,10 +2,10 @@
 
 What follows is the real command: its own process, arguments, environment, output and signals; only
 the seconds for imports and for Hydra's first composition are paid once a worker. It becomes a child
-of the test's process. A command is born with a twin, which waits to become its reaper and forks
-itself where the real one starts an interpreter; the reaper of a launch in the test's own process is
-forked when it is wanted. A second reaper of a command, and an interpreter whose environment matters
-before ``main``, start as users' do.
+of the test's process. A command is born with a twin, which serves it as the first one serves the
+test's process: it forks where the launcher starts its reaper or an interpreter. Those of a job that
+a sweep has forked start as users' do, and so does an interpreter whose environment matters before
+``main``.
 """
 
 from __future__ import annotations
@@ -157,7 +157,10 @@ def _kind(argv: Sequence[str]) -> str:
 
 def _fork_there(request: Mapping[str, Any], descriptors: Sequence[int], kind: str = "") -> int:
     """Have a server fork for a request; return the fork, which is ours if we adopt orphans."""
-    server = _server(kind)
+    return _fork_by(_server(kind), request, descriptors)
+
+
+def _fork_by(server: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     data = json.dumps(request).encode()
     assert len(data) < _REQUEST_BYTES
     socket.send_fds(server, [data], descriptors)
@@ -166,37 +169,31 @@ def _fork_there(request: Mapping[str, Any], descriptors: Sequence[int], kind: st
     return pid
 
 
-class Reapers:
-    """Stands in for :mod:`subprocess` where the launcher starts its reaper."""
+class Starter:
+    """Stands in for :mod:`subprocess` where the launcher starts its reaper and its interpreters."""
 
-    def __init__(self, twin: tuple[int, socket.socket] | None = None) -> None:
-        self._twins = [] if twin is None else [twin]
-        self._is_command = twin is not None
+    def __init__(self, twin: socket.socket | None = None) -> None:
+        self._twin = twin
         self._owner = os.getpid()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     def Popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Have a fork become ``python -I -S reaper.py control …``."""
-        # a job that a sweep has forked is no parent of the twin
-        if self._is_command and not (self._twins and os.getpid() == self._owner):
+        """Have a fork become ``python -I -S reaper.py …`` or ``python …/attempt/__main__.py …``."""
+        kind, environ = "reaper" if args[1] == "-I" else "interpreter", dict(options["env"])
+        known = _read_before or _of_importance(_environ())
+        # a job that a sweep has forked does not adopt what the twin forks
+        is_owner = self._twin is None or os.getpid() == self._owner
+        if not is_owner or (kind == "interpreter" and _of_importance(environ) != known):
             return subprocess.Popen(args, **options)
-        request = {
-            "is": "reaper",
-            "argv": args[5:],
-            "environ": dict(options["env"]),
-            "cwd": os.getcwd(),
-        }
+        words = args[5:] if kind == "reaper" else args[2:3]
+        request = {"is": kind, "argv": words, "environ": environ, "cwd": os.getcwd()}
 
         def fork(*streams: int) -> int:
-            descriptors = [options["pass_fds"][0], *streams]
-            if not self._twins:
-                return _fork_there(request, descriptors)  # its caller is a subreaper by now
-            pid, twin = self._twins.pop()
-            socket.send_fds(twin, [json.dumps(request).encode()], descriptors)
-            twin.close()
-            return pid
+            server = _server() if self._twin is None else self._twin
+            # its caller is a subreaper by now
+            return _fork_by(server, request, [options["pass_fds"][0], *streams])
 
         return Forked(fork, args, **options)
 
@@ -250,8 +247,6 @@ def _server(kind: str = "") -> socket.socket:
 
 def _serve(connection: socket.socket) -> None:
     """Fork for each request; return in the fork, which is to be the command."""
-    # where the first one wants a reaper: its launcher blocks them meanwhile
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 5)
         if not data:
@@ -268,6 +263,8 @@ def _serve(connection: socket.socket) -> None:
                     continue
                 if request["is"] == "reaper":
                     _be_reaper(request, descriptors)
+                if request["is"] == "interpreter":
+                    _be_interpreter(request, descriptors)
                 _become(request, descriptors)
                 return
             connection.send(str(fork).encode())
@@ -279,12 +276,14 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """Make this process the command, with a twin that may become its reaper."""
+    """Make this process the command, with a twin that forks for it."""
     from robust_train.launcher import interpreters
 
     argv = request["argv"]
     runs_a_job = argv[0] not in ("-c", "-m") or "train" in argv or "--" in argv
     twin = _bear_twin(descriptors) if runs_a_job else None
+    # where the first one wants a reaper: its launcher blocks them meanwhile
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -293,7 +292,7 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     faulthandler.register(_SHOW_STACKS, file=2)
     _adopt(request)
     if twin is not None:
-        interpreters.subprocess = Reapers(twin)
+        interpreters.subprocess = Starter(twin)
     _hide_large_modules()
     gc.set_threshold(100_000)  # composing a config makes many objects and no garbage
     sys.argv = request["argv"]
@@ -318,94 +317,51 @@ def _register_plugins(paths: Sequence[str]) -> None:
                     Plugins.instance().register(one)
 
 
-def _bear_twin(descriptors: Sequence[int]) -> tuple[int, socket.socket]:
+def _bear_twin(descriptors: Sequence[int]) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if not pid:
+    if not os.fork():
         ours.close()
         for descriptor in descriptors:
             os.close(descriptor)
-        _be_twin(theirs)
-    theirs.close()
-    return pid, ours
-
-
-def _be_twin(command: socket.socket) -> NoReturn:
-    # a signal to all processes of the job must not end it before it can ignore them
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    data, received, _, _ = socket.recv_fds(command, _REQUEST_BYTES, 5)
-    if not data:
+        os.setsid()
+        # a signal to all processes of the job must not end it before the command
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        _serve(theirs)
         os._exit(0)
-    command.close()
-    _be_reaper(json.loads(data), received)
+    theirs.close()
+    return ours
 
 
-def _be_reaper(request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Do what a new interpreter does that runs the reaper."""
-    from robust_train.host import reaper
-
+def _be_like_new(request: dict[str, Any], descriptors: Sequence[int]) -> int:
+    """Do what a process of the launcher's does first; return the descriptor that it inherits."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     os.setsid()
-    control, *streams = descriptors
+    inherited, *streams = descriptors
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     _adopt(request)
-    sys.argv[:] = ["reaper.py", str(control), *request["argv"]]
     while os.getppid() != int(request["argv"][0]):  # it adopts this process
         time.sleep(0.001)
-    os.posix_spawn = _fork_interpreter
+    return inherited
+
+
+def _be_reaper(request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    from robust_train.host import reaper
+
+    pipe = _be_like_new(request, descriptors)
+    sys.argv[:] = ["reaper.py", str(pipe), *request["argv"]]
     reaper.main()
     os._exit(0)
 
 
-_posix_spawn = os.posix_spawn
-
-
-def _fork_interpreter(
-    path: str,
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    file_actions: Sequence[tuple[int, ...]],
-    setsid: bool,
-    setsigmask: Sequence[int],
-) -> int:
-    """Do what :func:`os.posix_spawn` does for an interpreter of the launcher's, by a fork."""
-    if _of_importance(environ) != _read_before:
-        return _posix_spawn(
-            path, argv, environ, file_actions=file_actions, setsid=setsid, setsigmask=setsigmask
-        )
-    if (pid := os.fork()) == 0:
-        _be_interpreter(argv, environ, file_actions, setsigmask)
-    return pid
-
-
-def _be_interpreter(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    file_actions: Sequence[tuple[int, ...]],
-    setsigmask: Sequence[int],
-) -> NoReturn:
+def _be_interpreter(request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
     """Do what a new interpreter does that runs ``python -m robust_train.attempt``."""
-    os.posix_spawn = _posix_spawn
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, setsigmask)
-    signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGCHLD, *_STOP_SIGNALS):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, signal.SIG_DFL)
-    for _, stream, number in file_actions:
-        os.dup2(stream, number)
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed the folder
-            if int(name) > 2 and not os.get_inheritable(int(name)):
-                os.close(int(name))
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    _adopt({"environ": environ, "cwd": os.getcwd()})
+    channel = _be_like_new(request, descriptors)
     _hide_large_modules()
-    sys.argv[:] = argv[1:]
+    sys.argv[:] = ["__main__.py", *request["argv"], str(channel)]
     from robust_train.attempt import interpreter
 
     interpreter.main()

@@ -67,7 +67,8 @@ def main() -> NoReturn:
     # a signal to all processes of a job waits until the attempt can handle it
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
     starter, descriptor = (int(number) for number in sys.argv[1:])
-    linux.signal_at_parents_death(signal.SIGKILL)
+    # the reaper asks for the same, and kills what stays
+    linux.signal_at_parents_death(signals.stop_signal(os.environ))
     if os.getppid() != starter:
         os._exit(1)
     # a trainer that is pickled by value finds its names there; and no library imports us again

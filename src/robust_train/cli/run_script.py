@@ -153,7 +153,6 @@ def _run(
     from robust_train.config.values import is_secret
     from robust_train.launcher import detach
     from robust_train.launcher.hydra_state import remove_refused, run_folder
-    from robust_train.launcher.inputs import ignores_checkpoint, values_used
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
@@ -173,18 +172,12 @@ def _run(
             group_reads=config.group_reads_runs,
         )
         _log_into(folder)
-        used = values_used(cfg, config)
-        for warning in _warnings(arguments, used):
+        job = Job(None, cfg, folder, explain=print_failure)
+        for warning in _warnings(arguments, job.values_used):
             log.warning("%s", warning)
-        if arguments.resume_argv and "checkpoint" not in used:
+        if arguments.resume_argv and "checkpoint" not in job.values_used:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
-            )
-        if ignores_checkpoint(config):
-            log.warning(
-                "trainer.train() does not read --resume_from_checkpoint, so each attempt would "
-                "begin again: write "
-                "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
             )
         shown = [override for override in overrides if not is_secret(override)]
         _keep_config(
@@ -192,7 +185,7 @@ def _run(
             OmegaConf.to_yaml(cfg),
             shown,
         )
-        return exit_code_of(Job(None, cfg, folder, explain=print_failure).run())
+        return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
     except refusals.REFUSALS as error:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import select
 import signal
 import struct
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from robust_train.host.reaper import end_marked, mark_of
 from robust_train.readable import one_line
 
 TICK_SECONDS = 0.5
@@ -97,16 +99,11 @@ def kill_descendants(
     is_ours: Callable[[psutil.Process], bool] = lambda process: (
         True
     ),  # which descendants are meant
-    *,
-    # for this long there must be none: a process that is just dying leaves its own children a
-    # moment later
-    quiet_seconds: float = 0.0,
 ) -> list[int]:
     """Kill and collect this process's descendants until none is left. This process has to be a
     subreaper: a killed process leaves its own children to it. Returns the processes that are still
     there."""
     deadline = time.monotonic() + _KILL_SECONDS
-    quiet_since = time.monotonic()
     pause = 0.002
     while True:
         left = [
@@ -114,9 +111,7 @@ def kill_descendants(
             for found in children(recursive=True)
             if _is_killed(found, is_ours)
         ]
-        now = time.monotonic()
-        quiet_since = now if left else quiet_since
-        if (not left and now - quiet_since >= quiet_seconds) or now >= deadline:
+        if not left or time.monotonic() >= deadline:
             return left
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
@@ -138,12 +133,12 @@ def _is_killed(
 
 # --- the processes of a job ------------------------------------------------------------------
 #
-# Each has the last part of its job's id as its limit of file locks: the reaper sets it on itself,
-# and all that it starts inherits it. No kernel since 2.4.25 reads that limit. A process leaves its
-# session, its environment and its files behind, but not its limits; and they can be read of every
-# process, also once all that knew of it were killed.
+# Each has the last part of its job's id as its limit of file locks: the launcher sets it on what
+# it starts, and all that this starts inherits it. No kernel since 2.4.25 reads that limit. A
+# process leaves its session, its environment and its files behind, but not its limits; and they can
+# be read of every process, also once all that knew of it were killed.
 
-_OF_FILE_LOCKS = b"Max file locks"
+_RLIMIT_LOCKS = 10
 
 
 def job_mark(job: str) -> int:
@@ -153,16 +148,12 @@ def job_mark(job: str) -> int:
     return -1
 
 
-def mark_of(pid: int | str) -> int | None:
-    """Return the mark of a process, also of a zombie; None if it is of no job."""
-    with contextlib.suppress(
-        OSError,
-        ValueError,
-        IndexError,
-    ):
-        limits = Path(f"/proc/{pid}/limits").read_bytes()
-        return int(limits.partition(_OF_FILE_LOCKS)[2].split(None, 1)[0])
-    return None
+def set_mark(pid: int, mark: int) -> None:
+    """Mark a process and all that it will start."""
+    # it has ended, or the administrator has set a lower limit
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.prlimit(pid, _RLIMIT_LOCKS)
+        resource.prlimit(pid, _RLIMIT_LOCKS, (mark, most))
 
 
 def marked_processes() -> dict[int, list[int]]:
@@ -214,21 +205,8 @@ def end_processes_of(
 
     SIGTERM goes to what none of the others has started, for a last checkpoint; then all are killed.
     """
-    kill_at = time.monotonic() + grace_seconds
-    is_asked = False
-    while left := processes_of(job, uid):
-        pids, now = {process.pid for process in left}, time.monotonic()
-        if now >= kill_at + _KILL_SECONDS:
-            return left
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                if now >= kill_at:
-                    process.kill()
-                elif not is_asked and process.ppid() not in pids:
-                    process.send_signal(signal.SIGTERM)
-        is_asked = True
-        time.sleep(0.05)
-    return []
+    end_marked(job_mark(job), uid, signal.SIGTERM, grace_seconds)
+    return processes_of(job, uid)
 
 
 # --- polling ---------------------------------------------------------------------------------

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,8 +16,8 @@ from robust_train.config.attempt import (
     for_attempt,
     trainer_config,
 )
-from robust_train.config.placeholders import PLACEHOLDERS, PREFIX, placeholders_in
-from robust_train.config.projects import resolved
+from robust_train.config.placeholders import placeholders_in
+from robust_train.config.projects import ours, resolved
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, name_of
 from robust_train.folder.trackers import tracker_environment
@@ -41,81 +38,17 @@ from robust_train.model.spec import AttemptSpec
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import name_for_trainer
 
-_TRANSFORMERS_TRAINER = re.compile(
-    r"from transformers[\w.]* import (?:\([^)]*|[^(\n]*)\b(?:Seq2Seq)?Trainer\b"
-    r"|\btransformers\.(?:Seq2Seq)?Trainer\b"
-)
-_RESUME = "resume_from_checkpoint"
-_BEYOND_ANY = 999_999_937
-_LARGEST_PROGRAM_BYTES = 1 << 20
 
-
-def values_used(cfg: DictConfig, config: RobustConfig) -> frozenset[str]:
-    """Return which values of an attempt reach the script of ``cfg``.
-
-    Its command, or a file that this names, has the placeholder, the variable or an attribute of
-    ``current_run()``, or the command interpolates the key.
-    """
+def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
+    """Return which values of an attempt the command of a script names: their placeholders, or the
+    keys of its batch."""
     trainer = config.trainer
-    used: set[str] = set()
-    splits = ("batch_size", "gradient_accumulation_steps")
-    for word in (*(trainer.argv or ()), *trainer.resume_argv):
-        used |= placeholders_in(word)
-        for text in (word, _program_text(Path(trainer.cwd or ".", word))):
-            used.update(
-                name
-                for name in PLACEHOLDERS
-                if PREFIX + name.upper() in text
-                or re.search(rf"(?:\b|_)run(?:\(\))?\.{name}\b", text)
-            )
-            if "robust_train.integrations" in text:
-                used.update(splits)
-    if trainer.argv is None:
-        return frozenset(used)
-    words = trainer_config(cfg, config).trainer.argv
-    for name in splits:
-        changes: dict[str, Any] = {name: _BEYOND_ANY}
-        training = replace(config.training, **changes)
-        changed = trainer_config(cfg, replace(config, training=training))
-        if changed.trainer.argv != words:
-            used.add(name)
-    return frozenset(used)
-
-
-def adds_up_means(config: RobustConfig) -> bool:
-    """Return whether a file that the script's command names trains with transformers' ``Trainer``
-    as it is, which adds up the means of micro-batches for models that ignore their number."""
-    return any(
-        _TRANSFORMERS_TRAINER.search(text)
-        and not re.search(r"model_accepts_loss_kwargs|robust_train\.integrations", text)
-        for text in _program_texts(config)
-    )
-
-
-def ignores_checkpoint(config: RobustConfig) -> bool:
-    """Return whether a file that the script's command names keeps transformers' option for the
-    checkpoint among its arguments, where ``trainer.train()`` does not look."""
-    return any(f"--{_RESUME}" in one for one in config.trainer.resume_argv) and any(
-        re.search(r"\btrainer\.train\(\s*\)", text) and _RESUME not in text
-        for text in _program_texts(config)
-    )
-
-
-def _program_texts(config: RobustConfig) -> list[str]:
-    trainer = config.trainer
-    return [
-        _program_text(Path(trainer.cwd or ".", word)) for word in trainer.argv or ()
-    ]
-
-
-def _program_text(path: Path) -> str:
-    """Return a program's source; empty where the path leads to none."""
-    try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_PROGRAM_BYTES:
-            return ""
-        return path.read_text(errors="replace")
-    except (OSError, ValueError):
-        return ""
+    words = " ".join((*(trainer.argv or ()), *trainer.resume_argv))
+    written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
+    keys = ("batch_size", "gradient_accumulation_steps")
+    return placeholders_in(words) | {
+        key for key in keys if f"training.{key}}}" in written
+    }
 
 
 def policy_settings(
@@ -139,7 +72,6 @@ def policy_settings(
         found_sizes=found_sizes or {},
         requested_size=requested_size or 0,
         used=used,
-        adds_up_means=config.is_script and adds_up_means(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""The interpreters of a job: started early, and always through the job's :mod:`.reaper`.
+"""The interpreters of a job: started early, each a child of the launcher.
 
 Why plain interpreters: see ``docs/decisions/0002-plain-interpreters.md``.
 """
@@ -6,7 +6,6 @@ Why plain interpreters: see ``docs/decisions/0002-plain-interpreters.md``.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -16,7 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from robust_train.compat import base_executable
 from robust_train.config.attempt import Begin, Preparation
@@ -25,10 +25,12 @@ from robust_train.host import reaper
 from robust_train.host.linux import (
     TICK_SECONDS,
     become_subreaper,
+    children,
+    collect,
     job_mark,
     kill_descendants,
-    mark_of,
     readable,
+    set_mark,
     shared_machine_environment,
 )
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
@@ -38,10 +40,7 @@ from robust_train.model.events import Event, Prepared
 
 log = logging.getLogger("robust_train")
 
-_LARGEST_PACKET = 1 << 16
-_REPLY_SECONDS = 60.0
 _AFTER_KILL_SECONDS = 8.0
-_QUIET_SECONDS = 0.5
 
 # what an attempt can still change after libraries were imported, and what none of them reads
 _NOT_READ_AT_IMPORT = (
@@ -70,14 +69,6 @@ _ALLOCATORS = (
 )
 
 
-class ReaperDied(Exception):
-    """The reaper ended by itself, and with it the attempt. ``returncode`` as subprocess has it."""
-
-    def __init__(self, returncode: int) -> None:
-        super().__init__(f"the attempts' reaper ended with {returncode}")
-        self.returncode = returncode
-
-
 class Interpreter:
     """One plain interpreter, from its start to its end.
 
@@ -92,11 +83,12 @@ class Interpreter:
 
     def __init__(
         self,
-        pid: int,
+        process: subprocess.Popen[bytes],
         channel: socket.socket,
         environ: Mapping[str, str],
     ) -> None:
-        self.pid = pid
+        self.pid = process.pid
+        self._process = process
         self.channel = channel
         self.returncode: int | None = None
         self.max_resident_bytes = 0
@@ -109,6 +101,18 @@ class Interpreter:
     def is_running(self) -> bool:
         """Whether its process has not ended."""
         return self.returncode is None
+
+    def collect(self) -> None:
+        """Set ``returncode`` if its process has ended."""
+        pid, status = self.pid, int(signal.SIGKILL)
+        # collected by a handler of the program's own: how it has ended is lost
+        with contextlib.suppress(ChildProcessError):
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            self.max_resident_bytes = usage.ru_maxrss * 1024
+        if pid:
+            self._process.returncode = self.returncode = os.waitstatus_to_exitcode(
+                status
+            )
 
     @property
     def is_prepared(self) -> bool:
@@ -164,96 +168,86 @@ class Interpreter:
 
 
 class Interpreters:
-    """The interpreters of one job, the process that starts them, and what they print.
+    """The interpreters of one job, what they print, and the reaper, which ends what they leave
+    behind if this process is killed.
 
     Attributes:
         pump: takes what they print.
+        is_open: interpreters can be started.
     """
 
     def __init__(self) -> None:
         self.pump = OutputPump()
         self.running: dict[int, Interpreter] = {}
+        self.is_open = True
         self._owner = os.getpid()
-        self._job = os.urandom(3).hex()
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # what the reaper leaves behind if it is killed becomes ours to end
-        _alive.add(self)
+        self._mark = -1
+        self._uncollected: list[Interpreter] = []
+        # what loses its parent becomes ours to end
+        _open.add(self)
         become_subreaper()
-        with theirs, open(reaper.__file__, "rb") as program:
-            # a signal to all processes of the job must not end it before it can handle them
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            try:
-                self._process = subprocess.Popen(
-                    [
-                        base_executable(),
-                        "-I",
-                        "-S",
-                        f"/dev/fd/{program.fileno()}",
-                        str(theirs.fileno()),
-                        str(self._owner),
-                        str(job_mark(self._job)),
-                        str(int(stop_signal(os.environ))),
-                        str(ORPHAN_GRACE_SECONDS),
-                        *(str(int(signum)) for signum in STOP_SIGNALS),
-                    ],
-                    pass_fds=(theirs.fileno(), program.fileno()),
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.pump.stdout.child_fd,
-                    stderr=self.pump.stderr.child_fd,
-                    start_new_session=True,
-                    env=dict(os.environ),
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the reaper runs, so that interpreters can be started."""
-        return self._process.poll() is None
+        theirs, self._reapers_pipe = os.pipe()
+        with open(theirs, "rb") as pipe, open(reaper.__file__, "rb") as program:
+            words = [
+                theirs,
+                self._owner,
+                int(stop_signal(os.environ)),
+                ORPHAN_GRACE_SECONDS,
+                *map(int, STOP_SIGNALS),
+            ]
+            self._reaper = _start(
+                [
+                    base_executable(),
+                    "-I",
+                    "-S",
+                    f"/dev/fd/{program.fileno()}",
+                    *map(str, words),
+                ],
+                os.environ,
+                (pipe.fileno(), program.fileno()),
+                subprocess.DEVNULL,
+                self.pump,
+            )
+        self.mark(os.urandom(3).hex())
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when the reaper reports or an interpreter prints something."""
-        return [
-            self.control.fileno(),
-            *(stream.read_fd for stream in self.pump.streams),
-        ]
+        """What becomes readable when an interpreter prints something."""
+        return [stream.read_fd for stream in self.pump.streams]
 
     def start(self, environ: Mapping[str, str]) -> Interpreter:
         """Start an interpreter in an environment.
 
         Raises:
-            ReaperDied: the reaper has ended.
             OSError: the system starts no process.
         """
         environ = shared_machine_environment(environ)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         program = str(Path(__file__).parents[1] / "attempt" / "__main__.py")
-        command = {
-            "argv": [sys.executable, program, str(self._process.pid)],
-            "environ": environ,
-        }
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        with theirs, os.fdopen(os.memfd_create("command"), "w+") as file:
-            json.dump(command, file)
-            file.seek(0)
-            stdin = self.pump.input_fd
-            stdin = nothing if stdin is None else stdin
-            streams = (stdin, self.pump.stdout.child_fd, self.pump.stderr.child_fd)
-            self._request({"start": True}, (file.fileno(), *streams, theirs.fileno()))
-            reply = self._reply("started")
-        os.close(nothing)
-        if reply["started"] is None:
-            raise OSError(reply["errno"], reply["error"])
-        one = Interpreter(reply["started"], ours, environ)
+        stdin = self.pump.input_fd
+        with theirs:
+            channel = theirs.fileno()
+            process = _start(
+                [sys.executable, program, str(self._owner), str(channel)],
+                environ,
+                (channel,),
+                subprocess.DEVNULL if stdin is None else stdin,
+                self.pump,
+            )
+        set_mark(process.pid, self._mark)
+        one = Interpreter(process, ours, environ)
         self.running[one.pid] = one
+        self._uncollected.append(one)
         return one
 
     def mark(self, job: str) -> None:
         """Have all processes of the job show its id, by which others recognize them."""
-        self._job = job
-        self._request({"mark": job_mark(job)})
+        self._mark = job_mark(job)
+        for pid in (self._reaper.pid, *self.running):
+            set_mark(pid, self._mark)
+        with contextlib.suppress(OSError):  # the reaper was killed
+            os.write(self._reapers_pipe, b"%d\n" % self._mark)
 
     def signal(
         self,
@@ -261,19 +255,38 @@ class Interpreters:
         signum: int,
     ) -> None:
         """Send a signal to an interpreter that may have ended."""
-        self._request({"signal": int(signum), "pid": one.pid})
+        if one.is_running:
+            os.kill(one.pid, signum)
 
-    def poll(self, seconds: float = 0.0) -> None:
-        """Read what the reaper reports: :attr:`Interpreter.returncode` is set then."""
-        while readable([self.control.fileno()], seconds):
-            seconds = 0.0
-            self._on_message(self._receive())
+    def poll(self) -> None:
+        """See which interpreters have ended: :attr:`Interpreter.returncode` is set then."""
+        for one in self._uncollected:
+            one.collect()
+        self._uncollected = [one for one in self._uncollected if one.is_running]
+
+    def collect_orphans(self) -> None:
+        """Collect what interpreters have left behind and has ended: this process adopts it."""
+        own = [one.pid for one in self._uncollected]
+        for child in children():
+            with contextlib.suppress(psutil.Error):
+                has_ended = child.status() == psutil.STATUS_ZOMBIE
+                if has_ended and child.pid not in own and self._is_ours(child):
+                    collect(child.pid)
 
     def kill_leftovers(self, kept: Sequence[Interpreter]) -> list[int]:
         """Kill all but these interpreters and what they started; return what cannot be killed."""
-        self._request({"kill_all_but": [one.pid for one in kept]})
-        left: list[int] = self._reply("left")["left"]
-        return left
+        spared = {self._reaper.pid}
+        for pid in [one.pid for one in kept]:
+            with contextlib.suppress(psutil.Error):
+                root = psutil.Process(pid)
+                tree = (root, *root.children(recursive=True))
+                spared.update(process.pid for process in tree)
+        return kill_descendants(
+            lambda process: process.pid not in spared and self._is_ours(process)
+        )
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return reaper.mark_of(process.pid) == self._mark
 
     def end(self, one: Interpreter) -> None:
         """End an interpreter that is no longer needed."""
@@ -287,85 +300,54 @@ class Interpreters:
 
     def close(self) -> None:
         """End all interpreters; in a fork of this process close its descriptors only."""
-        if self.control.fileno() < 0:  # closed
+        if not self.is_open:
             return
-        is_owner, was_killed = os.getpid() == self._owner, not self.is_alive
-        with contextlib.suppress(ReaperDied):
-            for one in self.running.values() if is_owner else ():
-                if one.is_running:
-                    self.signal(one, signal.SIGKILL)
-        self.control.close()
-        for one in self.running.values():
+        self.is_open = False
+        is_owner = os.getpid() == self._owner
+        for one in tuple(self.running.values()):
+            if is_owner:
+                self.end(one)
             one.channel.close()
         if is_owner:
-            self._end_reaper()
-            # what the reaper could not end itself
-            quiet_seconds = _QUIET_SECONDS if was_killed else 0.0
-            mark = job_mark(self._job)
-            left = kill_descendants(
-                lambda process: mark_of(process.pid) == mark,
-                quiet_seconds=quiet_seconds,
-            )
-            if left:
+            if left := self.kill_leftovers(()):
                 log.warning("processes %s of the attempt cannot be ended", left)
-            _alive.discard(self)
-            if not _alive:
+            self.poll()
+            self._reaper.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._reaper.wait(_AFTER_KILL_SECONDS)
+            _open.discard(self)
+            if not _open:
                 become_subreaper(on=False)
+        os.close(self._reapers_pipe)
         self.pump.close()
 
-    def _end_reaper(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(ORPHAN_GRACE_SECONDS + _AFTER_KILL_SECONDS)
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_AFTER_KILL_SECONDS)
 
-    def _request(
-        self,
-        message: Mapping[str, object],
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        try:
-            socket.send_fds(
-                self.control,
-                [json.dumps(message).encode()],
-                list(descriptors),
-            )
-        except OSError as error:
-            raise self._death() from error
-
-    def _reply(self, name: str) -> dict[str, Any]:
-        """Wait for the reaper's reply to a request."""
-        while readable([self.control.fileno()], _REPLY_SECONDS):
-            message = self._receive()
-            if name in message:
-                return message
-            self._on_message(message)
-        raise self._death()
-
-    def _receive(self) -> dict[str, Any]:
-        data = b""
-        with contextlib.suppress(OSError):
-            data = self.control.recv(_LARGEST_PACKET)
-        if not data:
-            raise self._death()
-        message: dict[str, Any] = json.loads(data)
-        return message
-
-    def _on_message(self, message: Mapping[str, Any]) -> None:
-        one = self.running.get(message.get("ended", 0))
-        if one is not None:
-            one.returncode = message["returncode"]
-            one.max_resident_bytes = message["max_resident_bytes"]
-
-    def _death(self) -> ReaperDied:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_AFTER_KILL_SECONDS)
-        return ReaperDied(self._process.poll() or -signal.SIGKILL)
-
-
-_alive: set[Interpreters] = set()
+_open: set[Interpreters] = set()
 """Those of this process that are not closed."""
+
+
+def _start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    descriptors: Sequence[int],  # that it inherits
+    stdin: int,
+    pump: OutputPump,
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own. The stop signals are blocked in it: one that comes
+    before it can handle them is then pending instead of fatal."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return subprocess.Popen(
+            command,
+            pass_fds=descriptors,
+            stdin=stdin,
+            stdout=pump.stdout.child_fd,
+            stderr=pump.stderr.child_fd,
+            start_new_session=True,
+            env=environ,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def wait_until_prepared(
@@ -391,7 +373,7 @@ _at_hand: list[Interpreters] = []
 
 def start_early(modules: Sequence[str] = ()) -> None:
     """Start an interpreter for this process's next job, before it is known what it will run."""
-    with contextlib.suppress(OSError, ReaperDied):  # the job reports it
+    with contextlib.suppress(OSError):  # the job reports it
         interpreters = Interpreters()
         one = interpreters.start(os.environ)
         one.prepare(preparation(modules))
@@ -400,12 +382,7 @@ def start_early(modules: Sequence[str] = ()) -> None:
 
 def take_early() -> Interpreters:
     """Return the interpreters that were started early, else none yet."""
-    while _at_hand:
-        found = _at_hand.pop()
-        if found.is_alive:
-            return found
-        found.close()
-    return Interpreters()
+    return _at_hand.pop() if _at_hand else Interpreters()
 
 
 def discard_early() -> None:

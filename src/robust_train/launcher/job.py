@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tenacity
 from omegaconf import DictConfig
 
 from robust_train.compat import torch_cuda_version
@@ -38,7 +37,6 @@ from robust_train.folder.checkpoints import (
     why_full,
 )
 from robust_train.folder.identity import (
-    begin_job,
     complete_job,
     refuse_other_version,
     resume_from,
@@ -75,7 +73,6 @@ from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
     NoDevice,
-    NoProgress,
     limit_reached,
 )
 from robust_train.model.events import (
@@ -229,6 +226,7 @@ class Job:
         self.trainer = trainer or target_of(config)
         self.trainer_ref = TrainerRef.of(self.trainer, inline=config.runs_inline)
         self.search_prefix = search_prefix(cfg, self.trainer)
+        self.values_used = values_used(cfg, config)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(
             run_dir,
@@ -242,10 +240,12 @@ class Job:
             self.run_dir,
             self.name,
             self.signals,
-            sweep_folder=sweep_folder(),
-            resumed_by=resume_command(self.run_dir, is_named=run_dir is not None)
+            sweep_folder(),
+            resume_command(self.run_dir, is_named=run_dir is not None)
             if config.resume and engine is None
             else None,
+            resume=config.resume,
+            max_launches=config.max_launches,
             show=self.live.show,
             notifier=Notifier(notifications(config.notify, environ), self.run_dir),
         )
@@ -268,73 +268,47 @@ class Job:
             try:
                 self._begin()
                 return self._train()
-            except JobInterrupted as interruption:
+            except (Exception, JobInterrupted) as error:
                 # however often Ctrl-C is pressed: the end is recorded
                 with self.signals.handed_to(lambda signum: None):
-                    if self.folder.pruned is not None:
-                        return self._end("pruned", self.folder.pruned)
-                    code = interruption.exit_code
-                    self._end(
-                        "interrupted",
-                        str(interruption),
-                        exit_code=code,
-                    )
-                self.signals.pass_on()
-                raise
-            except NoDevice as error:
-                with self.signals.handed_to(lambda signum: None):
-                    return self._end("no_device", str(error))
-            except ConfigError as error:
-                if not isinstance(error, NoProgress):  # what the last launch left stays
-                    self._end(
-                        "failed",
-                        str(error),
-                        exit_code=error.exit_code,
-                    )
-                raise
-            except Exception as error:
-                if (limit := limit_reached(error)) is not None:
-                    self._end(
-                        "failed",
-                        str(limit),
-                        exit_code=limit.exit_code,
-                    )
-                    raise limit from error
-                what = f"{type(error).__name__}: {error}"
-                self._end("failed", f"error in the launcher: {what}")
-                raise
+                    return self._end_with(limit_reached(error) or error)
+
+    def _end_with(self, error: BaseException) -> Summary:
+        """Record the end of a job without a last decision; raise what its caller has to know."""
+        is_stop, code = isinstance(error, JobInterrupted), None
+        if is_stop and self.folder.pruned is not None:
+            return self._end("pruned", self.folder.pruned)
+        if isinstance(error, NoDevice):
+            return self._end("no_device", str(error))
+        reason = str(error)
+        if isinstance(error, JobInterrupted | ConfigError):
+            code = error.exit_code
+        else:
+            reason = f"error in the launcher: {type(error).__name__}: {error}"
+        self._end("interrupted" if is_stop else "failed", reason, code)
+        if is_stop:
+            self.signals.pass_on()
+        raise error
 
     def _begin(self) -> None:
-        """Find the unfinished job on the disk, or begin a new one."""
-        config = self.config
-        self.beginning = beginning = begin_job(
-            self.run_dir,
-            resume=config.resume,
-            max_launches=config.max_launches,
-        )
+        """Record that the unfinished job goes on, or a new one begins."""
+        self.beginning = beginning = self.folder.beginning
         self.checkpoint = beginning.checkpoint
         self.folder.record(
             JobStarted(
                 run_dir=str(self.run_dir),
                 trainer=name_of(self.trainer),
                 job=beginning.job,
-                about=about_job(config, self.name),
+                about=about_job(self.config, self.name),
                 schema=SCHEMA,
             )
         )
-        prefix = self.search_prefix
-        found = {
-            key.removeprefix(prefix): size
-            for key, size in beginning.found.items()
-            if key.startswith(prefix)
-        }
-        requested = self.folder.state.requested_micro_batch
-        used = values_used(self.cfg, config)
+        prefix, found = self.search_prefix, beginning.found.items()
         self.policy = policy_settings(
-            config,
-            found,
-            requested,
-            used,
+            self.config,
+            {key.removeprefix(prefix): n for key, n in found if key.startswith(prefix)},
+            self.folder.state.requested_micro_batch,
+            self.values_used,
         )
         if self.checkpoint is not None:
             log.info(
@@ -343,20 +317,16 @@ class Job:
             )
 
     def _train(self) -> Summary:
-        if self._engine is None:
-            self.executor, self.devices = self._find_executor(), self._find_devices()
-        else:
-            self.executor, self.devices = self._engine.executor, self._engine.devices
+        engine = self._engine
+        self.executor = self._find_executor() if engine is None else engine.executor
+        self.devices = self._find_devices() if engine is None else engine.devices
         try:
             group = self._acquire_device()
             self.executor.prepare(self.folder.tick)
-            first = first_decision(self.policy, group)
-            if self._engine is not None:
-                first = self._engine.first(
-                    self.beginning,
-                    self.policy,
-                    group,
-                )
+            if engine is None:
+                first = first_decision(self.policy, group)
+            else:
+                first = engine.first(self.beginning, self.policy, group)
             self._attempt_until_done(first)
         finally:
             # however often Ctrl-C is pressed: the GPU is released
@@ -366,7 +336,7 @@ class Job:
         if self.decision is None:
             return self._end("completed", None)
         self.signals.raise_if_received()
-        if self.attempts[-1].cuda_cannot_work and self._engine is None:
+        if self.attempts[-1].cuda_cannot_work and engine is None:
             raise ConfigError(self.decision.reason)
         return self._end("failed", self.decision.reason)
 
@@ -416,33 +386,19 @@ class Job:
         self.decision = first
         if first.reason:
             log.info("%s", first.reason)
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(
-                lambda decision: isinstance(decision, Retry)
-            ),
-            wait=_decided_pause,
-            sleep=self.sleep,
-            stop=tenacity.stop_never,
-        )
-        retrying(self._next_attempt)
-
-    def _next_attempt(self) -> Decision | None:
-        """Run what was decided, once it can be had; return what is decided after it."""
         while True:
             self._wait_for_room()
             if not isinstance(self.decision, Retry):
-                return self.decision
+                return
             self._wait_for_disk()
             spec = self.decision.spec
-            if not self.attempts or self.devices.take(spec.gpus):
-                self._attempt(spec)
-                return self.decision
-            problem = f"{spec.device} went to another job meanwhile"
-            self._decide_again(
-                self._decide(self.attempts),
-                "lost_race",
-                problem,
-            )
+            if self.attempts and not self.devices.take(spec.gpus):
+                problem = f"{spec.device} went to another job meanwhile"
+                self._decide_again(self._decide(self.attempts), "lost_race", problem)
+                continue
+            self._attempt(spec)
+            if isinstance(self.decision, Retry):
+                self.sleep(self.decision.pause_seconds)
 
     def _wait_for_room(self) -> None:
         """Wait for the free memory that a retry needs, else take its alternative."""
@@ -780,8 +736,3 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
-
-
-def _decided_pause(state: tenacity.RetryCallState) -> float:
-    """Return the seconds that the last decision asks to let pass."""
-    return float(state.outcome.result().pause_seconds) if state.outcome else 0.0

@@ -33,7 +33,6 @@ from robust_train.launcher.ending import RankEnd, event_of
 from robust_train.launcher.interpreters import (
     Interpreter,
     Interpreters,
-    ReaperDied,
     preparation,
     take_early,
     wait_until_prepared,
@@ -100,22 +99,21 @@ class ProcessExecutor:
         self._ranks = ranks
         self._standby_bytes = 0
         self._interpreters = take_early()
-        with contextlib.suppress(ReaperDied, OSError):  # tried again for the attempt
-            self._interpreters.mark(job)
+        self._interpreters.mark(job)
+        with contextlib.suppress(OSError):  # tried again for the attempt
             for one in self._waiting(os.environ, ranks):
                 one.prepare(self._preparation())
 
     def poll(self) -> None:
         """Raise ConfigError if the trainer has refused the config meanwhile."""
-        if not self._interpreters.is_alive:
+        if not self._interpreters.is_open:
             return
-        with contextlib.suppress(ReaperDied):  # found when the attempt is to begin
-            self._interpreters.poll()
-            self._interpreters.pump.move()
-            for one in self._interpreters.running.values():
-                list(one.read())
-                if one.refusal is not None:
-                    raise ConfigError(one.refusal)
+        self._interpreters.poll()
+        self._interpreters.pump.move()
+        for one in self._interpreters.running.values():
+            list(one.read())
+            if one.refusal is not None:
+                raise ConfigError(one.refusal)
 
     def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the trainer has checked the config; raises ConfigError if it refuses."""
@@ -166,12 +164,8 @@ class ProcessExecutor:
             request,
             take,
         )
-        try:
-            found = running.run(signals, hold, tick_with_standby)
-            pump.end_log()
-        except ReaperDied as death:
-            found = Exit(death.returncode)
-            running.unread_events()  # what was reported counts, whichever process was killed
+        found = running.run(signals, hold, tick_with_standby)
+        pump.end_log()
         if found.pid is None:
             self.close()
         remove_nccl_pipes(request.run_dir)
@@ -205,19 +199,13 @@ class ProcessExecutor:
     ) -> list[Interpreter]:
         """Return interpreters that can be given an attempt now."""
         while True:
-            try:
-                found = self._waiting(environ, count)
-                interpreters = self._interpreters
-                interpreters.pump.hold()  # what dies at an import is named in a line of ours
-                for one in found:
-                    # those that import break off: the rest comes with the trainer
-                    one.prepare(
-                        preparation(()) if one.is_asked else self._preparation()
-                    )
-                wait_until_prepared(interpreters, found, tick)
-            except ReaperDied as death:
-                self._on_death_at_import(death.returncode)
-                continue
+            found = self._waiting(environ, count)
+            interpreters = self._interpreters
+            interpreters.pump.hold()  # what dies at an import is named in a line of ours
+            for one in found:
+                # those that import break off: the rest comes with the trainer
+                one.prepare(preparation(()) if one.is_asked else self._preparation())
+            wait_until_prepared(interpreters, found, tick)
             for one in found:
                 if one.refusal is not None:
                     raise ConfigError(one.refusal)
@@ -243,8 +231,7 @@ class ProcessExecutor:
         count: int,
     ) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
-        if not self._interpreters.is_alive:
-            self.close()
+        if not self._interpreters.is_open:
             self._interpreters = Interpreters()
             self._interpreters.mark(self._job)
         interpreters = self._interpreters
@@ -309,9 +296,7 @@ class ProcessExecutor:
         wanted: Preparation,
     ) -> None:
         """Have the next attempt's interpreters import while the present one runs or ends."""
-        if not self._interpreters.is_alive:
-            return
-        with contextlib.suppress(ReaperDied, OSError):  # the attempt itself comes first
+        with contextlib.suppress(OSError):  # the attempt itself comes first
             for one in self._waiting(request.environ, request.ranks):
                 if wanted.is_standby or not one.is_asked:
                     one.prepare(wanted)
@@ -399,9 +384,6 @@ class RunningAttempt:
 
         The first signal asks the attempt to stop, the second kills it. It is also killed when it
         does not stop in time, when it stalls, and when its process does not end after its report.
-
-        Raises:
-            ReaperDied: the reaper ended, and with it the attempt.
         """
         try:
             with signals.handed_to(self._on_signal) as wakeup:
@@ -414,12 +396,6 @@ class RunningAttempt:
         finally:
             if self._votes is not None:
                 self._votes.close()
-
-    def unread_events(self) -> None:
-        """Pass on what was sent before the reaper ended."""
-        for rank in range(len(self._processes)):
-            self._read(rank, None)
-        self._send_end([end for end in self._ends if end.ending is not None])
 
     def _begin(self, hold: Sequence[int]) -> None:
         if self._votes is None:
@@ -504,6 +480,7 @@ class RunningAttempt:
         if not self._was_warned and self._request.spec.gpus:
             self._warn_of_cuda()
         found = find_workers([one.pid for one in self._processes if one.is_running])
+        self._interpreters.collect_orphans()
         if found.count or self._workers is None:
             self._workers = found
         self._looked = now

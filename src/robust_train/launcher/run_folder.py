@@ -15,7 +15,7 @@ from typing import Any
 
 from robust_train.config.schema import NotifyConfig
 from robust_train.folder import run_list
-from robust_train.folder.identity import count_launch
+from robust_train.folder.identity import begin_job, count_launch
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
 from robust_train.folder.provenance import Provenance
@@ -36,9 +36,7 @@ from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
 from robust_train.launcher.notifier import Notifier
 from robust_train.model.attempt import Attempt, AttemptEnded
-from robust_train.model.errors import (
-    EXIT_BAD_CONFIG,
-)
+from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
 from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import AttemptSpec, Decision, Retry
@@ -66,6 +64,9 @@ class RunFolder:
         signals: SignalWatch,
         sweep_folder: Path | None = None,
         resumed_by: str | None = None,
+        *,
+        resume: bool = True,
+        max_launches: int = 0,
         show: Callable[[RunState], None] = lambda state: None,
         notifier: Notifier | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class RunFolder:
         self._notifier = notifier or Notifier(NotifyConfig())
         self._provenance: Provenance | None = None
         job_id, now = f"0-{self.token}", time.time()
+        self._resume, self._max_launches = resume, max_launches
         self._lock = RunLock(run_dir, job_id)
         state = RunState(
             id=job_id,
@@ -126,6 +128,18 @@ class RunFolder:
         return None if self._provenance is None else self._provenance.short()
 
     def __enter__(self) -> RunFolder:
+        try:
+            self.beginning = begin_job(
+                self._run_dir,
+                resume=self._resume,
+                max_launches=self._max_launches,
+            )
+        except RunFolderUnavailable:  # nothing could be written there
+            self._lock.release()
+            raise
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         try:
             open_requests(self._run_dir)
         except OSError as error:

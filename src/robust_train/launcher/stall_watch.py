@@ -224,10 +224,7 @@ def bytes_moved_by(process: psutil.Process) -> int:
 def _trainers_processes(
     pids: Sequence[int], request: AttemptRequest
 ) -> list[psutil.Process]:
-    """Return the processes that train: of a script without the one that only supervises it.
-
-    What has lost its parent is a child of the reaper, the parent of the interpreters.
-    """
+    """Return the processes that train: of a script without the one that only supervises it."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):

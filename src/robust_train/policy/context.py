@@ -338,7 +338,7 @@ class FailureContext:
         is_known = any(
             one.spec.gradient_accumulation_steps != asked for one in self.history
         )
-        if not self.settings.adds_up_means or is_known or now == asked:
+        if not self.settings.config.is_script or is_known or now == asked:
             return ""
         return _ADDS_UP_MEANS.format(
             asked=asked,
@@ -376,11 +376,10 @@ _HAS_NO_KEY = (
 )
 
 _ADDS_UP_MEANS = (
-    "gradients may be {factor} times as large with accumulation {now} instead of {asked}: "
-    "transformers' Trainer adds up the means of micro-batches where a model takes "
-    "num_items_in_batch and ignores it, as BERT for sequence classification does. Write "
-    "trainer.model_accepts_loss_kwargs = False before trainer.train() for such a model, or True "
-    "if its loss is right"
+    "the script accumulates {now} micro-batches instead of {asked}: under transformers' Trainer "
+    "gradients may be {factor} times as large, where a model takes num_items_in_batch and ignores "
+    "it, as BERT for sequence classification does. Write trainer.model_accepts_loss_kwargs = False "
+    "before trainer.train() for such a model"
 )
 _CANNOT_ACCUMULATE = (
     "the script is not given {gradient_accumulation_steps}. Pass that on if it can accumulate; "

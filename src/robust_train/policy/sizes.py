@@ -30,8 +30,6 @@ class PolicySettings:
     may_use_expandable_segments: bool = True
     # False for a script that is not given the accumulation
     can_accumulate: bool = True
-    # a script whose gradient may grow with the accumulation
-    adds_up_means: bool = False
     # the trainer supports `training.gradient_checkpointing`
     can_checkpoint: bool = False
     # micro-batches that earlier launches found, by kind of device

@@ -6,7 +6,7 @@ GPUs are kept for the first job that none suits; others may overtake it elsewher
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,6 +55,7 @@ class Plan:
         self.groups: dict[str, Group] = {}
         self.capped: dict[str, str] = {}
         self.kept: tuple[str, ...] = ()
+        self.first = ""
         self._first: QueuedJob | None = None
         self._now = now
         self._limit = gpu_limit
@@ -66,13 +67,9 @@ class Plan:
             if job.is_polling(now):
                 self._serve(job)
 
-    @property
-    def first(self) -> str:
-        return "" if self._first is None else self._first.id
-
     def _serve(self, job: QueuedJob) -> None:
         """Grant the job its GPUs, or keep some for it if it is the first that gets none."""
-        held = self._held.setdefault(job.owner, set())
+        held = self._held[job.owner]
         group = self._choose(job)
         if group:
             self.groups[job.id] = tuple(state.as_gpu() for state in group)
@@ -85,7 +82,7 @@ class Plan:
                 "(max_gpus_per_user)"
             )
         elif self._first is None:
-            self._first = job
+            self._first, self.first = job, job.id
             self.kept = self._keep(job)
 
     def suitable(self, job: QueuedJob) -> list[GpuState]:
@@ -96,7 +93,7 @@ class Plan:
             if state.suits(job) and state.gpu.uuid not in self.kept
         ]
         if self._is_capped(job):  # it may share those that its user holds
-            held = self._held.get(job.owner, ())
+            held = self._held[job.owner]
             states = [state for state in states if state.gpu.uuid in held]
         # a tight fit leaves room for large jobs
         fullest = 1 if job.jobs_per_device > 1 else -1
@@ -111,7 +108,7 @@ class Plan:
 
     def _is_capped(self, job: QueuedJob) -> bool:
         """Return whether it would have more GPUs than its user may hold."""
-        return len(self._held.get(job.owner, ())) + job.count > self._limit
+        return len(self._held[job.owner]) + job.count > self._limit
 
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
         """Return all the GPUs that it needs, or none."""
@@ -195,7 +192,7 @@ def has_room(
     """Return whether the GPUs that a job has announced have room for it beside all other jobs."""
     others = list(others)
     states = gpu_states(others, gpus)
-    held, wanted = _held(others).get(me.owner, set()), set(me.gpus)
+    held, wanted = _held(others)[me.owner], set(me.gpus)
     if not wanted <= held and len(held | wanted) > gpu_limit:
         return False
     return all(uuid in states and states[uuid].suits(me) for uuid in me.gpus)
@@ -210,30 +207,29 @@ def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     """
     jobs = list(jobs)
     held = {user: len(gpus) for user, gpus in _held(jobs).items()}
-    queues: dict[int, deque[QueuedJob]] = {}
+    # by user, the last one first
+    queues: defaultdict[int, list[QueuedJob]] = defaultdict(list)
+    places: defaultdict[int, list[tuple[int, float, str]]] = defaultdict(list)
     waiting = [job for job in jobs if not job.gpus]
-    for job in sorted(waiting, key=lambda job: (-job.urgency, job.order)):
-        queues.setdefault(job.owner, deque()).append(job)
-    places = {
-        user: deque(sorted(job.order for job in own)) for user, own in queues.items()
-    }
+    for job in sorted(waiting, key=lambda job: job.order, reverse=True):
+        places[job.owner].append(job.order)
+    for job in sorted(waiting, key=lambda job: (-job.urgency, job.order), reverse=True):
+        queues[job.owner].append(job)
     ordered = []
-    while queues:
-        user = min(queues, key=lambda user: (held.get(user, 0), places[user][0]))
-        places[user].popleft()
-        job = queues[user].popleft()
-        if not queues[user]:
-            del queues[user]
-        held[user] = held.get(user, 0) + job.count
-        ordered.append(job)
+    while any(queues.values()):
+        users = (user for user in queues if queues[user])
+        user = min(users, key=lambda user: (held[user], places[user][-1]))
+        places[user].pop()
+        ordered.append(queues[user].pop())
+        held[user] += ordered[-1].count
     return ordered
 
 
-def _held(jobs: Iterable[QueuedJob]) -> dict[int, set[str]]:
+def _held(jobs: Iterable[QueuedJob]) -> defaultdict[int, set[str]]:
     """Return the UUIDs of the GPUs that each user holds."""
-    held: dict[int, set[str]] = {}
+    held: defaultdict[int, set[str]] = defaultdict(set)
     for job in jobs:
-        held.setdefault(job.owner, set()).update(job.gpus)
+        held[job.owner].update(job.gpus)
     return held
 
 
@@ -346,11 +342,11 @@ def gpu_states(
     jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
 ) -> dict[str, GpuState]:
     """Return each GPU's state by its UUID."""
-    by_gpu: dict[str, list[QueuedJob]] = {}
-    for job in jobs:
-        for uuid in job.gpus:
-            by_gpu.setdefault(uuid, []).append(job)
-    return {gpu.uuid: GpuState(gpu, by_gpu.get(gpu.uuid, ())) for gpu in gpus}
+    jobs = list(jobs)
+    return {
+        gpu.uuid: GpuState(gpu, [job for job in jobs if gpu.uuid in job.gpus])
+        for gpu in gpus
+    }
 
 
 # --- reasons for people ----------------------------------------------------------------------
@@ -383,20 +379,16 @@ def why_waiting(
     promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
     if decided.first != job.id:
         promised |= dict.fromkeys(decided.kept, decided.first)
-    found: dict[tuple[int, str], list[GpuState]] = {}
+    found: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
     available = 0
     for state in gpu_states(others, gpus).values():
         if state.gpu.uuid not in job.only:
             continue
-        obstacle = _obstacle(
-            state,
-            job,
-            promised.get(state.gpu.uuid),
-        )
+        obstacle = _obstacle(state, job, promised.get(state.gpu.uuid, job.id))
         if obstacle is None:
             available += 1
         else:
-            found.setdefault(obstacle, []).append(state)
+            found[obstacle].append(state)
     awaited = decided.kept[: job.count] if decided.first == job.id else ()
 
     def nearness(obstacle: tuple[int, str]) -> tuple[bool, int]:
@@ -404,12 +396,7 @@ def why_waiting(
         return not is_awaited, obstacle[0]
 
     parts = [
-        _sentence(
-            obstacle[1],
-            found[obstacle],
-            job,
-            holders,
-        )
+        _sentence(obstacle[1], found[obstacle], job, holders)
         for obstacle in sorted(found, key=nearness)
     ]
     if job.count > 1:
@@ -420,7 +407,7 @@ def why_waiting(
 def _obstacle(
     state: GpuState,
     job: QueuedJob,
-    promised_to: str | None,
+    promised_to: str,
 ) -> tuple[int, str] | None:
     """Return how far away a GPU is, for sorting, and why; None if the job could have it."""
     if state.gpu.unusable is not None:
@@ -435,7 +422,7 @@ def _obstacle(
     if state.usable < job.reserved_bytes:
         is_ours = state.gpu.free_bytes + state.in_use() >= job.reserved_bytes
         return (2, "ours") if is_ours else (3, "others")
-    if promised_to not in (None, job.id):
+    if promised_to != job.id:
         return 0, f"kept for job {promised_to}, which is ahead in the queue"
     return None
 

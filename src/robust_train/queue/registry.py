@@ -28,7 +28,6 @@ from typing import Any
 from robust_train.files import parse_json
 from robust_train.gpu.processes import own_pid_namespace, started_at
 from robust_train.host.linux import (
-    is_flocked,
     is_locked,
     lock,
     marked_processes,
@@ -41,8 +40,7 @@ IDLE_SECONDS = 3600
 UNSEEN_SECONDS = 5.0
 """A waiting job that has not polled for so long is passed: it is stopped, or its driver hangs."""
 
-# `job.…` is a record of version 0.2, which is locked by `flock`
-_RECORD_FILE = re.compile(r"(record|job)\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
+_RECORD_FILE = re.compile(r"record\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
 _LAST_TICKET = 10**15 - 1
 _MOST_BYTES = 32768
@@ -84,7 +82,7 @@ class QueuedJob:
     # for how many seconds each of its GPUs has been idle, as last seen; none if never
     idle_seconds: tuple[int, ...] = ()
     urgency: int = 1  # among the jobs of its user: 0 low, 1 normal, 2 high
-    pid_namespace: str = ""  # in which its launcher has that number; empty: version 0.2
+    pid_namespace: str = ""  # in which its launcher has that number
 
     @property
     def state(self) -> str:
@@ -116,7 +114,7 @@ class QueuedJob:
     @property
     def is_here(self) -> bool:
         """Whether this process numbers processes as its launcher does."""
-        return self.pid_namespace in ("", own_pid_namespace())
+        return self.pid_namespace == own_pid_namespace()
 
     def is_polling(self, now: float) -> bool:
         """Return whether it would take GPUs if it got some."""
@@ -157,10 +155,8 @@ def decode(
         checksum = int(data[: _CHECKSUM - 1], 16)
         if len(data) > _MOST_BYTES or checksum != zlib.crc32(line):
             return None
-        values = parse_json(line)
-        values = {**values, "id": job_id, "ticket": ticket, "owner": owner}
-        if "state" in values:  # version 0.2
-            values["draining"] = values["state"] == "draining"
+        own = {"id": job_id, "ticket": ticket, "owner": owner}
+        values = {**parse_json(line), **own}
         job = from_json(QueuedJob, values)
     except (ValueError, TypeError, OverflowError):
         return None
@@ -210,10 +206,8 @@ class Registry(QueueDir):
             try:
                 owner = os.fstat(fd).st_uid
                 job = _read(fd, match, owner) or known.get(match[0])
-                if (
-                    is_locked(fd)
-                    or (match[1] == "job" and is_flocked(fd))
-                    or (job and job.gpus and processes_of(job.id, owner, marked))
+                if is_locked(fd) or (
+                    job and job.gpus and processes_of(job.id, owner, marked)
                 ):
                     self._known[match[0]] = job
                 else:
@@ -269,8 +263,8 @@ def _read(
             data = os.pread(fd, _MOST_BYTES + 1, 0)
             job = decode(
                 data,
-                f"{int(match[2])}-{match[3]}",
-                int(match[2]),
+                f"{int(match[1])}-{match[2]}",
+                int(match[1]),
                 owner,
             )
             if job is not None:
