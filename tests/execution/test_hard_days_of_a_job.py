@@ -53,8 +53,7 @@ def test_signals_that_come_again_do_not_break_off_a_checkpoint(world: World):
     process.send_signal(signal.SIGTERM)
     for _ in range(3):
         os.kill(attempt, signal.SIGTERM)
-    ended = world.end(process)
-    assert ended.returncode == 143, ended.output
+    ended = world.end(process, code=143)
     assert Path(ended.summary["checkpoint"]).stat().st_size == 20_000
 
 
@@ -68,8 +67,7 @@ def test_a_stopped_launcher_does_not_hold_training_up(world: World):
     (world.folder / "go").touch()
     wait_until(lambda: steps.exists() and steps.read_text() == "3000", "training goes on")
     process.send_signal(signal.SIGCONT)
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+    ended = world.end(process, code=0)
     assert ended.summary["result"] == {"steps": 3000, "large": "z" * LARGE_BYTES}
 
 
@@ -79,8 +77,7 @@ def test_output_that_nobody_reads_holds_nothing_up(world: World):
     process.send_signal(signal.SIGTERM)
     summary = world.run_dir / "summary.json"
     wait_until(summary.exists, "the job ends")
-    ended = world.end(process)
-    assert ended.returncode == 143
+    ended = world.end(process, code=143)
     assert "the last line" in (world.run_dir / "attempt-1.log").read_text()
     assert "Output truncated: no one was reading" in ended.output
 
@@ -90,8 +87,7 @@ def test_a_signal_at_the_very_start_prints_no_traceback(world: World):
     process = world.start("trainer._target_=hard_days.returns_its_pid")
     wait_until(lambda: _has_handler(process.pid), "signals are handled")
     process.send_signal(signal.SIGINT)
-    ended = world.end(process)
-    assert ended.returncode == 130
+    ended = world.end(process, code=130)
     assert "Traceback" not in ended.output
 
 
@@ -109,8 +105,7 @@ def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
     wait_until((world.run_dir / "state.json").exists, "the run can be found")
     stop = [sys.executable, "-m", "robust_train.cli.main", "stop", str(world.run_dir)]
     subprocess.run(stop, env=world.environ, check=True, capture_output=True)
-    ended = world.end(process)
-    assert ended.returncode == 143, ended.output
+    world.end(process, code=143)
     wait_until(lambda: not is_running(server), "the server ends")
 
 

@@ -95,14 +95,6 @@ def test_a_gpu_that_its_job_gave_back_meanwhile_has_not_been_idle(job, later, ca
     assert [gpu["idle_seconds"] for gpu in one["gpus"]] == [None]
 
 
-def test_idle_is_what_was_last_seen_for_at_least_an_hour() -> None:
-    never_seen = QueuedJob().on(["GPU-a", "GPU-b"])
-    assert never_seen.idle() == {}
-    seen = replace(never_seen, idle_seconds=(IDLE_SECONDS, IDLE_SECONDS - 1))
-    assert seen.idle() == {"GPU-a": IDLE_SECONDS}
-    assert seen.on(["GPU-b", "GPU-a"]).idle() == {}, "a new attempt has left nothing idle yet"
-
-
 def test_gpus_marks_a_gpu_that_its_job_leaves_idle(machine_with):
     machine = machine_with(Gpu(), Gpu())
     registry = Registry(Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"]))

@@ -518,30 +518,3 @@ def test_no_job_waits_for_ever_as_long_as_running_jobs_end(seed: int) -> None:
             host.waiting.append(job(ticket, host.random.choice((1000, 4000)), jobs_per_device=4))
         host.end_one()
     assert not old
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 10**6), st.integers(2, 4))
-def test_the_first_waits_only_for_jobs_that_ran_already_on_one_gpu(seed: int, per: int) -> None:
-    """There is always a GPU where no job that overtook the first is in its way."""
-    host = Host(seed)
-    first, since = "", host.now
-    for ticket in range(1, 60):
-        need = host.random.choice((4000, 4000, 8000, 12000, 38000))
-        host.waiting.append(job(ticket, need, jobs_per_device=per))
-        host.step()
-        if host.waiting:
-            if host.waiting[0].id != first:
-                first, since = host.waiting[0].id, host.now
-            need_bytes = host.waiting[0].reserved_bytes
-            ways = [
-                [one for one in host.running if uuid in one.gpus and one.since > since]
-                for uuid in UUIDS[:4]
-            ]
-            assert any(
-                len(passed) < per
-                and sum(one.reserved_bytes for one in passed) + need_bytes <= 40000 * MIB
-                for passed in ways
-            )
-        for _ in range(host.random.randrange(3)):
-            host.end_one()

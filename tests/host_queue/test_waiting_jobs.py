@@ -19,21 +19,6 @@ from world import wait_until
 HostWith = Callable[..., Host]
 
 
-def test_jobs_share_out_the_gpus_and_the_next_waits(host_with: HostWith) -> None:
-    host = host_with(Gpu(), Gpu())
-    first, second = host.start(4000), host.start(4000)
-    got = {member.wait_for("granted")["gpu"] for member in (first, second)}
-    assert got == {host.machine.uuid(0), host.machine.uuid(1)}
-    third = host.start(4000)
-    sentence = third.wait_for("waiting")["sentence"]
-    assert sentence.startswith("1st in queue, ")
-    taken = "left: GPUs 0, 1: taken, one job per GPU (gpu_jobs_per_device=1)"
-    assert sentence.endswith(taken)
-    fourth = host.start(4000)
-    fourth.waits_at(2)
-    assert fourth.wait_for("waiting")["sentence"].startswith("2nd in queue, ")
-
-
 def test_the_next_goes_when_one_ends_and_the_others_move_up(host_with: HostWith) -> None:
     host = host_with(Gpu())
     running = host.start(4000)
@@ -111,12 +96,3 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith
     assert small.heard("granted") is None
     second.end()
     small.wait_for("granted")
-
-
-def test_time_up_leaves_the_line(host_with: HostWith) -> None:
-    host = host_with(Gpu())
-    running = host.start(4000)
-    running.wait_for("granted")
-    brief = host.start(4000, timeout=0.3)
-    assert "within 0:01" in brief.wait_for("refused")["reason"]
-    wait_until(lambda: len(host.job_files()) == 1, "its ticket is gone")

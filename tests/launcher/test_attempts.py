@@ -17,8 +17,7 @@ from world import ROOT, World, is_running, wait_until
 
 
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: World):
-    ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5")
-    assert ended.returncode == 0, ended.output
+    ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5", code=0)
     result = ended.summary["result"]
     assert result["device"] == "cpu"
     assert result["batch_size"] == 12
@@ -32,8 +31,7 @@ def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world: Wo
 
 
 def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world: World):
-    ended = world.train("has_a_bug")
-    assert ended.returncode == 1
+    ended = world.train("has_a_bug", code=1)
     assert len(ended.attempts) == 1
     assert ended.attempts[0]["outcome"] == "bug"
     assert ended.summary["status"] == "failed"
@@ -80,8 +78,7 @@ def test_ctrl_c_stops_child_and_launcher_after_a_last_checkpoint(world: World):
     process = world.start("trainer._target_=trainers.catches_everything_and_stops_politely")
     child = int(wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs"))
     process.send_signal(signal.SIGINT)
-    ended = world.end(process)
-    assert ended.returncode == 130, ended.output
+    ended = world.end(process, code=130)
     assert not is_running(child)
     assert ended.summary["status"] == "interrupted"
     assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
@@ -97,8 +94,7 @@ def test_a_trainer_that_never_looks_is_interrupted_and_can_clean_up(world: World
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop")
     wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
     process.send_signal(signal.SIGTERM)
-    ended = world.end(process)
-    assert ended.returncode == 143, ended.output
+    ended = world.end(process, code=143)
     assert "send SIGTERM again to kill" in ended.stdout
     assert Path(f"{ready}.cleaned").exists()
 
@@ -111,8 +107,7 @@ def test_a_trainer_that_does_not_stop_is_killed_with_all_it_started(world: World
     )
     text = wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs")
     process.send_signal(signal.SIGTERM)
-    ended = world.end(process)
-    assert ended.returncode == 143, ended.output
+    world.end(process, code=143)
     for pid in text.split():
         wait_until(lambda pid=pid: not is_running(int(pid)), f"process {pid} ends")
 
@@ -151,16 +146,14 @@ def test_import_of_the_package_alone_does_not_import_torch():
 def test_a_job_goes_on_when_its_journal_cannot_be_written(world: World):
     world.run_dir.mkdir()
     (world.run_dir / "journal.jsonl").symlink_to("/dev/full")
-    ended = world.train("uses_run")
-    assert ended.returncode == 0, ended.output
+    ended = world.train("uses_run", code=0)
     assert ended.output.count("No space left on device") == 1
     assert ended.summary["status"] == "completed"
 
 
 @pytest.mark.usefixtures("alone")
 def test_inline_attempts_run_in_the_launchers_process(world: World):
-    ended = world.train("what_it_was_given", "isolation=none")
-    assert ended.returncode == 0, ended.output
+    ended = world.train("what_it_was_given", "isolation=none", code=0)
     assert ended.summary["result"]["parent"] == os.getpid()
 
 
@@ -168,6 +161,5 @@ def test_inline_attempts_recover_and_fail_like_isolated_ones(world: World):
     ended = world.train("resumes", "isolation=none")
     assert ended.summary["result"] == 5
     assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
-    ended = world.train("has_a_bug", "isolation=none")
-    assert ended.returncode == 1
+    ended = world.train("has_a_bug", "isolation=none", code=1)
     assert "in _deep_down" in ended.stderr

@@ -31,8 +31,7 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
     )
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     world.environ["DATA_LIMIT_BYTES"] = str(300 * MIB)
-    first = world.run("trainer._target_=limited_trainers.built_in", *arguments)
-    assert first.returncode == 0, first.output
+    first = world.run("trainer._target_=limited_trainers.built_in", *arguments, code=0)
     (found,) = [e for e in first.journal if e["event"] == "batch_size_found"]
     size = found["batch_size"]
     assert 1 <= size < 32
@@ -51,6 +50,5 @@ def test_a_size_is_found_under_a_real_limit_and_the_next_job_has_it_without_prob
 @pytest.mark.slow
 def test_train_py_finds_a_size_too(world: World):
     small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
-    plain = world.run("training.batch_size=auto", *small, script="train.py")
-    assert plain.returncode == 0, plain.output
+    plain = world.run("training.batch_size=auto", *small, script="train.py", code=0)
     assert "training.batch_size=auto: 2 probes" in plain.output

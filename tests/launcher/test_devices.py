@@ -14,15 +14,13 @@ from world import World, wait_until
 
 
 def visible_to_trainer(world: World, *arguments: str) -> str:
-    ended = world.train("what_it_was_given", *arguments)
-    assert ended.returncode == 0, ended.output
+    ended = world.train("what_it_was_given", *arguments, code=0)
     return ended.summary["result"]["visible"]
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_the_gpu_with_the_most_free_memory_is_the_only_one_the_trainer_sees(world: World):
-    ended = world.train("what_it_was_given")
-    assert ended.returncode == 0, ended.output
+    ended = world.train("what_it_was_given", code=0)
     assert ended.summary["result"]["visible"] == A
     assert ended.summary["result"]["device"] == "cuda:0"
     assert ended.attempts[0]["device"] == "cuda:0"
@@ -45,11 +43,9 @@ def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, argument
 
 def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(world: World):
     world.environ["CUDA_VISIBLE_DEVICES"] = ""
-    ended = world.train("what_it_was_given", "device=cuda")
-    assert ended.returncode == 2, ended.output
+    ended = world.train("what_it_was_given", "device=cuda", code=2)
     assert "device=cuda: no such GPU here" in ended.stderr
-    ended = world.train("what_it_was_given", "num_gpus=2")
-    assert ended.returncode == 0, ended.output
+    ended = world.train("what_it_was_given", "num_gpus=2", code=0)
     said = [line for line in ended.stdout.splitlines() if "num_gpus=2" in line]
     assert len(said) == 1
     assert "on the CPU in one process" in said[0]
@@ -57,8 +53,7 @@ def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(w
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World):
-    ended = world.train("what_it_was_given", "auto_device=false", "device=cuda:7")
-    assert ended.returncode == 2, ended.output
+    ended = world.train("what_it_was_given", "auto_device=false", "device=cuda:7", code=2)
     assert "device=cuda:7" in ended.stderr
     assert A in ended.stderr
     assert B in ended.stderr
@@ -67,15 +62,13 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World)
 def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(world, two_gpus):
     two_gpus.cuda = 12020
     two_gpus.update(0)
-    ended = world.run("trainer._target_=trainers.computes_on_its_device")
-    assert ended.returncode == 2, ended.output
+    ended = world.run("trainer._target_=trainers.computes_on_its_device", code=2)
     (message,) = ended.stderr.strip().splitlines()
     assert message.startswith("CUDA cannot work here: ")
     for words in ("the driver supports CUDA 12.2", "this torch was built", "device=cpu"):
         assert words in message
     assert [(a["outcome"], a["action"]) for a in ended.attempts] == [("setup", "give_up")]
-    ended = world.run("trainer._target_=trainers.computes_on_its_device", "device=cpu")
-    assert ended.returncode == 0, ended.output
+    ended = world.run("trainer._target_=trainers.computes_on_its_device", "device=cpu", code=0)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -83,8 +76,7 @@ def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a
     words = "CUDA initialization: The NVIDIA driver on your system is too old (found 12020)."
     code = f"import time, warnings; warnings.warn('{words}'); time.sleep(1.2)"
     argv = json.dumps([sys.executable, "-c", code])
-    ended = world.run("trainer=command", f"trainer.argv={argv}")
-    assert ended.returncode == 0, ended.output
+    ended = world.run("trainer=command", f"trainer.argv={argv}", code=0)
     said = [line for line in ended.stdout.splitlines() if "may train on the CPU" in line]
     assert len(said) == 1
     assert "cuda:0: The NVIDIA driver on your system is too old" in said[0]
@@ -121,8 +113,7 @@ def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, two_gpu
     wait_until(attempts.exists, "the first attempt")
     two_gpus.update(1, free_mib=23000)  # somebody else's job ended on the other GPU
     go.touch()
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+    ended = world.end(process, code=0)
     rows = [(a["gpu_uuid"], a["batch_size"], a["action"]) for a in ended.attempts]
     assert rows == [
         (A, 64, "halve_batch"),
@@ -148,8 +139,7 @@ def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
         lambda: len(two_gpus.calls("nvmlDeviceGetMemoryInfo_v2")) >= 12, "it looks repeatedly"
     )
     two_gpus.update(1, free_mib=23000)
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+    ended = world.end(process, code=0)
     assert ended.summary["result"]["visible"] == B
     assert ended.summary["wait_seconds"] > 0
     assert "22000" in ended.output
@@ -163,8 +153,7 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world: World):
     assert ended.summary["result"]["visible"] == ""
     assert " warning: no GPU" in ended.output
     never = ("allow_cpu_fallback=false", "wait_for_gpu=false")
-    ended = world.train("what_it_was_given", too_much, *never)
-    assert ended.returncode == 75, ended.output
+    ended = world.train("what_it_was_given", too_much, *never, code=75)
     assert ended.summary["status"] == "no_device"
     assert ended.attempts == []
     assert "22000" in ended.stderr
@@ -172,11 +161,9 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world: World):
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_request_that_no_gpu_could_ever_meet_fails_at_once(world: World):
-    ended = world.train("what_it_was_given", "min_gpu_memory_mb=90000")
-    assert ended.returncode == 2, ended.output
+    ended = world.train("what_it_was_given", "min_gpu_memory_mb=90000", code=2)
     assert "24000" in ended.stderr, "the largest request that could be met is named"
-    ended = world.train("what_it_was_given", "num_gpus=3")
-    assert ended.returncode == 2, ended.output
+    ended = world.train("what_it_was_given", "num_gpus=3", code=2)
     assert "only 2 GPUs" in ended.stderr
 
 
@@ -190,8 +177,7 @@ def test_a_signal_ends_the_waiting_at_once(world: World):
     journal = world.run_dir / "journal.jsonl"
     wait_until(journal.exists, "the job has started")
     process.send_signal(signal.SIGINT)
-    ended = world.end(process)
-    assert ended.returncode == 130, ended.output
+    ended = world.end(process, code=130)
     assert ended.summary["status"] == "interrupted"
     assert ended.attempts == []
     assert "Traceback" not in ended.output
@@ -218,8 +204,7 @@ def test_a_lost_gpu_is_skipped_with_its_reason(world: World, two_gpus: Machine):
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_module_that_starts_cuda_at_import_sees_the_attempts_gpu(world: World):
-    ended = world.run("trainer._target_=trainer_that_starts_cuda.train")
-    assert ended.returncode == 0, ended.output
+    ended = world.run("trainer._target_=trainer_that_starts_cuda.train", code=0)
     assert ended.summary["result"] == A
 
 

@@ -141,8 +141,7 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(world, script, 
     journal = world.run_dir / "journal.jsonl"
     wait_until(lambda: '"wait"' in journal.read_text(), "the launcher waits for the room")
     machine.update(0, free_mib=20000)
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+    ended = world.end(process, code=0)
     assert actions(ended) == ["wait", "none"]
     assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 64]
     assert "others took 8000 MiB" in ended.attempts[0]["reason"]
@@ -151,8 +150,7 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(world, script, 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world: World, isolation: str):
     world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 1})
-    ended = world.train("splits_within_a_budget", f"isolation={isolation}")
-    assert ended.returncode == 1, ended.output
+    ended = world.train("splits_within_a_budget", f"isolation={isolation}", code=1)
     # every size down to min_batch_size was tried inside the step: nothing is left to halve
     assert [attempt["outcome"] for attempt in ended.attempts] == ["device_oom"]
     assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
@@ -178,16 +176,14 @@ def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world: Wor
         process.send_signal(signum)
         assert world.end(process).returncode == code
         ready.unlink()
-    ended = world.run(*command)
-    assert ended.returncode == 76, ended.output
+    ended = world.run(*command, code=76)
     assert ended.stderr.count("\n") == 1
     assert "launches in a row without a new checkpoint" in ended.stderr
     assert "max_launches=0" in ended.stderr
     assert not ready.exists(), "nothing was started"
     state = json.loads((world.run_dir / "state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("failed", 76)
-    again = world.train("uses_run", "max_launches=0")
-    assert again.returncode == 0, again.output
+    world.train("uses_run", "max_launches=0", code=0)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -209,8 +205,7 @@ def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_t
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     target = "trainer._target_=limited_trainers.checkpoints_within_a_limit"
     batch = ("training.batch_size=8", "min_batch_size=8", "training.num_workers=0")
-    ended = world.run(target, *batch)
-    assert ended.returncode == 0, ended.output
+    ended = world.run(target, *batch, code=0)
     assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
     assert actions(ended) == ["gradient_checkpointing", "none"]
     assert "8 with gradient checkpointing: the same gradients" in ended.attempts[0]["reason"]

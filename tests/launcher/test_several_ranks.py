@@ -58,8 +58,7 @@ def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_wi
 
 
 def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(world: World):
-    ended = world.run(*ranks(2, "is_slow_on_rank_1", "training.batch_size=4"))
-    assert ended.returncode == 0, ended.output
+    ended = world.run(*ranks(2, "is_slow_on_rank_1", "training.batch_size=4"), code=0)
     first, second = ended.attempts[0]["speed"]
     assert (first["rank"], second["rank"]) == (0, 1)
     assert (first["steps"], second["steps"]) == (7, 7)
@@ -77,8 +76,7 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
 
 def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(world: World):
     started = time.monotonic()
-    ended = world.run(*ranks(3, "has_a_bug_on_rank_1"))
-    assert ended.returncode == 1, ended.output
+    ended = world.run(*ranks(3, "has_a_bug_on_rank_1"), code=1)
     (attempt,) = ended.attempts
     assert (attempt["outcome"], attempt["action"]) == ("bug", "give_up")
     assert "(rank 1)" in ended.summary["reason"]
@@ -105,8 +103,7 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
     keys = ("num_gpus=4", f"training.batch_size={batch_size}", "training.num_workers=0")
     patience = ("min_batch_size=4", "min_num_gpus=2", "gpu_wait_timeout_minutes=0.05")
     target = "trainer._target_=rank_trainers.loses_a_gpu_of_four"
-    ended = world.run(target, *keys, *patience)
-    assert ended.returncode == 0, ended.output
+    ended = world.run(target, *keys, *patience, code=0)
     first, second = ended.attempts
     assert (first["outcome"], first["action"]) == ("device_fault", "fewer_gpus")
     assert "(rank 2)" in first["reason"] or "cuda:2" in first["reason"]

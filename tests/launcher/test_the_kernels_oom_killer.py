@@ -58,8 +58,7 @@ def cgroup() -> Iterator[Cgroup]:
 
 def test_a_child_that_the_kernel_killed_for_memory_is_tried_again_with_less(world, cgroup):
     overrides = ("trainer._target_=trainers.fills_memory", "training.num_workers=0")
-    ended = world.end(world.start(*overrides, preexec_fn=cgroup.enter))
-    assert ended.returncode == 0, ended.output
+    ended = world.end(world.start(*overrides, preexec_fn=cgroup.enter), code=0)
     assert [attempt["outcome"] for attempt in ended.attempts] == ["host_oom", "completed"]
     assert "OOM killer" in ended.attempts[0]["message"]
     assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 32]

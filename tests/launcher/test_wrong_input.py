@@ -117,8 +117,7 @@ def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: Wo
         "import json\n\nundefined_name\n\ndef train(cfg): ...\n"
     )
     world.environ["PYTHONPATH"] += f":{world.folder}"
-    ended = world.run("trainer._target_=broken_trainer.train")
-    assert ended.returncode == 2, ended.output
+    ended = world.run("trainer._target_=broken_trainer.train", code=2)
     assert "NameError" in ended.stderr
     assert "broken_trainer.py, line 3" in ended.stderr
     assert "Traceback" not in ended.output
@@ -130,8 +129,7 @@ def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exi
     main = [sys.executable, "-m", "robust_train.cli.main", "train"]
     words = ["trainer._target_=train.train", "model=none", "dataset=none"]
     environ = world.environ | {"HYDRA_FULL_ERROR": "1", "PYTHONSAFEPATH": ""}
-    ended = world.run(*words)
-    assert ended.returncode == 0, ended.output
+    ended = world.run(*words, code=0)
     assert ended.summary["result"] == 1.5
     refused = subprocess.run(
         [*main, *words, "epochs=3"],
@@ -151,15 +149,13 @@ def test_an_unwritable_run_folder_is_named(world: World):
     blocked = world.folder / "blocked"
     blocked.write_text("a file, not a folder")
     world.run_dir = blocked / "run"
-    ended = world.run()
-    assert ended.returncode == 2, ended.output
+    ended = world.run(code=2)
     assert str(blocked) in ended.stderr
     assert "Traceback" not in ended.output
 
 
 def test_help_starts_nothing(world: World):
-    ended = world.run("--help")
-    assert ended.returncode == 0
+    ended = world.run("--help", code=0)
     assert ended.stdout.startswith("usage: python train_robust.py ")
     assert "min_gpu_memory_mb" in ended.stdout
     assert "schema" not in ended.stdout, "nobody can choose those"

@@ -69,6 +69,11 @@ class Ended:
     def output(self) -> str:
         return self.stdout + self.stderr
 
+    def with_code(self, code: int | None) -> Ended:
+        """Assert that it ended with this exit code, if one is given."""
+        assert code in (None, self.returncode), self.output
+        return self
+
     def was_refused(self, words: Iterable[str]) -> None:
         """Assert that it ended for a mistake of its user's, in one line that has these words."""
         assert self.returncode == 2, self.output
@@ -136,19 +141,26 @@ class World:
             **options,
         )
 
-    def end(self, process: subprocess.Popen[str]) -> Ended:
-        """Wait for a command that was started."""
+    def end(self, process: subprocess.Popen[str], code: int | None = None) -> Ended:
+        """Wait for a command that was started, and assert its exit code, if one is given."""
         stdout, stderr = process.communicate(timeout=240)
-        return Ended(process.returncode, stdout, stderr, self.run_dir)
+        return Ended(process.returncode, stdout, stderr, self.run_dir).with_code(code)
 
-    def run(self, *arguments: str, script: str = "train_robust.py", **options: Any) -> Ended:
-        """Run a command to its end."""
+    def run(
+        self,
+        *arguments: str,
+        script: str = "train_robust.py",
+        code: int | None = None,
+        **options: Any,
+    ) -> Ended:
+        """Run a command to its end, and assert its exit code, if one is given."""
         imports_torch = script == "train.py" or "isolation=none" in arguments
         if imports_torch and "-m" not in arguments and not self.alone and not options:
             command = self.command(*arguments, script=script)[1:]
             ended = preloaded.run(_SCRIPT, *command, cwd=self.folder, environ=self.environ)
-            return Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
-        return self.end(self.start(*arguments, script=script, **options))
+            found = Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
+            return found.with_code(code)
+        return self.end(self.start(*arguments, script=script, **options), code)
 
     def run_in_terminal(self, *arguments: str, columns: int = 200) -> str:
         """Run a command in a terminal of its own to a successful end; what it showed."""

@@ -20,7 +20,6 @@ import psutil
 
 from robust_train.compat import base_executable
 from robust_train.config.attempt import Begin, Preparation
-from robust_train.folder import trackers
 from robust_train.host import reaper
 from robust_train.host.linux import (
     TICK_SECONDS,
@@ -42,31 +41,7 @@ log = logging.getLogger("robust_train")
 
 _AFTER_KILL_SECONDS = 8.0
 
-# what an attempt can still change after libraries were imported, and what none of them reads
-_NOT_READ_AT_IMPORT = (
-    "HYDRA_",
-    "ROBUST_TRAIN_",
-    "NCCL_",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "CUBLAS_",
-    "SLURM_",
-    "SUBMITIT_",
-)
-_SET_FOR_EACH_ATTEMPT = frozenset(
-    {
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_DEVICE_ORDER",
-        "COLUMNS",
-        "LINES",
-        *trackers.VARIABLES,
-    }
-)
-_ALLOCATORS = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-)
+_CHANGED_BY_US = ("HYDRA_", "ROBUST_TRAIN_")
 
 
 class Interpreter:
@@ -85,7 +60,6 @@ class Interpreter:
         self,
         process: subprocess.Popen[bytes],
         channel: socket.socket,
-        environ: Mapping[str, str],
     ) -> None:
         self.pid = process.pid
         self._process = process
@@ -94,7 +68,7 @@ class Interpreter:
         self.max_resident_bytes = 0
         self.refusal: str | None = None
         self.is_unfit = self.is_asked = self.is_begun = False
-        self._read_at_import = _read_at_import(environ)
+        self._environ = _environ_at_import()
         self._answers_due = 0
 
     @property
@@ -119,11 +93,10 @@ class Interpreter:
         """Whether it has imported what it was given to import."""
         return self._answers_due == 0
 
-    def suits(self, environ: Mapping[str, str]) -> bool:
-        """Return whether it can still run an attempt with this environment."""
-        is_same = self._read_at_import == _read_at_import(
-            shared_machine_environment(environ)
-        )
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can run an attempt: the program has not changed its environment since."""
+        is_same = self._environ == _environ_at_import()
         return is_same and self.is_running and not self.is_unfit
 
     def prepare(self, wanted: Preparation) -> None:
@@ -215,13 +188,12 @@ class Interpreters:
         """What becomes readable when an interpreter prints something."""
         return [stream.read_fd for stream in self.pump.streams]
 
-    def start(self, environ: Mapping[str, str]) -> Interpreter:
-        """Start an interpreter in an environment.
+    def start(self) -> Interpreter:
+        """Start an interpreter.
 
         Raises:
             OSError: the system starts no process.
         """
-        environ = shared_machine_environment(environ)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         program = str(Path(__file__).parents[1] / "attempt" / "__main__.py")
@@ -230,13 +202,13 @@ class Interpreters:
             channel = theirs.fileno()
             process = _start(
                 [sys.executable, program, str(self._owner), str(channel)],
-                environ,
+                shared_machine_environment(os.environ),
                 (channel,),
                 subprocess.DEVNULL if stdin is None else stdin,
                 self.pump,
             )
         set_mark(process.pid, self._mark)
-        one = Interpreter(process, ours, environ)
+        one = Interpreter(process, ours)
         self.running[one.pid] = one
         self._uncollected.append(one)
         return one
@@ -375,7 +347,7 @@ def start_early(modules: Sequence[str] = ()) -> None:
     """Start an interpreter for this process's next job, before it is known what it will run."""
     with contextlib.suppress(OSError):  # the job reports it
         interpreters = Interpreters()
-        one = interpreters.start(os.environ)
+        one = interpreters.start()
         one.prepare(preparation(modules))
         _at_hand.append(interpreters)
 
@@ -401,14 +373,11 @@ def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparat
     )
 
 
-def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a library may read when it is imported."""
-    read = {
+def _environ_at_import() -> dict[str, str]:
+    """Return the variables of this process that a library may read when it is imported. Those that
+    differ between attempts are read later."""
+    return {
         name: value
-        for name, value in environ.items()
-        if not name.startswith(_NOT_READ_AT_IMPORT)
-        and name not in _SET_FOR_EACH_ATTEMPT
+        for name, value in os.environ.items()
+        if not name.startswith(_CHANGED_BY_US)
     }
-    for name in _ALLOCATORS:  # of their settings that is only the backend
-        read[name] = read.get(name, "").partition("backend:")[2].partition(",")[0]
-    return read

@@ -5,7 +5,6 @@ compose → acquire a device → run an attempt → classify → decide → reco
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shlex
@@ -31,11 +30,7 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
-from robust_train.folder.checkpoints import (
-    is_read_only,
-    pass_over_damaged,
-    why_full,
-)
+from robust_train.folder.checkpoints import why_full
 from robust_train.folder.identity import (
     complete_job,
     refuse_other_version,
@@ -89,7 +84,7 @@ from robust_train.model.events import (
     Slow,
     TrainerSupports,
 )
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -319,7 +314,20 @@ class Job:
     def _train(self) -> Summary:
         engine = self._engine
         self.executor = self._find_executor() if engine is None else engine.executor
-        self.devices = self._find_devices() if engine is None else engine.devices
+        self.devices = (
+            Devices(
+                self.config,
+                self.name,
+                os.environ,
+                self.run_dir,
+                self.sleep,
+                self._on_wait,
+                self.folder.token,
+                in_sweep=sweep_folder() is not None,
+            )
+            if engine is None
+            else engine.devices
+        )
         try:
             group = self._acquire_device()
             self.executor.prepare(self.folder.tick)
@@ -353,18 +361,6 @@ class Job:
             ranks=1 if self.config.is_script else self.config.num_gpus,
             has_standby=sweep_folder() is None,
             job=self.folder.token,
-        )
-
-    def _find_devices(self) -> Devices:
-        return Devices(
-            self.config,
-            self.name,
-            os.environ,
-            self.run_dir,
-            self.sleep,
-            self._on_wait,
-            self.folder.token,
-            in_sweep=sweep_folder() is not None,
         )
 
     def _acquire_device(self) -> Group:
@@ -553,8 +549,7 @@ class Job:
 
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
-        attempt = self._on_its_disk(with_shortage(attempt, self.attempts))
-        attempt = self._past_damaged(attempt)
+        attempt = self.folder.with_disk(with_shortage(attempt, self.attempts))
         if self._has_remedies and self.signals.received is None:
             attempt = with_rule(
                 self.policy,
@@ -569,43 +564,6 @@ class Job:
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
-
-    def _on_its_disk(self, attempt: Attempt) -> Attempt:
-        """Return the attempt; one that could not write to a disk which is read-only since an error
-        of its file system has failed because of the disk. Elsewhere that is a mistake."""
-        failure = attempt.failure
-        if failure is None or os.strerror(errno.EROFS) not in failure.message:
-            return attempt
-        if not is_read_only(self.run_dir):
-            return attempt
-        return replace(attempt, failure=replace(failure, kind=FailureKind.DISK_FULL))
-
-    def _past_damaged(self, attempt: Attempt) -> Attempt:
-        """Return the attempt with whether another checkpoint comes before the one that its script
-        could not read; nothing resumes from that one any more."""
-        failure, path = attempt.failure, attempt.checkpoint or attempt.resumed_from
-        if failure is None or path is None:
-            return attempt
-        lacks_file = f"No such file or directory: '{path}/" in failure.message
-        if failure.evidence.clue != Clue.DAMAGED and not lacks_file:
-            return attempt
-        has_begun = attempt.end_step is not None or attempt.saves > 1
-        if has_begun or attempt.script is None:
-            return attempt
-        folder, job = self.run_dir / "checkpoints", self.beginning.job
-        found = pass_over_damaged(
-            folder,
-            job,
-            Path(path),
-            lacks_file=lacks_file,
-        )
-        clue = Clue.DAMAGED
-        evidence = replace(
-            failure.evidence,
-            has_checkpoint=found,
-            clue=clue,
-        )
-        return replace(attempt, failure=replace(failure, evidence=evidence))
 
     def _cuda_versions(self) -> str:
         # a script's torch may be another one

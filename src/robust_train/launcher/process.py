@@ -10,7 +10,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from omegaconf import DictConfig
@@ -101,7 +101,7 @@ class ProcessExecutor:
         self._interpreters = take_early()
         self._interpreters.mark(job)
         with contextlib.suppress(OSError):  # tried again for the attempt
-            for one in self._waiting(os.environ, ranks):
+            for one in self._waiting(ranks):
                 one.prepare(self._preparation())
 
     def poll(self) -> None:
@@ -117,7 +117,7 @@ class ProcessExecutor:
 
     def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the trainer has checked the config; raises ConfigError if it refuses."""
-        self._ready(os.environ, self._ranks, tick)
+        self._ready(self._ranks, tick)
 
     def run(
         self,
@@ -151,11 +151,7 @@ class ProcessExecutor:
             self._check_standby()
             tick()
 
-        processes = self._ready(
-            request.environ,
-            request.ranks,
-            tick,
-        )
+        processes = self._ready(request.ranks, tick)
         pump = self._interpreters.pump
         pump.start_log(request.log_file)
         running = RunningAttempt(
@@ -193,13 +189,12 @@ class ProcessExecutor:
 
     def _ready(
         self,
-        environ: Mapping[str, str],
         count: int,
         tick: Callable[[], None],
     ) -> list[Interpreter]:
         """Return interpreters that can be given an attempt now."""
         while True:
-            found = self._waiting(environ, count)
+            found = self._waiting(count)
             interpreters = self._interpreters
             interpreters.pump.hold()  # what dies at an import is named in a line of ours
             for one in found:
@@ -211,7 +206,7 @@ class ProcessExecutor:
                     raise ConfigError(one.refusal)
                 if one.returncode is not None:
                     self._on_death_at_import(one.returncode)
-            if all(one.suits(environ) for one in found):
+            if all(one.is_usable for one in found):
                 interpreters.pump.release()
                 return found
             # they did before they imported: a library has started CUDA, and would again
@@ -225,11 +220,7 @@ class ProcessExecutor:
             )
             self._modules = ()
 
-    def _waiting(
-        self,
-        environ: Mapping[str, str],
-        count: int,
-    ) -> list[Interpreter]:
+    def _waiting(self, count: int) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
         if not self._interpreters.is_open:
             self._interpreters = Interpreters()
@@ -238,10 +229,10 @@ class ProcessExecutor:
         interpreters.poll()
         waiting = [one for one in interpreters.running.values() if not one.is_begun]
         for one in waiting:
-            if not one.suits(environ):
+            if not one.is_usable:
                 interpreters.end(one)
-        found = [one for one in waiting if one.suits(environ)][:count]
-        return found + [interpreters.start(environ) for _ in range(count - len(found))]
+        found = [one for one in waiting if one.is_usable][:count]
+        return found + [interpreters.start() for _ in range(count - len(found))]
 
     def _preparation(self) -> Preparation:
         """Return what an interpreter imports while it waits."""
@@ -297,7 +288,7 @@ class ProcessExecutor:
     ) -> None:
         """Have the next attempt's interpreters import while the present one runs or ends."""
         with contextlib.suppress(OSError):  # the attempt itself comes first
-            for one in self._waiting(request.environ, request.ranks):
+            for one in self._waiting(request.ranks):
                 if wanted.is_standby or not one.is_asked:
                     one.prepare(wanted)
 

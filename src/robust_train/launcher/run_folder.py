@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 from robust_train.config.schema import NotifyConfig
 from robust_train.folder import run_list
+from robust_train.folder.checkpoints import is_read_only, pass_over_damaged
 from robust_train.folder.identity import begin_job, count_launch
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
@@ -38,6 +40,7 @@ from robust_train.launcher.notifier import Notifier
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
 from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json
+from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.queue.waiting import WaitStatus
@@ -288,6 +291,40 @@ class RunFolder:
                     checkpoint,
                 )
             )
+
+    def with_disk(self, attempt: Attempt) -> Attempt:
+        """Return the attempt with what the disk says of its failure.
+
+        One that could not write to a disk which is read-only since an error of its file system has
+        failed because of the disk; elsewhere that is a mistake. From a checkpoint that its script
+        could not read nothing resumes any more; whether another one comes before it is evidence.
+        """
+        failure, path = attempt.failure, attempt.checkpoint or attempt.resumed_from
+        if failure is None:
+            return attempt
+        cannot_write = os.strerror(errno.EROFS) in failure.message
+        if cannot_write and is_read_only(self._run_dir):
+            return replace(
+                attempt,
+                failure=replace(failure, kind=FailureKind.DISK_FULL),
+            )
+        lacks_file = f"No such file or directory: '{path}/" in failure.message
+        is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
+        has_begun = attempt.end_step is not None or attempt.saves > 1
+        if path is None or not is_damaged or has_begun or attempt.script is None:
+            return attempt
+        found = pass_over_damaged(
+            self._run_dir / "checkpoints",
+            self.beginning.job,
+            Path(path),
+            lacks_file=lacks_file,
+        )
+        evidence = replace(
+            failure.evidence,
+            has_checkpoint=found,
+            clue=Clue.DAMAGED,
+        )
+        return replace(attempt, failure=replace(failure, evidence=evidence))
 
     def ended(
         self,
