@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from errno import EINVAL, ENOENT, ESTALE
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from robust_train.attempt.cadence import Saving
 from robust_train.compat import (
     keep_versions,
     load_shards,
@@ -55,6 +54,9 @@ from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 
+if TYPE_CHECKING:
+    from robust_train.attempt.run import Run
+
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
@@ -73,30 +75,6 @@ INDEX = "index.pt"
 STEP = "step"  # of a checkpoint of `run.save`
 
 
-class Owner(Protocol):
-    """The attempt whose checkpoints they are."""
-
-    checkpoint_dir: Path
-    resume_checkpoint: Path | None
-    saving: Saving
-
-    @property
-    def is_main(self) -> bool:
-        """Whether it reports."""
-
-    @property
-    def position(self) -> Position:
-        """Where it is in its data."""
-
-    def checkpoint_saved(
-        self,
-        path: Path,
-        step: int | None,
-        position: Position | None = None,
-    ) -> None:
-        """Report a complete checkpoint."""
-
-
 @dataclass(frozen=True)
 class _InFlight:
     """A checkpoint that is being written while training goes on."""
@@ -113,7 +91,7 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        run: Owner,
+        run: Run,
         *,
         keep: int,  # 0: who writes them removes old ones
         write_folder: Callable[[Content, Path], Path] | None = None,
@@ -141,7 +119,7 @@ class CheckpointFolder:
         at = self._run.position
         path = self._write(content, step)
         self._report(path, step, at)
-        self._rotate()
+        self.report_written(wait=True)
         return path
 
     def save_from_copy(
@@ -228,7 +206,6 @@ class CheckpointFolder:
                 one.step,
                 one.position,
             )
-            self._rotate(in_background=not wait)
         if wait and self._rotating is not None:
             self._rotating.result()
 
@@ -265,21 +242,18 @@ class CheckpointFolder:
         step: int,
         at: Position,
     ) -> None:
-        if self._run.is_main:
-            self._run.checkpoint_saved(path, step, at)
-
-    def _rotate(self, *, in_background: bool = False) -> None:
-        if not self._run.is_main or not self._keep:
+        if not self._run.is_main:
             return
-        rotate = partial(
-            self._run.saving.rotate,
-            "step-*",
-            self._keep,
-        )
-        # to remove a large file takes its time, too
-        self._rotating = _in_background(rotate) if in_background else None
-        if not in_background:
-            rotate()
+        self._run.checkpoint_saved(path, step, at)
+        if self._keep:
+            # to remove a large file takes its time, too
+            self._rotating = _in_background(
+                partial(
+                    self._run.saving.rotate,
+                    "step-*",
+                    self._keep,
+                )
+            )
 
 
 def _in_background(act: Callable[[], T]) -> Future[T]:
@@ -311,7 +285,6 @@ class HostCopies:
     def __init__(self, copies: int = 1) -> None:
         self._copies = copies  # like it that ranks of this host make at the same time
         self._buffers: dict[str, Tensor] = {}
-        self._used: set[str] = set()  # since it was last shrunk
 
     def copy(self, content: Content) -> Content | None:
         """Return a copy with all tensors in host memory; None if there is no room."""
@@ -345,7 +318,6 @@ class HostCopies:
             if classify_failure(error).kind.is_memory:
                 return None
             raise
-        self._used |= tensors.keys()
         return named_map(
             lambda name, _: copied[name],
             content,
@@ -353,10 +325,7 @@ class HostCopies:
         )
 
     def shrink(self) -> None:
-        """Keep the buffers of the last save, and none if others need the memory."""
-        for name in self._buffers.keys() - self._used:
-            del self._buffers[name]
-        self._used.clear()
+        """Keep no buffers if others need the memory."""
         if not self._has_room(0):
             self._buffers.clear()
 

@@ -500,7 +500,7 @@ class Run(Asked):
         folder = self._checkpoints(keep, suffix)
         if is_first:
             folder.remove_leftovers()
-        self._try_to_write(lambda: folder.save_from_copy(content, step))
+        self.try_to_save(lambda: folder.save_from_copy(content, step))
 
     def save_files(
         self,
@@ -517,7 +517,7 @@ class Run(Asked):
         returns. The newest ``keep`` stay; 0: the framework removes old ones. All ranks have to
         call it, and write at once: none knows when the files of the others are there."""
         folder = self._checkpoints(keep)
-        self._try_to_write(
+        self.try_to_save(
             lambda: folder.save_files(
                 path,
                 step,
@@ -562,14 +562,15 @@ class Run(Asked):
     def finish_saving(self, *, wait: bool = True) -> None:
         """Report the checkpoint that is written in the background; ``wait`` until it is."""
         if (folder := self._folder) is not None:
-            self._try_to_write(lambda: folder.report_written(wait=wait))
+            self.try_to_save(lambda: folder.report_written(wait=wait))
 
-    def _try_to_write(self, write: Callable[[], object]) -> None:
+    def try_to_save(self, write: Callable[[], object]) -> None:
+        """Write a checkpoint; go on if the disk does not take it."""
         try:
             write()
         except CheckpointError as error:
             if self.is_main:
-                log.warning("%s; training goes on, earlier checkpoints are kept", error)
+                log.warning("%s; training goes on, earlier ones are kept", error)
             self.checkpoint_failed(str(error))
 
     @property

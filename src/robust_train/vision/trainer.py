@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import CheckpointError, write_atomically
+from robust_train.folder.checkpoints import write_atomically
 from robust_train.model.errors import ConfigError, Interrupted, RankFailure
 from robust_train.step.ranks import Replicated, of_all_ranks
 from robust_train.step.rewind import (
@@ -337,7 +337,7 @@ class Training:
                 )
             if run.checkpoint_due:
                 self._save(in_background=True)
-            self._write(self.folder.report_written)
+            self.run.try_to_save(self.folder.report_written)
         # validation may last
         self.wait_for_write()
 
@@ -433,23 +433,11 @@ class Training:
         self.wait_for_write()
         if self.run.is_main or self.is_sharded:
             save = self.folder.save_from_copy if in_background else self.folder.save
-            self._write(lambda: save(self._content(), step))
+            self.run.try_to_save(lambda: save(self._content(), step))
 
     def wait_for_write(self) -> None:
         """Wait for a checkpoint that is written in the background."""
-        self._write(lambda: self.folder.report_written(wait=True))
-
-    def _write(self, write: Callable[[], object]) -> None:
-        """Write a checkpoint; if that fails, train on."""
-        try:
-            write()
-        except CheckpointError as error:
-            if self.run.is_main:
-                log.warning(
-                    "checkpoint: %s; training goes on, earlier ones are kept",
-                    error,
-                )
-            self.run.checkpoint_failed(str(error))
+        self.run.try_to_save(lambda: self.folder.report_written(wait=True))
 
     def _content(self) -> dict[str, object]:
         """Return what to save, everything needed to resume as if nothing had happened: tensors
