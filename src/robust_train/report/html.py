@@ -146,6 +146,13 @@ def template_environment() -> Environment:
     return environment
 
 
+def prepare() -> None:
+    """Import and compile what pages are made with, for the forks of this process too."""
+    environment = template_environment()
+    for name in environment.list_templates(["j2"]):
+        environment.get_template(name)
+
+
 def _text(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
 

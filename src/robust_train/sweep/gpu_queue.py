@@ -52,6 +52,7 @@ from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.launcher.interpreters import discard_early, start_early
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.readable import signal_name
+from robust_train.report import html
 from robust_train.report.status import LiveLines
 from robust_train.sweep.job_process import start_job
 from robust_train.sweep.points import Claims, Listed, Points
@@ -191,8 +192,11 @@ class GpuQueue:
             )
             with self._signals.handed_to(self._received.append):
                 try:
-                    while self._fill(slots):
+                    goes_on = self._fill(slots)
+                    html.prepare()  # while the first jobs start: a later one is a fork
+                    while goes_on:
                         self._poll(table)
+                        goes_on = self._fill(slots)
                 finally:
                     self._end_all(table)
             self._signals.raise_if_received()

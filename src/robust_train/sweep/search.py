@@ -7,6 +7,7 @@ shares it with another, reads there which trials there are.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -25,7 +26,6 @@ from hydra.core.override_parser.types import (
     RangeSweep,
     Transformer,
 )
-from hydra.utils import instantiate
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -41,7 +41,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import importances_of, running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.readable import first_line
 from robust_train.sweep.points import STUDY_FILE, Claims, Job, Points, SweeperSettings
 from robust_train.sweep.record import (
     COMPLETED,
@@ -269,16 +268,23 @@ class _NoLock(JournalFileOpenLock):
         pass
 
 
-def _made(wanted: Mapping[str, Any] | None) -> Any:
-    """Return the sampler or pruner that a ``_target_`` makes."""
+def _made(wanted: Any) -> Any:
+    """Return what the ``_target_`` of a sampler or pruner makes; its arguments may have one too."""
+    # not by Hydra's `instantiate`, which asks from 1.4 on for a list of what may be made
+    if isinstance(wanted, list):
+        return [_made(each) for each in wanted]
+    if not isinstance(wanted, dict):
+        return wanted
+    arguments = {key: _made(value) for key, value in wanted.items()}
+    if (target := arguments.pop("_target_", None)) is None:
+        return arguments
+    module, _, name = str(target).rpartition(".")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return instantiate(wanted, _convert_="all") if wanted else None
-    except Exception as error:  # Hydra's, around whatever it raises
-        target = (wanted or {}).get("_target_")
-        reason = first_line(error.__cause__ or error)
-        raise ConfigError(f"hydra.sweeper: {target}: {reason}") from error
+            return getattr(importlib.import_module(module), name)(**arguments)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"hydra.sweeper: {target}: {error}") from error
 
 
 def _is_final(row: SweepJob) -> bool:
