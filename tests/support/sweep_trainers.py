@@ -38,18 +38,6 @@ def meets_the_other(cfg):
     return number
 
 
-def counts_those_at_work(cfg):
-    """How many jobs were at work at once while this one was, itself included."""
-    mark = _place(cfg) / f"at-work-{cfg.training.seed}"
-    mark.touch()
-    most = 0
-    for _ in range(10):
-        most = max(most, len(list(_place(cfg).glob("at-work-*"))))
-        time.sleep(0.01)
-    mark.unlink()
-    return most
-
-
 def ends_in_reverse_order(cfg):
     """Of jobs 1, 2, 3 … ``SWEEP_JOBS``, each ends after the one behind it."""
     number = cfg.training.seed
@@ -98,25 +86,6 @@ def works_until_told(cfg, run):
         time.sleep(0.01)
     path = run.checkpoint_dir / "when-told"
     path.touch()
-    run.checkpoint_saved(path, 1)
-    from robust_train.model.errors import Interrupted
-
-    raise Interrupted
-
-
-def saves_slowly_when_told(cfg, run):
-    """Like :func:`works_until_told`, with a checkpoint that takes a second to write."""
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    run.progress(1)
-    assert not run.stop_requested
-    (_place(cfg) / f"working-{cfg.training.seed}").write_text(str(os.getpid()))
-    while not run.stop_requested:
-        time.sleep(0.01)
-    path = run.checkpoint_dir / "when-told"
-    with path.open("w") as file:
-        for letter in "whole":
-            time.sleep(0.2)
-            file.write(letter)
     run.checkpoint_saved(path, 1)
     from robust_train.model.errors import Interrupted
 

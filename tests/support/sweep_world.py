@@ -93,11 +93,6 @@ class SweepWorld:
         mark = self.place / "ran"
         return mark.read_text().split() if mark.exists() else []
 
-    def clear(self) -> None:
-        """Remove the marks."""
-        for mark in self.place.iterdir():
-            mark.unlink()
-
     def returned(self) -> dict[str, list[Any]]:
         """What the sweeper got, where :data:`RECORDING` was among the arguments."""
         return json.loads((self.world.folder / "returned.json").read_text())

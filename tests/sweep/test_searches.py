@@ -66,6 +66,8 @@ def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps: S
     before = _params(sweeps)
     launcher.kill()
     launcher.communicate()
+    with (sweeps.folder / "study.jsonl").open("a") as file:
+        file.write('{"op_code":4,"worker')  # as a power cut leaves it
     ended = sweeps.world.run(*arguments)
     assert ended.returncode == 0, ended.output
     assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0], "the third went on where it was"
@@ -76,16 +78,6 @@ def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps: S
     assert more.returncode == 0, more.output
     assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0, 4.0], "n_trials is the total"
     assert _study(sweeps)[2].value == 102.0
-
-
-@pytest.mark.slow
-def test_a_study_whose_last_line_is_torn_goes_on(sweeps: SweepWorld):
-    assert sweeps.world.run(*_search(sweeps, "number_of_the_job", 2)).returncode == 0
-    with (sweeps.folder / "study.jsonl").open("a") as file:
-        file.write('{"op_code":4,"worker')
-    ended = sweeps.world.run(*_search(sweeps, "number_of_the_job", 3))
-    assert ended.returncode == 0, ended.output
-    assert [trial.value for trial in _study(sweeps)] == [0.0, 1.0, 2.0]
 
 
 def _share(sweeps: SweepWorld, *arguments: str) -> tuple[Ended, Ended]:
@@ -177,10 +169,7 @@ def test_a_mistake_is_one_line(sweeps: SweepWorld, given: list[str], line: str):
     ("override", "expected"),
     [
         ("x=interval(0.0,1.0)", "FloatDistribution(high=1.0, log=False, low=0.0, step=None)"),
-        (
-            "x=tag(log,interval(1e-5,1))",
-            "FloatDistribution(high=1.0, log=True, low=1e-05, step=None)",
-        ),
+        ("x=tag(log,interval(0.1,1))", "FloatDistribution(high=1.0, log=True, low=0.1, step=None)"),
         ("x=interval(1,8)", "FloatDistribution(high=8.0, log=False, low=1.0, step=None)"),
         ("x=int(interval(1,8))", "IntDistribution(high=8, log=False, low=1, step=1)"),
         ("x=tag(log,int(interval(1,8)))", "IntDistribution(high=8, log=True, low=1, step=1)"),
@@ -194,15 +183,6 @@ def test_the_search_space_has_hydras_syntax(override: str, expected: str):
     from robust_train.sweep.search import distribution
 
     assert str(distribution(OverridesParser.create().parse_override(override))) == expected
-
-
-def _is_pruned_well(sweeps: SweepWorld, number: int) -> None:
-    folder = sweeps.folder / str(number)
-    state = json.loads((folder / "state.json").read_text())
-    assert (state["state"], state["exit_code"]) == ("pruned", 0)
-    assert sweeps.summary(number)["status"] == "pruned"
-    assert (folder / "checkpoints").exists()
-    assert state["checkpoint_step"] < 40
 
 
 def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(sweeps: SweepWorld):
@@ -221,7 +201,9 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
     pruned = [trial.number for trial in trials if trial.state.name == "PRUNED"]
     assert pruned
     for number in pruned:
-        _is_pruned_well(sweeps, number)
+        state = json.loads((sweeps.folder / str(number) / "state.json").read_text())
+        assert (state["state"], state["exit_code"]) == ("pruned", 0)
+        assert state["checkpoint_step"] < 40
         assert "(MedianPruner)" in sweeps.jobs[number]["reason"]
     assert trials[0].state.name == "COMPLETE"
     assert trials[0].intermediate_values[40] == trials[0].value
@@ -229,16 +211,6 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
     assert again.returncode == 0, again.output
     assert sweeps.column("reused") == [True] * 5, "a pruned trial is over"
     assert " starts" not in again.output
-
-
-@pytest.mark.slow
-def test_patience_prunes_jobs_that_stay_behind_the_best_of_a_grid(sweeps: SweepWorld):
-    ended = sweeps.sweep("reports_its_rate", "training.lr=3,1,2", "sweep_patience=5", n_jobs=1)
-    assert ended.returncode == 0, ended.output
-    assert sweeps.column("status") == ["completed", "pruned", "pruned"]
-    assert sweeps.column("result") == [120.0, None, None]
-    _is_pruned_well(sweeps, 1)
-    assert "worse than another job at 5 reports in a row" in sweeps.jobs[1]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class LiveTable(LiveLines):
         self,
         rows: Mapping[int, SweepJob],
         running: Sequence[RunningJob],
-        values: Mapping[int, float],
+        reports: Reports,
     ) -> None:
         """Show the table as it is now, at most twice a second."""
         if self._area is None or time.monotonic() < self._next_refresh:
@@ -117,7 +117,7 @@ class LiveTable(LiveLines):
         from rich.text import Text
 
         now = {job.number: read_row(job.folder) for job in running if job.begins()}
-        lines = screen_table([*{**rows, **now}.values()], values, self._area.size)
+        lines = screen_table([*{**rows, **now}.values()], reports.last, self._area.size)
         self._area.show([Text(line, style="dim") for line in lines])
 
 
@@ -285,7 +285,7 @@ class GpuQueue:
         """Wait a moment; then handle signals and jobs that have ended."""
         if session.sweep is not None:
             session.sweep.take_over()
-        table.show(self._rows, self._running, self._reports.last)
+        table.show(self._rows, self._running, self._reports)
         # until a job ends: its GPU is free, and the next one takes some time to start
         wait([job.process.sentinel for job in self._running], _POLL_SECONDS)
         while self._received:

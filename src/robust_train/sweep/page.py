@@ -198,23 +198,17 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
             key, _, text = override.partition("=")
             points.setdefault(key, []).append((text, value or 0.0, is_pruned))
     varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
-    shares = importances(Path(sweep.folder))
+    shares: dict[str, float] = {}
+    if varied and (Path(sweep.folder) / STUDY_FILE).exists():
+        with contextlib.suppress(Exception):  # without Optuna, or of too few trials
+            from robust_train.sweep.search import importances_in
+
+            shares = importances_in(Path(sweep.folder))
     keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
     notes = {key: f"Importance {percent(share)}." for key, share in shares.items()}
     return [
         value_over(f"Value over {key}", varied[key], notes.get(key, "")) for key in keys
     ]
-
-
-def importances(folder: Path) -> dict[str, float]:
-    """Return which share of the value each parameter of a search explains, by Optuna."""
-    if not (folder / STUDY_FILE).exists():
-        return {}
-    with contextlib.suppress(Exception):  # without Optuna, or of too few trials
-        from robust_train.sweep.search import importances_in
-
-        return importances_in(folder)
-    return {}
 
 
 def _href(sweep: SweepStory, job: JobStory) -> str | None:

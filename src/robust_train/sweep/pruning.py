@@ -58,7 +58,8 @@ class Reports:
     @property
     def last(self) -> dict[int, float]:
         """What each job has reported last."""
-        return {job: [*own.values()][-1] for job, own in self.values.items() if own}
+        known = self.values.items()
+        return {job: next(reversed(own.values())) for job, own in known if own}
 
     def is_behind(self, job: int, patience: int | None) -> bool:
         """Return whether a job's best value was worse than that of another one, after as many

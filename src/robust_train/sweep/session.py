@@ -98,8 +98,9 @@ class CurrentJob:
     @property
     def objective(self) -> Any:
         """The sweeper's value of a job that is not run."""
-        is_known = self.record is not None and self.record.reused
-        return self.record.result if self.record and is_known else math.nan
+        if self.record is None or not self.record.reused:
+            return math.nan
+        return self.record.result if self.record.status == COMPLETED else math.nan
 
     def ended(
         self,
