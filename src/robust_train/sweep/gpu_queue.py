@@ -70,7 +70,7 @@ from robust_train.sweep.record import (
     read_row,
     screen_table,
 )
-from robust_train.sweep.session import plan, session
+from robust_train.sweep.session import INTERRUPTIONS, plan, session
 
 log = logging.getLogger("robust_train")
 
@@ -78,7 +78,6 @@ LOG_FILE = "output.log"
 _POLL_SECONDS = 0.1
 _KILLED_SECONDS = 10.0
 _REFRESH_SECONDS = 0.5
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -199,6 +198,9 @@ class GpuQueue:
                         goes_on = self._fill(slots)
                 finally:
                     self._end_all(table)
+            if session.sweep is not None and self._signals.received is not None:
+                # one more must not cost the table: until the sweep is finished
+                signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
             self._signals.raise_if_received()
 
     def _fill(self, slots: int) -> bool:
@@ -412,7 +414,7 @@ def ending_of_process(returncode: int) -> tuple[str, int, str | None]:
     if returncode == 0:
         return COMPLETED, 0, None
     signum = -returncode if returncode < 0 else returncode - 128
-    if signum in _STOPS:
+    if signum in INTERRUPTIONS:
         name = signal_name(signum)
         return INTERRUPTED, 128 + signum, f"interrupted by {name} before it had begun"
     if returncode < 0:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -81,6 +82,7 @@ from robust_train.sweep.record import (
 
 log = logging.getLogger("robust_train")
 
+INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
@@ -318,6 +320,7 @@ class HydraSession:
             signals = SignalWatch()
             # one signal too many must not cost the table
             with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
                 try:
                     self.note(sweep.show_and_write())
                 finally:
