@@ -84,7 +84,8 @@ def is_completed_by_the_same_command(day: Day) -> None:
     ended = day.completes()
     assert ended.returncode == 0, ended.output
     last = day.journal("attempt_started")[-1]
-    assert last["resume_checkpoint"] == str(newest).removesuffix(SUFFIX)
+    # a later one may have been whole before it was reported
+    assert last["resume_checkpoint"] >= str(newest).removesuffix(SUFFIX)
 
 
 def has_one_story(day: Day) -> None:
