@@ -105,7 +105,7 @@ def test_reads_what_was_asked_for_in_every_librarys_words(message: str, requeste
 
 
 def test_a_message_without_figures_has_none() -> None:
-    assert evidence_of("CUDA error: out of memory") == Evidence(library="cuda")
+    assert evidence_of("CUDA error: out of memory") == Evidence(library="torch")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ _PROGRAMMING = (
     "UnicodeDecodeError JSONDecodeError ZeroDivisionError OverflowError FloatingPointError "
     "ModuleNotFoundError ConfigError MisconfigurationException OmegaConfBaseException "
     "HydraException ConfigCompositionException ConfigAttributeError MissingMandatoryValue "
-    "InterpolationResolutionError DecompressionBombError"
+    "InterpolationResolutionError DecompressionBombError ProgrammingError "
+    "InvalidRequestError"
 )
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
 # those that may also be raised on purpose in place of the error that is being handled
@@ -36,7 +37,6 @@ class ErrorReport:
     types: tuple[str, ...]
     text: str  # its message on one line, without stack frames
     headline: str  # the one line to show people
-    errno: int | None = None  # the operating system's error number, where it is one
     # the same with the lines joined: a terminal breaks them inside of words
     unwrapped: str = ""
     in_group: bool = False  # one of several that failed at the same time
@@ -63,13 +63,7 @@ def _follow(
         return
     seen.add(id(exception))
     types = tuple(cls.__name__ for cls in type(exception).__mro__)
-    own = list(
-        reports_in(
-            _text_of(exception),
-            types,
-            errno=_errno_of(exception),
-        )
-    )
+    own = list(reports_in(_text_of(exception), types))
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
         yield replace(
@@ -102,13 +96,6 @@ def _text_of(exception: BaseException) -> str:
         return str(exception)
     except Exception:  # a broken __str__ must not hide the failure
         return " ".join(repr(type(arg)) for arg in exception.args)
-
-
-def _errno_of(exception: BaseException) -> int | None:
-    number = getattr(exception, "errno", None)
-    return (
-        number if isinstance(exception, OSError) and isinstance(number, int) else None
-    )
 
 
 # --- text -------------------------------------------------------------------------------------
@@ -160,24 +147,19 @@ _HINT = re.compile(
 )
 
 
-def reports_in(
-    text: str,
-    types: tuple[str, ...] = (),
-    errno: int | None = None,
-) -> Iterator[ErrorReport]:
+def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
 
     Args:
         text: an exception's message or the end of a log.
         types: class names of the exception whose message it is; empty for a log.
-        errno: its error number.
     """
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
     lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
     if not starts:
-        yield _plain(lines, types, errno)
+        yield _plain(lines, types)
         return
     # what a message says first belongs to the error, what a log has first does not
     header = one_line(lines[: starts[0]]) if types else ""
@@ -188,49 +170,30 @@ def reports_in(
     ]
     quoted = [report for report in reversed(found) if report is not None]
     if not quoted:
-        yield _plain(lines, types, errno)
+        yield _plain(lines, types)
         return
     for number, report in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
         known = types if number == 0 and report.types[0] in types else report.types
-        yield replace(
-            report,
-            types=known,
-            errno=errno if number == 0 else None,
-        )
+        yield replace(report, types=known)
         if report.is_programming_error:
             return
 
 
-def _plain(
-    lines: list[str],
-    types: tuple[str, ...],
-    errno: int | None,
-) -> ErrorReport:
+def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
     text = one_line(lines)
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
-    first = _first_line(lines)
-    unwrapped = one_line(lines, "")
+    headline = first = _first_line(lines)
     if prefix is not None:  # "MemoryError: …" inside of another exception's message
-        inner = prefix.group(1).rpartition(".")[2]
-        return ErrorReport(
-            (*types, inner),
-            text,
-            first,
-            errno,
-            unwrapped,
-        )
-    if name in ("", "RuntimeError") and first:
-        headline = first
-    else:
+        types = (*types, prefix.group(1).rpartition(".")[2])
+    elif name not in ("", "RuntimeError") or not first:
         headline = f"{name}: {first}" if first else name
     return ErrorReport(
         types,
         text,
         headline[:_LINE_LIMIT],
-        errno,
-        unwrapped,
+        one_line(lines, ""),
     )
 
 

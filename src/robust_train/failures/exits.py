@@ -33,12 +33,16 @@ _STOPS = frozenset(
     }
 )
 _TAIL_LINES = 60
+_OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM").words
 _TAKEN = named("TAKEN").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(
     r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: "
 )
+
+# these say that a child failed; what failed in it was printed before
+_OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 
 # glibc's and the compilers' words for a program that damaged its own memory
 _CORRUPTED = re.compile(
@@ -48,7 +52,7 @@ _CORRUPTED = re.compile(
 )
 _AFTER_THE_END = ("Extension modules", "File ", "(core dumped)")
 _NATIVE = re.compile(
-    r"terminate called|what\(\):|Fatal Python error|libc\+\+abi|^F\d{4} |panicked at"
+    r"terminate called (?!without)|what\(\):|Fatal Python error|libc\+\+abi|^F\d{4} |panicked at"
 )
 
 
@@ -75,45 +79,32 @@ def classify_exit(
     name = None if number is None else signal.Signals(number).name
     ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
     lines = output_tail.splitlines()[-_TAIL_LINES:]
-    killer = _KERNELS.search(output_tail)
-    record = _line_with(killer, output_tail) if killer else "the kernel's OOM killer"
+    record = next(filter(_KERNELS.search, output_tail.splitlines()), "").strip()[:300]
     by_kernel = Failure(
         FailureKind.HOST_OOM,
-        f"{ended}: {record}",
+        f"{ended}: {record or _OOM_KILLER}",
         Evidence(library="kernel"),
     )
     if name == "SIGKILL" and oom_killed:
         return by_kernel
-    if killer is not None and name in ("SIGKILL", "SIGTERM"):
+    if record and name in ("SIGKILL", "SIGTERM"):
         return by_kernel
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
-        if name == "SIGKILL":
-            message = "killed by SIGKILL (sender unknown)"
-            return Failure(
-                FailureKind.INTERRUPTED,
-                message,
-                Evidence(clue=Clue.KILLED),
-            )
-        taken = _TAKEN.search(one_line(lines))
-        clue = None if taken is None else Clue.KILLED
+        is_killed = name == "SIGKILL"
+        is_taken = is_killed or _TAKEN.search(one_line(lines))
         return Failure(
             FailureKind.INTERRUPTED,
-            ended,
-            Evidence(clue=clue),
+            "killed by SIGKILL (sender unknown)" if is_killed else ended,
+            Evidence(clue=Clue.KILLED if is_taken else None),
         )
-    reported = _reported_in(
-        output_tail,
-        lines,
-        native=name is not None,
-    )
+    reported = _reported_in(output_tail, lines, native=name is not None)
     if reported is not None:
         report, found = reported
-        evidence = read_evidence(report.text, found)
         failure = Failure(
             found.kind,
             f"{ended}: {report.headline}",
-            evidence,
+            read_evidence(report.text, found),
         )
         return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
@@ -123,7 +114,7 @@ def classify_exit(
             ended,
             Evidence(library="kernel"),
         )
-    if killer is not None:
+    if record:
         return by_kernel
     crash = native_stack_in(output_tail) if name is not None else None
     if crash is not None:
@@ -133,12 +124,10 @@ def classify_exit(
         words = next(reports_in(output_tail)).headline
     else:
         words = _told_last(lines)
-    clue = Clue.CRASHED if name == "SIGSEGV" else None
-    message = f"{ended}: {words}" if words else ended
     return Failure(
         FailureKind.BUG,
-        message,
-        Evidence(clue=clue),
+        f"{ended}: {words}" if words else ended,
+        Evidence(clue=Clue.CRASHED if name == "SIGSEGV" else None),
     )
 
 
@@ -150,7 +139,7 @@ def by_oom_killer(failure: Failure) -> Failure:
     return replace(
         failure,
         kind=failure.kind if is_workers else FailureKind.HOST_OOM,
-        message=f"{failure.message}: the kernel's OOM killer",
+        message=f"{failure.message}: {_OOM_KILLER}",
         evidence=Evidence(library="kernel"),
     )
 
@@ -163,46 +152,49 @@ def signal_of(returncode: int) -> int | None:
 
 def _reported_in(
     output: str,
-    lines: Sequence[str],
+    lines: list[str],
     native: bool,
 ) -> tuple[ErrorReport, Match] | None:
     """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
-    Where there is a traceback, it alone counts: what was logged before may have been overcome."""
+    Where there is a traceback, it alone counts: what was logged before may have been overcome;
+    unless it says only that a child failed."""
+    reports: list[ErrorReport] = []
+    stack = ""
     has_traceback = TRACEBACK in output
     if not native and not has_traceback:
-        line = next((line for line in reversed(lines) if line.strip()), "")
-        last = next(reports_in(line))
-        if (found := match(last)) is not None:
-            return last, found
-        if last.is_programming_error:
+        last = next(reports_in(next(filter(str.strip, reversed(lines)), "")))
+        found = match(last)
+        if last.is_programming_error and found is None:
             return None
+        if found is not None and not found.kind.follows_from_others:
+            return last, found
+        reports.append(last)
     if native or not has_traceback:
         text = _last_words(lines, native)
         if native and _CORRUPTED.search(text):
             return None
-        report = ErrorReport((), text, _shown(lines, text))
-        if (found := match(report)) is not None:
-            return report, found
+        reports.insert(0, ErrorReport((), text, _shown(lines, text)))
     if has_traceback:
         stack = last_stack_in(output)
-        for report in reports_in(output):
-            found = refined(
-                match(report),
-                report.text,
-                report.types,
-                stack,
-            )
-            if found is not None:
-                return report, found
+        reports += (quoted := list(reports_in(output)))
+        if not _OF_A_CHILD.isdisjoint(quoted[0].types):
+            text = one_line(lines)
+            reports.append(ErrorReport((), text, _shown(lines, text)))
+    for report in reports:
+        found = match(report)
+        if report.types:
+            found = refined(found, report.text, report.types, stack)
+        if found is not None:
+            return report, found
     return None
 
 
-def _last_words(lines: Sequence[str], native: bool) -> str:
+def _last_words(lines: list[str], native: bool) -> str:
     """Return what follows C++'s ``terminate called``, with it, if it is there."""
     if native:
         for number, line in enumerate(lines):
             if _NATIVE.search(line):
-                return one_line(list(lines[number:]))
+                return one_line(lines[number:])
     return one_line([line for line in lines if not _CHATTER.match(line)])
 
 
@@ -214,12 +206,6 @@ def _shown(lines: Sequence[str], text: str) -> str:
         if match(ErrorReport((), one_line([line]), "")) is not None:
             return line.strip()[:300]
     return text[:300]
-
-
-def _line_with(found: re.Match[str], text: str) -> str:
-    start = text.rfind("\n", 0, found.start()) + 1
-    end = text.find("\n", found.end())
-    return text[start : end if end >= 0 else len(text)].strip()[:300]
 
 
 def _told_last(lines: Sequence[str]) -> str:

@@ -15,9 +15,6 @@ from robust_train.model.failure import Evidence, FailureKind
 
 log = logging.getLogger("robust_train")
 
-_DEVICES = (
-    r"(?:CUDA|HIP|XPU|MPS|NPU|MLU|MUSA|HPU|DCU|GCU|SDAA|GPU|TPU|HBM|VRAM|PrivateUse1)"
-)
 _NOTHING = "(?!)"
 _FIGURE = "figure"
 _SIZE = r"(?P<number>\d[\d,]*(?:\.\d*)?)\s*(?P<unit>[kmgtpe]i?b?|bytes?|b)\b"
@@ -29,6 +26,7 @@ _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 _TORCH = frozenset(
     {"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None}
 )
+_VOCABULARY = re.compile(r"(@\w+@) = (.*)")
 _HEADER = re.compile(
     r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)"
 )
@@ -59,26 +57,30 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A section: a report with one of these types, error numbers or words is a ``match``."""
+    """A section: a report with one of these types or words is a ``match``."""
 
     match: Match
     names: tuple[str, ...]
     words: re.Pattern[str]
-    types: frozenset[str]
-    errnos: frozenset[int]
+    types: re.Pattern[str]
 
     def matches(self, report: ErrorReport) -> bool:
         """Return whether the report is one of this section's."""
-        if not self.types.isdisjoint(report.types) or report.errno in self.errnos:
-            return True
-        return self.words.search(report.text) is not None
+        is_typed = any(map(self.types.fullmatch, report.types))
+        return is_typed or self.words.search(report.text) is not None
 
 
 def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     """Yield the header and the lines of each section of ``patterns.txt``."""
     text = (Path(__file__).with_suffix(".txt")).read_text(encoding="utf-8")
     header, lines = None, list[str]()
+    vocabulary: dict[str, str] = {}
     for line in text.splitlines():
+        for name, meaning in vocabulary.items():
+            line = line.replace(name, meaning)
+        if given := _VOCABULARY.match(line):
+            vocabulary[given[1]] = given[2]
+            continue
         found = _HEADER.match(line)
         if found and header:
             yield header, lines
@@ -91,26 +93,26 @@ def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
 
 
 def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
-    given = {"type": set[str](), "errno": set[str]()}
-    words = []
-    for line in lines:
-        key, _, values = line.partition(" ")
-        if key in given:
-            given[key].update(values.split())
-        else:
-            words.append(line.replace("@DEVICES@", _DEVICES))
-    library = header["library"]
+    types = " ".join(line for line in lines if line.startswith("type ")).split()
+    words = [_either_order(line) for line in lines if not line.startswith("type ")]
     return Pattern(
         Match(
             FailureKind(header["kind"]),
-            None if library == "-" else library,
+            None if header["library"] == "-" else header["library"],
             header["clue"],
         ),
         tuple(header["names"].split()),
         re.compile("|".join(words) or _NOTHING, re.IGNORECASE),
-        frozenset(given["type"]),
-        frozenset(map(int, given["errno"])),
+        re.compile("|".join(types) or _NOTHING),
     )
+
+
+def _either_order(line: str) -> str:
+    """Return the expression for a line; ``a ~ b`` is both of them near to each other."""
+    first, near, second = line.partition(" ~ ")
+    if not near:
+        return line
+    return f"{first}.{{0,60}}?{second}|{second}.{{0,60}}?{first}"
 
 
 def _figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
