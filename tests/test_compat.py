@@ -549,6 +549,9 @@ def test_private_names_of_lightning_are_there(tmp_path: Path):
         default_root_dir=tmp_path,
         **quiet,
     )
+    assert not compat.starts_ranks_itself(trainer)
+    two = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", **quiet)
+    assert compat.starts_ranks_itself(two)
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 1)))
     assert seen == [(True, 2.0), (False, 3.0)]
 

@@ -560,6 +560,12 @@ def accumulates_now(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def starts_ranks_itself(trainer: Any) -> bool:
+    """Return whether a Lightning ``Trainer`` forks or spawns its ranks (``ddp_spawn`` …)."""
+    start_method = getattr(trainer.strategy, "_start_method", "popen")
+    return trainer.world_size > 1 and start_method != "popen"
+
+
 def load_shards(
     folder: Path,
     index: Path,

@@ -87,15 +87,16 @@ class _Line(lightning.LightningModule):
 
 def _trainer(folder: Path, **more):
     quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "default_root_dir": str(folder),
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
         "max_epochs": 1,
     }
-    return lightning.Trainer(
-        accelerator="cpu", devices=1, default_root_dir=str(folder), **{**quiet, **more}
-    )
+    return lightning.Trainer(**{**quiet, **more})
 
 
 def _loader(batch_size: int, samples: int = 22, **more):
@@ -192,6 +193,18 @@ def test_what_would_change_the_effective_batch_is_refused_in_one_line(
             model=None if model is None else model(),
         )
     assert "\n" not in str(refused.value)
+
+
+def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path: Path, caplog):
+    from robust_train.integrations.lightning import adopted_fit
+
+    trainer = _trainer(tmp_path, devices=2, strategy="ddp_fork")
+    with adopted_fit(framework_config(4), Run(run_dir=tmp_path)):
+        model = _Line()
+        before = model.layer.weight.item()
+        trainer.fit(model, _loader(4))
+    assert "Trainer: starts 2 processes of its own; this fit is Lightning's own" in caplog.text
+    assert model.layer.weight.item() != before, "trained in its processes"
 
 
 class _Data(lightning.LightningDataModule):

@@ -22,6 +22,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+from robust_train import compat
 from robust_train.attempt.run import Run
 from robust_train.config.schema import TrainingConfig
 from robust_train.config.trainers import require
@@ -181,10 +182,13 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         options["val_dataloaders"] = val_dataloaders
         data = train_dataloaders if datamodule is None else datamodule
         reason = _counts_micro_batches(trainer)
-        if reason is None:
+        if run.world_size == 1 and compat.starts_ranks_itself(trainer):
+            reason = f"Trainer: starts {trainer.world_size} processes of its own"
+        elif reason is not None:
+            _check_ranks(trainer, run)
+        else:
             _fit(trainer, model, data, cfg, run, options)
             return
-        _check_ranks(trainer, run)
         log.warning(
             "%s; this fit is Lightning's own, without checkpoints of ours",
             reason,
