@@ -275,6 +275,9 @@ def script() -> None:
             path = folder / f"step-{step:03d}.json"
             path.with_suffix(".partial").write_text(json.dumps([weights, step]) + "\n")
             path.with_suffix(".partial").replace(path)
+        until = time.monotonic() + (5.0 if step == 2 else 0.0)  # a busy machine is slow to see it
+        while not any(folder.glob(f"*{SUFFIX}")) and time.monotonic() < until:
+            time.sleep(0.02)
         meeting.after_step(has_saved=any(folder.glob(f"*{SUFFIX}")))
     Path(os.environ["WEIGHTS_FILE"]).write_text(json.dumps([weights]))
 
