@@ -28,9 +28,8 @@ from robust_train.folder.identity import read_identity, wait_until_readable
 log = logging.getLogger("robust_train")
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
-FIRST_SECONDS = 1.0
-"""Until the first checkpoint of a job whose cost is not known: it measures it."""
 LEAST_SECONDS = 1.0
+"""Between two where a job fails often, and before the first, which measures what they cost."""
 _FIRST_COSTS = 6.0
 """How many times as long a job's first save takes: the system provides the memory of the copy."""
 OWED_SECONDS = 60.0
@@ -58,7 +57,7 @@ def seconds_between_saves(
         seconds: since when, the time in which it did.
     """
     if cost is None:
-        return FIRST_SECONDS
+        return LEAST_SECONDS
     loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
     loses_least = max(loses_least, LEAST_SECONDS)
     shortest = SHORTEST_SECONDS if failures else min(loses_least, SHORTEST_SECONDS)
@@ -240,20 +239,20 @@ class Saving:
     def damage_in(self, path: Path) -> str | None:
         """Return what is wrong with a checkpoint, None if nothing is known to be; it is read back
         within 1 % of the time."""
+        if self.job is None:
+            return None
         # what cannot be read back just now may be whole
         with contextlib.suppress(OSError):
-            return None if self.job is None else self._read_back(path)
+            *_, size = size_of(path)
+            takes = size / self._bytes_per_second
+            reads = takes <= _LARGEST_SHARE * self.clock.interval
+            started = time.monotonic()
+            damage = damage_in(path, reads=reads)
+            if reads:
+                seconds = time.monotonic() - started
+                self._bytes_per_second = max(size, 1) / max(seconds, 1e-6)
+            return damage
         return None
-
-    def _read_back(self, path: Path) -> str | None:
-        *_, size = size_of(path)
-        reads = size / self._bytes_per_second <= _LARGEST_SHARE * self.clock.interval
-        started = time.monotonic()
-        damage = damage_in(path, reads=reads)
-        if reads:
-            seconds = time.monotonic() - started
-            self._bytes_per_second = max(size, 1) / max(seconds, 1e-6)
-        return damage
 
     def failed(self, reason: str) -> None:
         """Record that a checkpoint could not be written."""

@@ -379,10 +379,9 @@ def state_of(manifest: Manifest) -> State:
         if is_as_large and manifest.checksum in (None, checksum_of(path)):
             return "whole"
         is_whole = whole_by_form(path)
+        # of a write in place only a zip file shows that it has ended
         if is_whole and is_as_large and not zipfile.is_zipfile(path):
-            is_whole = (
-                None  # of a write in place only a zip file shows that it has ended
-            )
+            is_whole = None
     except _GONE:
         return "gone"
     return "changed" if is_whole is None else "whole" if is_whole else "torn"
