@@ -56,8 +56,8 @@ def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often ``tensor`` was changed in place."""
-    return int(tensor._version)
+    """Return how often ``tensor`` was changed in place; -1 of None."""
+    return int(getattr(tensor, "_version", -1))
 
 
 def skips_on_device(optimizer: Any) -> bool:

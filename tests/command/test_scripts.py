@@ -99,6 +99,26 @@ if int(sys.argv[1]) > 8:
 """
 
 
+BEGINS_AGAIN = """
+import os, sys
+for step in (1, 2) if len(sys.argv) == 1 else (1,):
+    open(f"checkpoint-{step}.pt", "w").write(str(len(sys.argv)))
+if len(sys.argv) == 1:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(
+    scripts: CommandWorld,
+):
+    (scripts.folder / "train.py").write_text(BEGINS_AGAIN)
+    own = ("--checkpoint", "*.pt", "--resume-argv", "--resume_from_checkpoint {checkpoint}")
+    ended = scripts.run(*own, "--", sys.executable, "train.py")
+    assert ended.returncode == 0, ended.output
+    assert "was given checkpoint-2.pt, and has written checkpoint-1.pt" in ended.stdout
+    assert "trainer.train(resume_from_checkpoint=" in ended.stdout
+
+
 def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(
     scripts: CommandWorld,
 ):

@@ -177,7 +177,7 @@ def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
 
 
 def test_a_question_makes_no_context_on_another_gpu(use, monkeypatch):
-    monkeypatch.setattr("robust_train.memory.stats.read_inventory", inventory)
+    monkeypatch.setattr("robust_train.gpu.inventory.read_inventory", inventory)
     cuda = use(FakeCuda())
     other = memory.get_gpu_memory_stats("cuda:0")
     assert (other.device, other.free, other.total) == ("cuda:0", 7 * GIB, 80 * GIB), "as NVML says"

@@ -18,9 +18,8 @@ from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import (
-    HostMeter,
+    Meter,
     device_of,
-    meter_of,
     optimizer_bytes,
     search_size,
 )
@@ -264,21 +263,23 @@ def test_find_batch_size_restores_everything_and_says_when_nothing_fits():
 
 
 @pytest.mark.parametrize(
-    ("make", "states"),
+    ("kind", "options", "states", "copies"),
     [
-        (lambda p: torch.optim.AdamW(p), 2),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
-        (lambda p: torch.optim.RMSprop(p), 1),
-        (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.1), 3),
+        (torch.optim.AdamW, {}, 2, 0),
+        (torch.optim.AdamW, {"foreach": True}, 2, 1),
+        (torch.optim.Adam, {"amsgrad": True}, 3, 0),
+        (torch.optim.SGD, {"lr": 0.1, "foreach": True, "weight_decay": 0.1}, 0, 1),
+        (torch.optim.SGD, {"lr": 0.1, "foreach": True, "momentum": 0.9}, 1, 0),
+        (torch.optim.RMSprop, {}, 1, 0),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.1}, 3, 0),
     ],
 )
-def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(make, states):
+def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(kind, options, states, copies):
     model = nn.Linear(300, 200)
-    optimizer = make(model.parameters())
-    expected, _ = optimizer_bytes(model.parameters())
-    assert expected == states * 4 * (300 * 200 + 200)
+    optimizer = kind(model.parameters(), **options)
+    size = 4 * (300 * 200 + 200)
+    expected, in_a_step = optimizer_bytes(model.parameters())
+    assert (expected, in_a_step) == (states * size, copies * size)
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
     taken = sum(
@@ -291,25 +292,8 @@ def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(make, states)
     assert optimizer_bytes(model.parameters())[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "copies"),
-    [
-        (lambda p: torch.optim.AdamW(p, foreach=True), 1),
-        (lambda p: torch.optim.Adam(p, foreach=True, weight_decay=0.1), 1),
-        (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True, momentum=0.9), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True, weight_decay=0.1), 1),
-        (lambda p: torch.optim.AdamW(p, foreach=False), 0),
-    ],
-)
-def test_copies_that_a_foreach_optimizer_s_step_makes_are_known_before(make, copies):
-    model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(20)))
-    optimizer = make(model.parameters())
-    _, expected = optimizer_bytes(optimizer.param_groups[0]["params"])
-    assert expected == copies * 20 * 4 * 100 * 100
-
-
 def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
-    class Full(HostMeter):
+    class Full(Meter):
         def begin(self):
             return 90
 
@@ -319,9 +303,11 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
         def peak(self):
             return 95
 
+    full = Full(torch.device("cpu"), 1.0)
+
     def tried(*reserved: int) -> list[int]:
         sizes: list[int] = []
-        search_size(sizes.append, StepStart(Watch(), []), (1, 2), Full(), *reserved)
+        search_size(sizes.append, StepStart(Watch(), []), (1, 2), full, *reserved)
         return sizes
 
     assert tried(0, 10)
@@ -331,5 +317,5 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
 def test_the_device_is_the_one_that_the_parameters_are_on_and_not_the_current_one():
     on = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1")]
     assert device_of(on) == torch.device("cuda:1")
-    assert meter_of(device_of(on), 0.5).index == 1
+    assert Meter(device_of(on), 0.5).index == 1
     assert device_of(on[:1]) == torch.device("cpu")

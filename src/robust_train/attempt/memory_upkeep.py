@@ -11,7 +11,7 @@ from types import TracebackType
 
 import psutil
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import MemoryKeeper, Run
 from robust_train.attempt.sampler import Sampler
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
@@ -96,7 +96,7 @@ class CacheChecks:
         return empties
 
 
-class AttemptMemory:
+class AttemptMemory(MemoryKeeper):
     """Looks after the memory of one attempt: a context manager around the call of the trainer.
 
     Emptying the cache at the start and during training concerns CUDA only.
@@ -121,11 +121,9 @@ class AttemptMemory:
             "save": int(memory.clear_after_save),
             "epoch": int(memory.clear_after_epoch),
         }
+        threshold = {"step": memory.empty_cache_threshold}
         self._checks = {
-            name: CacheChecks(
-                count,
-                memory.empty_cache_threshold if name == "step" else 0.0,
-            )
+            name: CacheChecks(count, threshold.get(name, 0.0))
             for name, count in every.items()
             if count
         }
@@ -147,7 +145,7 @@ class AttemptMemory:
             )
 
     def __enter__(self) -> AttemptMemory:
-        if self._settings.clear_on_start and self._cached() is not None:
+        if self._settings.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
@@ -195,12 +193,8 @@ class AttemptMemory:
     def occasion(self, reason: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
 
-        def unused_share() -> float:
-            cached = self._cached()
-            return 0.0 if cached is None else cached.unused_share
-
         checks = self._checks.get(reason)
-        if checks is not None and checks.empties(unused_share):
+        if checks is not None and checks.empties(lambda: self._cached().unused_share):
             self._clear(reason, thorough=False)
 
     def ran_out(
@@ -275,17 +269,9 @@ class AttemptMemory:
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
-        returned = max(before - after, 0)
+        returned, step = max(before - after, 0), self._run.last_step
         self._run.send(
-            MemoryCleared(
-                reason,
-                of,
-                before,
-                after,
-                returned,
-                seconds,
-                self._run.last_step,
-            )
+            MemoryCleared(reason, of, before, after, returned, seconds, step)
         )
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",
@@ -295,19 +281,17 @@ class AttemptMemory:
             of,
         )
 
-    def _cached(self) -> Cached | None:
+    def _cached(self) -> Cached:
         """Return the allocator's figures of the GPU on which this process holds most."""
         torch = started_torch()
-        if self._index is None or torch is None:
-            return None
-        with contextlib.suppress(Exception):
-            return cached_on(busiest_gpu(torch))
-        return None
+        if self._index is not None and torch is not None:
+            with contextlib.suppress(Exception):
+                return cached_on(busiest_gpu(torch)) or Cached()
+        return Cached()
 
     def _in_use(self) -> tuple[str, int]:
-        cached = self._cached()
-        if cached is not None:
-            return "reserved", cached.reserved
+        if reserved := self._cached().reserved:
+            return "reserved", reserved
         with contextlib.suppress(OSError, psutil.Error):
             return "resident", resident_bytes()[0]
         return "resident", 0

@@ -36,6 +36,7 @@ from robust_train.model.events import (
     MicroBatchChanged,
     MicroBatchExhausted,
     Progress,
+    SpeedMeasured,
     TrainingStarted,
     UserEvent,
     ValueReported,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from robust_train.attempt.checkpoints import CheckpointFolder
-    from robust_train.attempt.memory_upkeep import AttemptMemory
     from robust_train.config.schema import RobustConfig
     from robust_train.model.spec import AttemptSpec
     from robust_train.policy.sizes import BatchSearch
@@ -63,6 +63,22 @@ T = TypeVar("T")
 
 Report = Callable[[Event], None]
 """Takes one event."""
+
+
+class MemoryKeeper:
+    """Looks after the memory of an attempt; this one does nothing."""
+
+    def step_done(self, step: int) -> None:
+        """Check memory after a step."""
+
+    def occasion(self, reason: str) -> None:
+        """Check memory after a step, save or epoch."""
+
+    def ran_out(self, error: BaseException, failure: Failure) -> None:
+        """Record what filled the memory."""
+
+    def clean_up(self, error: BaseException | None) -> None:
+        """Return memory that is not in use any more."""
 
 
 class Run(Asked):
@@ -128,7 +144,7 @@ class Run(Asked):
         self.skips_to = 0
         self.passes_over = False
         self.reads_lr: bool | None = None
-        self.memory_keeper: AttemptMemory | None = None
+        self.memory_keeper = MemoryKeeper()
         self.batch_search: BatchSearch | None = None
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
@@ -142,10 +158,9 @@ class Run(Asked):
         self.saving = Saving(run_dir, attempt, self.guard.proves)
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
         self.speed = SpeedMeter(
-            rank,
             world_size,
             self._samples,
-            self.send,
+            lambda speed: self.send(SpeedMeasured(speed, rank)),
         )
         self._objective: str | None = None
         self._mode: str | None = None
@@ -209,8 +224,7 @@ class Run(Asked):
         """
         self.last_step = step = int(step)
         self.speed.step_done(step)
-        if self.memory_keeper is not None:
-            self.memory_keeper.step_done(step)
+        self.memory_keeper.step_done(step)
         self.at_boundary("progress")
         self.finish_saving(wait=False)
         if (loss := scalars.get("loss")) is not None:
@@ -286,15 +300,19 @@ class Run(Asked):
         if self._micro_batcher is None:
             # torch comes with it, and the launcher does without
             from robust_train.step.batcher import MicroBatcher
+            from robust_train.step.engine import Recorder
 
+            recorder = Recorder(
+                lambda: 1 + self._steps_done(),
+                self._micro_batch_event,
+                self.memory_keeper.ran_out,
+                self.speed,
+                self.guard,
+            )
             self._micro_batcher = MicroBatcher(
                 **asdict(self.micro_batch_plan),
-                on_event=self._micro_batch_event,
-                step=lambda: 1 + self._steps_done(),
-                on_oom=self.memory_keeper.ran_out if self.memory_keeper else None,
                 search=self.batch_search,
-                speed=self.speed,
-                recomputing=self.guard,
+                recorder=recorder,
             )
         return self._micro_batcher
 
@@ -618,8 +636,7 @@ class Run(Asked):
             )
         )
         self.speed.pause()
-        if self.memory_keeper is not None:
-            self.memory_keeper.occasion("save")
+        self.memory_keeper.occasion("save")
         if self._checkpoint_answers:
             self.answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
@@ -639,8 +656,7 @@ class Run(Asked):
         )
         self._report_objective(scalars, int(epoch))
         self.speed.pause()
-        if self.memory_keeper is not None:
-            self.memory_keeper.occasion("epoch")
+        self.memory_keeper.occasion("epoch")
 
     def report(
         self,

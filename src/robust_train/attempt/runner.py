@@ -109,17 +109,13 @@ def run_attempt(
             signals.enter_context(stopping(stop_trainer(run)))
             with AttemptRequests(run, run.run_dir, tick):
                 try:
-                    result = call_trainer(
-                        load(),
-                        request.cfg,
-                        request.config,
-                        run,
-                    )
+                    cfg, config = request.cfg, request.config
+                    result = call_trainer(load(), cfg, config, run)
                 finally:
                     run.finish_saving()
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
                 _refuse_to_lose_steps(run)
-            result = figures_of(result, request.config.objective)
+            result = figures_of(result, config.objective)
             ending = Finished(plain(result, "the trainer's result"))
         except BaseException as raised:
             if isinstance(raised, SystemExit) and raised.code in (None, 0):
@@ -132,22 +128,13 @@ def run_attempt(
             ending = replace(ending, stopped_for=HALVE_BATCH)
         elif run.was_told_to_stop and isinstance(ending, Finished):
             ending = _interrupted("it was asked to stop, and did")
-        memory: Mapping[str, int] = {}
-        # after a sticky error CUDA answers nothing
-        with contextlib.suppress(Exception):
-            memory = memory_in_use()
         run.speed.send()
         if supports(run, CHECKPOINTING):
             send(TrainerSupports())
-        send(
-            replace(
-                ending,
-                step=run.last_step,
-                memory=memory,
-                at=time.monotonic(),
-            )
-        )
-        if run.memory_keeper is not None and not (process_ends and error is not None):
+        memory = memory_in_use()
+        now = time.monotonic()
+        send(replace(ending, step=run.last_step, memory=memory, at=now))
+        if error is None or not process_ends:
             run.memory_keeper.clean_up(error)
     return error
 
@@ -161,11 +148,7 @@ def figures_of(result: Any, objective: str | None) -> Any:
         return result
     if objective not in result:
         names = ", ".join(map(str, result))
-        log.warning(
-            "objective=%s: not in the result, which has %s",
-            objective,
-            names,
-        )
+        log.warning("objective=%s: not in the result, which has %s", objective, names)
     return {**result, "objective": result.get(objective)}
 
 
@@ -194,21 +177,16 @@ def call_trainer(
     run.declared = declared_features(trainer)
     with keeper:
         try:
-            parameters = inspect.signature(trainer).parameters
+            signature = inspect.signature(trainer)
         except (TypeError, ValueError):
             return trainer(cfg)
-        if "run" in parameters:
+        if "run" in signature.parameters:
             return trainer(cfg, run=run)
-        positional = (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        )
-        given = [
-            p
-            for p in parameters.values()
-            if p.kind in positional and p.default is p.empty
-        ]
-        return trainer(cfg, run) if len(given) >= 2 else trainer(cfg)
+        try:
+            signature.bind(cfg)
+        except TypeError:  # a second one has no default
+            return trainer(cfg, run)
+        return trainer(cfg)
 
 
 def _interrupted(message: str) -> Failed:
@@ -223,11 +201,8 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, Spoiled):
         return error.failure
     if isinstance(error, (ConfigError, UserError)):
-        return Failure(
-            FailureKind.BUG,
-            str(error),
-            Evidence(clue=Clue.USER_ERROR),
-        )
+        evidence = Evidence(clue=Clue.USER_ERROR)
+        return Failure(FailureKind.BUG, str(error), evidence)
     failure = classify_failure(error)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
@@ -284,13 +259,7 @@ def trainer_traceback(error: BaseException) -> str:
         frames = frames.tb_next
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         frames = _without_omegaconf(frames)
-    return "".join(
-        traceback.format_exception(
-            type(error),
-            error,
-            frames,
-        )
-    )
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _pickled(error: BaseException) -> str | None:

@@ -21,7 +21,12 @@ from robust_train.files import LineFile, Spacing
 from robust_train.folder.memory_samples import FILE_NAME, Sample, encode
 from robust_train.gpu.inventory import close_session, find_gpu
 from robust_train.host.memory import resident_bytes, resident_bytes_of_tree
-from robust_train.memory.cuda import cached_on, device_index, started_torch
+from robust_train.memory.cuda import (
+    cached_on,
+    device_index,
+    gpu_uuid,
+    started_torch,
+)
 from robust_train.model.gpu import GpuInfo
 from robust_train.readable import first_line
 
@@ -235,6 +240,6 @@ def _uuid_of(index: int) -> str | None:
     if torch is None:
         return None
     try:
-        return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        return gpu_uuid(torch, index)
     except (AttributeError, RuntimeError, AssertionError):
         return None

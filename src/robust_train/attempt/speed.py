@@ -6,6 +6,7 @@ the same time. Whether the GPU idles while the host waits is asked of the GPU.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -15,7 +16,6 @@ from typing import Any, TypeVar
 
 from robust_train.compat import has_context
 from robust_train.memory.cuda import started_torch
-from robust_train.model.events import Event, SpeedMeasured
 from robust_train.model.spec import Speed
 
 T = TypeVar("T")
@@ -31,17 +31,16 @@ class Moment:
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
-        try:
+        self._event: Any = None
+        # after a fault the device answers nothing
+        with contextlib.suppress(RuntimeError):
             self._event = _event_now()
-        except RuntimeError:  # after a fault the device answers nothing
-            self._event = None
 
     def is_past(self) -> bool:
         """Return whether the GPU, too, has come here."""
-        try:
+        with contextlib.suppress(RuntimeError):
             return self._event is None or bool(self._event.query())
-        except RuntimeError:
-            return False
+        return False
 
     def seconds_until(self, later: Moment) -> float:
         """Return the time from here to another moment that is past."""
@@ -93,14 +92,12 @@ class SpeedMeter:
 
     def __init__(
         self,
-        rank: int = 0,
         ranks: int = 1,
         # returns the samples of this rank in a step, None if unknown
         samples: Callable[[], int | None] = lambda: None,
-        report: Callable[[Event], None] = lambda event: None,  # takes the events
+        report: Callable[[Speed], None] = lambda speed: None,  # takes the figures
     ) -> None:
         self.least_seconds = 0.0
-        self._rank = rank
         self._ranks = ranks
         self._samples = samples
         self._report = report
@@ -179,9 +176,8 @@ class SpeedMeter:
             if interval.seconds < self.least_seconds:
                 return
             interval.steps = step - self._step
-            interval.samples = interval.samples or interval.steps * (
-                self._samples() or 0
-            )
+            of_a_step = self._samples() or 0
+            interval.samples = interval.samples or interval.steps * of_a_step
             self._steps += interval.steps
             self._newest.append(interval)
         self._step = step
@@ -195,7 +191,7 @@ class SpeedMeter:
         """Report the figures so far."""
         speed = self.speed() if self._is_on else None
         if speed is not None:
-            self._report(SpeedMeasured(speed, self._rank))
+            self._report(speed)
 
     def speed(self) -> Speed | None:
         """Return the figures of the newest steps, None without any."""
@@ -207,6 +203,7 @@ class SpeedMeter:
         samples = [one.samples for one in newest]
         alone = [one.alone for one in newest if one.alone is not None]
         share = self._data_share(newest)
+        rate = _rounded(sum(samples) / seconds)
         until = newest[-1].begin.at
         recent = sorted(
             one.seconds / one.steps
@@ -214,13 +211,10 @@ class SpeedMeter:
             if number < _LEAST_RECENT or until - one.begin.at <= _REPORT_SECONDS
         )
         return Speed(
-            rank=self._rank,
             steps=self._steps,
             seconds_per_step=_rounded(_quantile(each, 0.5)),
             seconds_per_step_p95=_rounded(_quantile(each, _HIGH)),
-            samples_per_second=_rounded(sum(samples) / seconds)
-            if all(samples)
-            else None,
+            samples_per_second=rate if all(samples) else None,
             seconds_per_step_now=_rounded(_quantile(recent, 0.5)),
             data_share=share if self._is_explicit else None,
             between_share=None if self._is_explicit else share,
@@ -228,12 +222,12 @@ class SpeedMeter:
         )
 
     def _data_share(self, newest: Sequence[_Interval]) -> float | None:
-        known = [one for one in newest if one.waited is not None]
+        known = [(one.waited, one.seconds) for one in newest if one.waited is not None]
         if not known:
             return None
-        waits = [one.waited or 0.0 for one in known]
+        waits = [waited for waited, _ in known]
         waited = self._sum(waits)
-        computed = sum(one.seconds for one in known) - sum(waits)
+        computed = sum(seconds for _, seconds in known) - sum(waits)
         return round(waited / max(waited + computed, waited), 4) if waited else 0.0
 
     def _sum(self, durations: Sequence[float]) -> float:

@@ -111,11 +111,7 @@ class StartingMemory:
                 )
         if not sizes:
             return None
-        found = tensors.largest_alive(
-            _TOP_OF_A_TRY,
-            sizes,
-            self._storages,
-        )
+        found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
         largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
@@ -185,13 +181,14 @@ class Cleared:
         what, verb = "no CUDA in this process; host memory", "resident"
         if self.after.on_gpu:
             what, verb = self.after.device, "reserved"
-        text = (
+        parts = [
             f"{what}: {mib(self.freed, 1)} released, "
             f"{self.before.reserved / MIB:.1f} → {mib(self.after.reserved, 1)} {verb}"
-        )
-        held = "; ".join(map(str, self.held))
-        largest = f"the largest tensors left: {held}" if held else ""
-        return "; ".join(filter(None, (text, self.done, largest)))
+        ]
+        parts += [self.done] if self.done else []
+        if self.held:
+            parts.append(f"the largest tensors left: {'; '.join(map(str, self.held))}")
+        return "; ".join(parts)
 
 
 def clear_gpu_memory(force: bool = False) -> Cleared:
@@ -256,12 +253,7 @@ def _cleared(
     held: Iterable[tensors.LiveTensor] = (),
     done: str = "",
 ) -> Cleared:
-    cleared = Cleared(
-        before,
-        get_gpu_memory_stats(),
-        tuple(held),
-        done,
-    )
+    cleared = Cleared(before, get_gpu_memory_stats(), tuple(held), done)
     log.info("%s", cleared.description)
     return cleared
 

@@ -5,6 +5,7 @@ Nothing here starts CUDA, but for the functions that set a limit at a user's req
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -69,9 +70,10 @@ def ordinal_of(device: Any) -> int | None:
 def started_gpu(device: Any) -> tuple[Any, int] | None:
     """Return torch and the number of ``device`` if that is a GPU and CUDA has started. Raises
     ValueError: this process has no such device."""
-    ordinal = ordinal_of(device)
-    torch = None if ordinal == HOST else started_torch()
-    return None if torch is None else (torch, _gpu_number(torch, ordinal))
+    ordinal, torch = ordinal_of(device), started_torch()
+    if ordinal == HOST or torch is None:
+        return None
+    return torch, _gpu_number(torch, ordinal)
 
 
 def _gpu_number(torch: Any, ordinal: int | None) -> int:
@@ -87,10 +89,13 @@ def _gpu_number(torch: Any, ordinal: int | None) -> int:
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds most; CUDA's current one if it holds nothing. A
     trainer may put its model on another GPU than the current one."""
-    held = [
-        torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())
-    ]
+    held = list(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
+
+
+def gpu_uuid(torch: Any, index: int) -> str:
+    """Return the UUID of a GPU of this process, as NVML names it."""
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 # --- figures ---
@@ -100,8 +105,8 @@ def busiest_gpu(torch: Any) -> int:
 class Cached:
     """Bytes that the allocator holds on one GPU: ``allocated`` to tensors, ``reserved`` in all."""
 
-    allocated: int
-    reserved: int
+    allocated: int = 0
+    reserved: int = 0
 
     @property
     def unused_share(self) -> float:
@@ -112,16 +117,14 @@ class Cached:
 def cached_on(index: int | None) -> Cached | None:
     """Return the figures of a GPU as this process counts; None if CUDA has not started."""
     torch = started_torch()
-    if index is None or torch is None:
-        return None
-    try:
-        figures = torch.cuda.memory_stats_as_nested_dict(index)
-        return Cached(
-            figures["allocated_bytes"]["all"]["current"],
-            figures["reserved_bytes"]["all"]["current"],
-        )
-    except (KeyError, RuntimeError):
-        return None
+    with contextlib.suppress(KeyError, RuntimeError):
+        if index is not None and torch is not None:
+            figures = torch.cuda.memory_stats_as_nested_dict(index)
+            return Cached(
+                figures["allocated_bytes"]["all"]["current"],
+                figures["reserved_bytes"]["all"]["current"],
+            )
+    return None
 
 
 def alloc_retries() -> int | None:
@@ -130,10 +133,8 @@ def alloc_retries() -> int | None:
     if torch is None:
         return None
     try:
-        figures = map(
-            torch.cuda.memory_stats_as_nested_dict,
-            range(torch.cuda.device_count()),
-        )
+        every = range(torch.cuda.device_count())
+        figures = map(torch.cuda.memory_stats_as_nested_dict, every)
         return sum(int(found.get("num_alloc_retries", 0)) for found in figures)
     except RuntimeError:  # after a fault
         return None
@@ -142,14 +143,13 @@ def alloc_retries() -> int | None:
 def memory_segments(torch: Any) -> list[Any] | None:
     """Return the allocator's segments as torch lists them; None if it has none, as
     ``backend:cudaMallocAsync``."""
-    try:
+    with contextlib.suppress(RuntimeError):
         try:
             # without the recorded history, which may be gigabytes
             return list(torch.cuda.memory_snapshot(include_traces=False))
         except TypeError:
             return list(torch.cuda.memory_snapshot())
-    except RuntimeError:
-        return None
+    return None
 
 
 def holds_graphs() -> bool | None:
@@ -262,18 +262,14 @@ class MemoryLimit:
     @property
     def description(self) -> str:
         """The limit in a line for people."""
-        where = self.device
-        if self.device == "cpu":
-            where = "no CUDA in this process; host memory (RLIMIT_DATA)"
-        text = (
-            f"{where}: at most {self.bytes / MIB:,.0f} of {self.total / MIB:,.0f} MiB "
-            f"({self.fraction:g}), {self.in_use / MIB:,.0f} MiB in use"
+        is_host = self.device == "cpu"
+        host = "no CUDA in this process; host memory (RLIMIT_DATA)"
+        over = "; that is more than the limit, so the next larger request will fail"
+        return (
+            f"{host if is_host else self.device}: at most {self.bytes / MIB:,.0f} of "
+            f"{self.total / MIB:,.0f} MiB ({self.fraction:g}), {self.in_use / MIB:,.0f} MiB in use"
+            f"{over if self.in_use > self.bytes else ''}"
         )
-        if self.in_use > self.bytes:
-            text += (
-                "; that is more than the limit, so the next larger request will fail"
-            )
-        return text
 
 
 def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
@@ -305,22 +301,12 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         total = torch.cuda.get_device_properties(index).total_memory
         in_use = torch.cuda.memory_reserved(index)
         most = int(fraction * total)
-        limit = MemoryLimit(
-            f"cuda:{index}",
-            fraction,
-            most,
-            total,
-            in_use,
-        )
+        limit = MemoryLimit(f"cuda:{index}", fraction, most, total, in_use)
     log.info("%s", limit.description)
     return limit
 
 
-def _limit_cache(
-    torch: Any,
-    fraction: float,
-    index: int,
-) -> float:
+def _limit_cache(torch: Any, fraction: float, index: int) -> float:
     """Limit the allocator on a GPU, and return the limit: never above what the user exports."""
     least = min(float(fraction), exported_fraction(os.environ))
     with torch.cuda.device(
@@ -343,13 +329,7 @@ def _limit_host(fraction: float) -> MemoryLimit:
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    return MemoryLimit(
-        "cpu",
-        fraction,
-        most,
-        memory.total,
-        memory.data,
-    )
+    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:

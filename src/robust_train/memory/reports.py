@@ -73,7 +73,7 @@ def write_out_of_memory(
     try:
         started = time.monotonic()
         path = run_dir / f"oom-attempt-{attempt}.json"
-        file, snapshot = path.name, _dump_snapshot(path.with_suffix(".pickle"))
+        snapshot = _dump_snapshot(path.with_suffix(".pickle"))
         asked = failure.evidence.requested_bytes
         devices = ["cpu"] if failure.kind is FailureKind.HOST_OOM else None
         tensors = largest_alive(_TOP, devices)
@@ -88,32 +88,24 @@ def write_out_of_memory(
             "evidence": asdict(failure.evidence),
             "tensors": [tensor.as_json() for tensor in tensors],
         }
-        is_written = True
+        file: str | None = path.name
         try:
             write_json(path, content, indent=2)
         except OSError as problem:
-            log.warning(
-                "cannot write %s: %s",
-                path,
-                problem.strerror,
-            )
-            is_written = False
+            log.warning("cannot write %s: %s", path, problem.strerror)
+            file = None
         least = _WORTH_NAMING * max([asked or 0, *(tensor.bytes for tensor in tensors)])
         named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
         if named:
-            where = f"; all in {file}" if is_written else ""
+            where = f"; all in {file}" if file else ""
             largest = "; ".join(named)
-            log.info(
-                "out of memory: the largest tensors are %s%s",
-                largest,
-                where,
-            )
+            log.info("out of memory: the largest tensors are %s%s", largest, where)
         return OutOfMemory(
             failure.kind,
             failure.message,
             step=step,
             requested_bytes=asked,
-            tensors=file if is_written else None,
+            tensors=file,
             snapshot=snapshot,
             seconds=round(time.monotonic() - started, 3),
         )
@@ -139,12 +131,13 @@ def _dump_snapshot(path: Path) -> str | None:
 # --- requests ---
 
 _OPTIONS = {
-    "memory_info": (),
-    "memory_clear": ("force",),
-    "memory_reset": (),
-    "memory_fraction": ("fraction",),
-    "memory_snapshot": (),
+    "memory_info": "",
+    "memory_clear": "force",
+    "memory_reset": "",
+    "memory_fraction": "fraction",
+    "memory_snapshot": "",
 }
+"""The option of each request, if it has one."""
 
 
 def perform(
@@ -165,10 +158,9 @@ def perform(
     if verb not in _OPTIONS:
         raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
     accepted = _OPTIONS[verb]
-    for name in options:
-        if name not in accepted:
-            known = f"accepted is {accepted[0]}" if accepted else "it has none"
-            raise ValueError(f"{verb} has no option {name}: {known}")
+    if unknown := next((name for name in options if name != accepted), None):
+        known = f"accepted is {accepted}" if accepted else "it has none"
+        raise ValueError(f"{verb} has no option {unknown}: {known}")
     before = get_gpu_memory_stats()
     answer: dict[str, object] = {}
     if verb == "memory_clear":

@@ -17,11 +17,10 @@ from typing import IO, Any
 import psutil
 
 from robust_train.compat import has_context
-from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.inventory import find_gpu, read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.host import memory as host
 from robust_train.memory import cuda
-from robust_train.model.gpu import GpuInfo
 from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
@@ -73,12 +72,7 @@ class MemoryStats:
     def description(self) -> str:
         """The figures in a line for people."""
         of = "" if self.total is None else f" of {_mib(self.total)}"
-        text = _in_words(
-            self.device,
-            self.allocated,
-            self.peak,
-            self.reserved,
-        )
+        text = _in_words(self.device, self.allocated, self.peak, self.reserved)
         if self.free is not None:
             text += f", {_mib(self.free)}{of} free"
         if self.fragmentation is not None and self.largest_free_block is not None:
@@ -124,29 +118,19 @@ get_cuda_memory_info = get_gpu_memory_stats
 def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
     """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB."""
     stats = get_gpu_memory_stats(device)
-    lines = [("device", stats.device + (f" ({stats.note})" if stats.note else ""))]
+    note = f" ({stats.note})" if stats.note else ""
+    print(f"{'device':<18}  {stats.device}{note}", file=file)
     for name, value in stats.as_dict().items():
-        if isinstance(value, str) or value is None:
-            continue
-        shown = _mib(value)
-        if name in ("retries", "oom_count"):
-            shown = str(value)
-        elif name == "fragmentation":
-            shown = f"{value:.1%}"
-        lines.append((name.replace("_", " "), shown))
-    width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label:<{width}}  {text}", file=file)
+        if isinstance(value, (int, float)):
+            text = f"{value:.1%}" if name == "fragmentation" else _mib(value)
+            text = str(value) if name in ("retries", "oom_count") else text
+            print(f"{name.replace('_', ' '):<18}  {text}", file=file)
 
 
 def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
     """Log :func:`get_gpu_memory_stats` in one line that begins with ``prefix``; returns them."""
     stats = get_gpu_memory_stats(device)
-    log.info(
-        "%s%s",
-        f"{prefix}: " if prefix else "",
-        stats.description,
-    )
+    log.info("%s%s", f"{prefix}: " if prefix else "", stats.description)
     return stats
 
 
@@ -238,11 +222,7 @@ class GPUMemoryContext:
             ):
                 self._update()
         if self.name:
-            log.info(
-                "%s: %s",
-                self.name,
-                self.description,
-            )
+            log.info("%s: %s", self.name, self.description)
 
     def _update(self) -> None:
         device, now, peak = _now_and_peak(self._wanted)
@@ -284,20 +264,10 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
 def describe_memory(figures: Mapping[str, int]) -> str:
     """Return the figures of :func:`memory_in_use` as a line for people."""
     if "allocated" in figures:
-        peak, reserved = figures["max_allocated"], figures["reserved"]
-        return _in_words(
-            "GPU memory",
-            figures["allocated"],
-            peak,
-            reserved,
-        )
+        allocated, peak = figures["allocated"], figures["max_allocated"]
+        return _in_words("GPU memory", allocated, peak, figures["reserved"])
     if figures:
-        return _in_words(
-            "cpu",
-            figures["resident"],
-            figures["max_resident"],
-            0,
-        )
+        return _in_words("cpu", figures["resident"], figures["max_resident"])
     return "memory in use is unknown"
 
 
@@ -307,7 +277,9 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     That is the CUDA context with its kernels and the memory of cuBLAS, cuDNN and NCCL. If NVML does
     not list the process (a container), ``context_at_most_bytes``: others' memory counts too.
     """
-    gpu = _inventoried(torch, index, processes=True)
+    uuid = cuda.gpu_uuid(torch, index)
+    gpus = read_inventory(processes=True).gpus
+    gpu = next((gpu for gpu in gpus if gpu.uuid == uuid), None)
     if gpu is None or gpu.unified_memory:
         return {}
     computing = [process for process in gpu.processes or () if process.computes]
@@ -320,23 +292,11 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     return {name: beside} if beside > 0 else {}
 
 
-def _inventoried(
-    torch: Any,
-    index: int,
-    *,
-    processes: bool,
-) -> GpuInfo | None:
-    """Return what NVML knows of a GPU of this process, if anything."""
-    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    gpus = read_inventory(processes=processes).gpus
-    return next((gpu for gpu in gpus if gpu.uuid == uuid), None)
-
-
 def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
     segments = cuda.memory_segments(torch)
-    blocks = None if segments is None else cuda.unused_blocks(segments, ordinal)
+    unused = (None, None) if segments is None else cuda.unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=figures.get("allocated_bytes.all.current", 0),
@@ -345,8 +305,8 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
         peak_reserved=figures.get("reserved_bytes.all.peak", 0),
         free=free,
         total=total,
-        largest_free_block=None if blocks is None else blocks[0],
-        fragmentation=None if blocks is None else blocks[1],
+        largest_free_block=unused[0],
+        fragmentation=unused[1],
         retries=figures.get("num_alloc_retries", 0),
         oom_count=figures.get("num_ooms", 0),
     )
@@ -357,7 +317,7 @@ def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
     if has_context(torch, ordinal):
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
-    gpu = _inventoried(torch, ordinal, processes=False)
+    gpu = find_gpu(cuda.gpu_uuid(torch, ordinal))
     total = torch.cuda.get_device_properties(ordinal).total_memory
     return None if gpu is None else gpu.free_bytes, total
 
@@ -365,22 +325,18 @@ def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
 def _of_nvml(ordinal: int) -> MemoryStats | None:
     """Return figures of the GPU that CUDA would call ``ordinal`` here, if there is one."""
     torch = sys.modules.get("torch")
-    if (
-        torch is not None
-        and getattr(getattr(torch, "version", None), "cuda", "") is None
-    ):
+    if getattr(getattr(torch, "version", None), "cuda", "") is None:
         return None
     gpus = visible_gpus(read_inventory(processes=False), os.environ).gpus
-    if ordinal >= len(gpus):
-        return None
-    gpu = gpus[ordinal]
-    note = f"this process has not started CUDA; GPU {gpu.index} ({gpu.name}) as NVML reports it"
-    return MemoryStats(
-        f"cuda:{ordinal}",
-        free=gpu.free_bytes,
-        total=gpu.total_bytes,
-        note=note,
-    )
+    for gpu in gpus[ordinal : ordinal + 1]:
+        return MemoryStats(
+            f"cuda:{ordinal}",
+            free=gpu.free_bytes,
+            total=gpu.total_bytes,
+            note="this process has not started CUDA; "
+            f"GPU {gpu.index} ({gpu.name}) as NVML reports it",
+        )
+    return None
 
 
 def _of_host(note: str) -> MemoryStats:
@@ -420,12 +376,7 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)
 
 
-def _in_words(
-    device: str,
-    allocated: int,
-    peak: int,
-    reserved: int,
-) -> str:
+def _in_words(device: str, allocated: int, peak: int, reserved: int = 0) -> str:
     if device == "cpu":
         return f"host memory: {_mib(allocated)} resident (peak {_mib(peak)})"
     return f"{device}: {_mib(allocated)} in tensors (peak {_mib(peak)}), {_mib(reserved)} reserved"

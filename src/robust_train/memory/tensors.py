@@ -8,8 +8,8 @@ import gc
 import inspect
 import sys
 import traceback
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -47,19 +47,19 @@ def storage_of(tensor: Any) -> StorageKey | None:
 
 def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     """Return the bytes of each storage that the tensors share."""
-    keys = ((storage_of(tensor), tensor) for tensor in tensors)
+    found = {storage_of(tensor): tensor for tensor in tensors}
     return {
         key: tensor.untyped_storage().nbytes()
-        for key, tensor in keys
+        for key, tensor in found.items()
         if key is not None
     }
 
 
 def bytes_on(tensors: Iterable[Any]) -> dict[str, int]:
     """Return bytes by device: the host's of the tensors' storages, a GPU's of its allocator."""
-    counted: dict[str, int] = {}
+    counted = Counter[str]()
     for (device, _), size in storages(tensors).items():
-        counted[device] = counted.get(device, 0) + size
+        counted[device] += size
     torch = started_torch()
     for device in () if torch is None else training_devices():
         # also what only the autograd graph knows
@@ -120,28 +120,22 @@ def largest_alive(
 ) -> list[LiveTensor]:
     """Return :func:`largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
-    by_storage = {storage_of(tensor): tensor for tensor in live_tensors()}
-    sizes = {
-        key: tensor.untyped_storage().nbytes()
-        for key, tensor in by_storage.items()
-        if key is not None and key[0] in wanted and key not in known
-    }
-    largest = sorted(
-        sizes,
-        key=sizes.__getitem__,
-        reverse=True,
-    )[:top]
-    return [_described(by_storage[key]) for key in largest]
-
-
-def _described(tensor: Any) -> LiveTensor:
-    return LiveTensor(
-        tensor.untyped_storage().nbytes(),
-        tuple(tensor.shape),
-        str(tensor.dtype).removeprefix("torch."),
-        str(tensor.device),
-        has_graph=tensor.grad_fn is not None,
-    )
+    alive = live_tensors()
+    by_storage = {storage_of(tensor): tensor for tensor in alive}
+    sizes = storages(alive)
+    new = [key for key in sizes if key[0] in wanted and key not in known]
+    largest = sorted(new, key=lambda key: sizes[key], reverse=True)[:top]
+    return [
+        LiveTensor(
+            sizes[key],
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            str(tensor.device),
+            has_graph=tensor.grad_fn is not None,
+        )
+        for key in largest
+        for tensor in [by_storage[key]]
+    ]
 
 
 # --- what a failure holds ---
@@ -227,56 +221,63 @@ def safe_tensor_to_cpu(value: _T) -> _T:
     torch = sys.modules.get("torch")
     if torch is None:
         return value
-    result: _T = _to_cpu(value, torch.Tensor, {})
+
+    def moved(item: Any, name: str) -> Any:
+        return tensor_to_cpu(item) if isinstance(item, torch.Tensor) else WALKED
+
+    result: _T = rebuilt(value, moved)
     return result
 
 
-_Copied = dict[int, tuple[Any, Any]]
-"""By id: the original, kept so that its id stays its own, and its copy."""
+WALKED = object()
+"""What a change returns for a value that :func:`rebuilt` is to walk into."""
 
 
-def _to_cpu(
+def rebuilt(
     value: Any,
-    base: type,
-    copied: _Copied,
+    change: Callable[[Any, str], Any],
+    name: str = "batch",
+    seen: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
-    if id(value) in copied:
-        return copied[id(value)][1]
-    if isinstance(value, tuple):
-        items = [_to_cpu(item, base, copied) for item in value]
+    """Return mappings, sequences, sets and dataclasses as what they are, around what ``change``
+    makes of the values in them. It is given each with where it is, what occurs twice once."""
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return seen[id(value)][1]
+    changed = change(value, name)
+    if changed is not WALKED:
+        # with the value, so that its id stays its own
+        seen[id(value)] = value, changed
+        return changed
+    if isinstance(value, (tuple, set, frozenset)):
+        items = [
+            rebuilt(item, change, f"{name}[{index}]", seen)
+            for index, item in enumerate(value)
+        ]
         named = hasattr(value, "_fields")
         return type(value)(*items) if named else type(value)(items)
-    if isinstance(value, (set, frozenset)):
-        return type(value)(_to_cpu(item, base, copied) for item in value)
-    if isinstance(value, base):
-        result = tensor_to_cpu(value)
-    elif isinstance(value, (Mapping, list, deque)) or _is_dataclass(value):
-        # the class itself may take other arguments than its content
-        result = copy.copy(value)
-    else:
-        return value
-    copied[id(value)] = (value, result)
     if isinstance(value, (Mapping, list, deque)):
+        # the class itself may take other arguments than its content
+        result: Any = copy.copy(value)
+        seen[id(value)] = value, result
         keys = value if isinstance(value, Mapping) else range(len(value))
         for key in list(keys):
-            moved = _to_cpu(value[key], base, copied)
-            if moved is not value[key]:
-                result[key] = moved
-    elif _is_dataclass(value):
-        for item in fields(value):
-            if hasattr(value, item.name):
-                moved = _to_cpu(
-                    getattr(value, item.name),
-                    base,
-                    copied,
-                )
-                # a frozen class refuses assignments
-                object.__setattr__(result, item.name, moved)
+            result[key] = rebuilt(value[key], change, f"{name}[{key!r}]", seen)
+        return result
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    result = copy.copy(value)
+    for item in fields(value):
+        if hasattr(value, item.name):
+            part = rebuilt(
+                getattr(value, item.name),
+                change,
+                f"{name}.{item.name}",
+                seen,
+            )
+            # a frozen class refuses assignments
+            object.__setattr__(result, item.name, part)
     return result
-
-
-def _is_dataclass(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)
 
 
 def tensor_to_cpu(tensor: Any) -> Any:
@@ -302,14 +303,6 @@ def picked_out(tensor: Any) -> Any:
     span = 1 + sum(
         (n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True)
     )
-    stretch = torch.as_strided(
-        tensor,
-        (span,),
-        (1,),
-        tensor.storage_offset(),
-    ).cpu()
-    return torch.as_strided(
-        stretch,
-        tensor.shape,
-        strides,
-    ).clone()
+    at = tensor.storage_offset()
+    stretch = torch.as_strided(tensor, (span,), (1,), at).cpu()
+    return torch.as_strided(stretch, tensor.shape, strides).clone()

@@ -13,16 +13,7 @@ from robust_train.model.errors import ConfigError, UserError
 from robust_train.model.events import BatchSizeFound
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
-from robust_train.step.engine import (
-    Body,
-    NotMeasured,
-    OnEvent,
-    OnOom,
-    Recomputing,
-    Recorder,
-    Step,
-    StepSpeed,
-)
+from robust_train.step.engine import Body, OnEvent, Recorder, Step
 from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.rewind import (
@@ -41,7 +32,6 @@ from robust_train.step.splitting import (
     Parts,
     SizeState,
     Split,
-    length_of,
 )
 
 log = logging.getLogger("robust_train")
@@ -87,12 +77,9 @@ class MicroBatcher:
             preferred.
         regrow_after_steps: see :class:`robust_train.step.splitting.MicroBatchSize`; None: never.
         on_event: called with an event at every change of the size.
-        step: returns the number of the optimizer step, from 1; by default they are counted here.
-        on_oom: called with error and failure when memory ran out, before anything is released.
         search: find the largest size that fits in the first step, by at most four parts of the
             batch that are only measured.
-        speed: measures the steps, in the launcher's attempts.
-        recomputing: says which steps are computed twice, likewise.
+        recorder: in the launcher's attempts, in place of ``on_event``.
 
     Raises:
         ValueError: a size is below 1.
@@ -105,12 +92,9 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         regrow_after_steps: int | None = None,
-        on_event: OnEvent | None = None,
-        step: Callable[[], int] | None = None,
-        on_oom: OnOom | None = None,
+        on_event: OnEvent = lambda event: None,
         search: BatchSearch | None = None,
-        speed: StepSpeed | None = None,
-        recomputing: Recomputing | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         for name, value in (
             ("batch_size", batch_size),
@@ -128,13 +112,7 @@ class MicroBatcher:
             )
             for _ in range(2)
         )
-        self._recorder = Recorder(
-            on_event or (lambda event: None),
-            on_oom or (lambda error, failure: None),
-            step or (lambda: self._steps_begun),
-            speed or NotMeasured(),
-            recomputing,
-        )
+        self._recorder = recorder or Recorder(lambda: self._steps_begun, on_event)
         self._watch = Watch()
         self._search = search
         self._steps_begun = 0
@@ -214,16 +192,10 @@ class MicroBatcher:
             UserError: the model cannot be split here; the message has the reason.
             RankFailure: one of several ranks cannot go on.
         """
-        parts = _parts(batch, split, length, count)
+        parts = Parts.of(batch, length, split, count)
         if not parts.samples and ranks.here() is None:
             raise ValueError("The batch is empty, so its mean loss is undefined")
-        step, start = self._begin(
-            "backward",
-            loss_of,
-            parts,
-            model,
-            training=training,
-        )
+        step, start = self._begin("backward", loss_of, parts, model, training)
         returns_more = False
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
@@ -270,14 +242,8 @@ class MicroBatcher:
         Returns:
             What ``function`` returned for each part, in order: each sample's result once.
         """
-        parts = _parts(batch, split, length, None)
-        step, _ = self._begin(
-            "forward",
-            function,
-            parts,
-            model,
-            training=False,
-        )
+        parts = Parts.of(batch, length, split)
+        step, _ = self._begin("forward", function, parts, model)
         results = step.run(parts, lambda part: function(part.data))
         step.leave()
         return [result for result, _ in results]
@@ -300,17 +266,8 @@ class MicroBatcher:
     ) -> S:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
-        start = StepStart(
-            self._watch,
-            [model],
-            keeps_gradients=keeps_gradients,
-        )
-        return kind(
-            self._training,
-            start,
-            shared,
-            self._recorder,
-        )
+        start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
+        return kind(self._training, start, shared, self._recorder)
 
     def open_evaluation(
         self,
@@ -319,13 +276,7 @@ class MicroBatcher:
     ) -> S:
         """Begin a batch of a framework's validation."""
         self._recorder.speed.pause()
-        return kind(
-            self._other,
-            None,
-            shared,
-            self._recorder,
-            training=False,
-        )
+        return kind(self._other, None, shared, self._recorder, training=False)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split finer from the next batch on, on request; return (from, to), or None."""
@@ -350,8 +301,7 @@ class MicroBatcher:
         function: Any,
         parts: Parts,
         model: Models,
-        *,
-        training: bool,
+        training: bool = False,
     ) -> tuple[Step[Any], StepStart | None]:
         """Return the step, and where it began: None if each part stands for itself."""
         is_alone = ranks.here() is None
@@ -370,18 +320,9 @@ class MicroBatcher:
         shared = SharedStep(models, () if is_alone else modules_of(function))
         start = None
         if training or shared.is_sharded:
-            start = StepStart(
-                self._watch,
-                models,
-                generators_of(function, models),
-            )
-        return Step(
-            size,
-            start,
-            shared,
-            self._recorder,
-            training=training,
-        ), start
+            start = StepStart(self._watch, models, generators_of(function, models))
+        step = Step[Any](size, start, shared, self._recorder, training=training)
+        return step, start
 
     def _probe(
         self,
@@ -408,31 +349,10 @@ class MicroBatcher:
             sizes.begin_at(size)
         log.info("training.batch_size=auto: %s", found)
         accumulation = None if size is None else -(-effective // size)
+        result = found.as_json()
         self._recorder.on_event(
-            BatchSizeFound(
-                size,
-                accumulation,
-                effective,
-                search.key,
-                found.as_json(),
-            )
+            BatchSizeFound(size, accumulation, effective, search.key, result)
         )
-
-
-def _parts(
-    batch: Any,
-    split: Split | None,
-    length: Length | None,
-    count: Count | None,
-) -> Parts:
-    if length is None:
-        length = length_of if split is None else len
-    return Parts(
-        batch,
-        length(batch),
-        split=split,
-        count=count,
-    )
 
 
 def _loss_and_more(result: Any) -> tuple[Any, ...]:
@@ -440,14 +360,9 @@ def _loss_and_more(result: Any) -> tuple[Any, ...]:
     both = result if isinstance(result, tuple) and len(result) == 2 else (result,)
     if isinstance(both[0], Tensor) and both[0].numel() == 1:
         return both
+    shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
     raise TypeError(
         "run.backward: the function has to return the mean loss of its part, a tensor with one "
-        f"element, or a tuple of that and anything else; it returned {_described(result)}"
-    )
-
-
-def _described(result: Any) -> str:
-    kind = f"a {type(result).__name__}"
-    return (
-        f"{kind} of shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind
+        "element, or a tuple of that and anything else; it returned "
+        f"a {type(result).__name__}{shape}"
     )

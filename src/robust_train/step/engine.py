@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from robust_train.model.errors import RankFailure
 from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
-from robust_train.step.ranks import Agreement, RanOut, SharedStep
+from robust_train.step.ranks import RankReport, RanOut, SharedStep
 from robust_train.step.rewind import GeneratorStates, StepStart
 from robust_train.step.sharded import RanOutElsewhere
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
@@ -47,12 +47,15 @@ class StepSpeed(Protocol):
 
     def batch_begins(self, samples: int) -> None:
         """Count from here on as computing a batch."""
+        return
 
     def pause(self) -> None:
         """Leave the present step out: it has more to do than to train."""
+        return
 
     def alone_until_now(self) -> None:
         """Count from here on as the ranks' waiting for each other."""
+        return
 
 
 class Recomputing(Protocol):
@@ -70,48 +73,31 @@ class Recomputing(Protocol):
         """Take the result."""
 
 
-class NotMeasured:
+class NotMeasured(StepSpeed):
     """Measures nothing."""
-
-    def batch_begins(self, samples: int) -> None: ...
-    def pause(self) -> None: ...
-    def alone_until_now(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Recorder:
     """Logs how the size of parts changes, and measures steps."""
 
-    on_event: OnEvent  # called at every change
-    on_oom: OnOom  # called when memory ran out and a smaller size is tried
     step: Callable[[], int]  # returns the number of the optimizer step, from 1
-    speed: StepSpeed
+    on_event: OnEvent = lambda event: None  # called at every change
+    # called when memory ran out and a smaller size is tried, before anything is released
+    on_oom: OnOom = lambda error, failure: None
+    speed: StepSpeed = field(default_factory=NotMeasured)
     recomputing: Recomputing | None = None  # None: no step is
 
     def changed(
         self,
         before: int,
-        after: int,
+        after: int | None,
         reason: str,
     ) -> None:
         """Log that the size changes though no memory ran out."""
         step = self.step()
-        log.info(
-            "step %d: micro-batch %d → %d: %s",
-            step,
-            before,
-            after,
-            reason,
-        )
-        self.on_event(
-            MicroBatchChanged(
-                step,
-                True,
-                before,
-                reason,
-                after=after,
-            )
-        )
+        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
+        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
     def repeated(
         self,
@@ -121,17 +107,8 @@ class Recorder:
         after: int | None,
     ) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
-        step = self.step()
-        self.on_event(
-            MicroBatchChanged(
-                step,
-                training,
-                before,
-                failure.message,
-                after=after,
-                **_figures(failure),
-            )
-        )
+        step, figures = self.step(), _figures(failure)
+        self.on_event(MicroBatchChanged(step, training, before, after=after, **figures))
         requested = failure.evidence.requested_bytes
         log.warning(
             "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
@@ -154,23 +131,15 @@ class Recorder:
         step, sizes = self.step(), ", ".join(map(str, tried))
         note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
         log.error("%s", note)
-        self.on_event(
-            MicroBatchExhausted(
-                step,
-                training,
-                used,
-                failure.message,
-                tried=tried,
-                **_figures(failure),
-            )
-        )
+        figures = _figures(failure)
+        self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **figures))
         return note
 
 
 def _figures(failure: Failure) -> dict[str, Any]:
     names = ("requested_bytes", "allocated_bytes", "free_bytes")
     figures = {name: getattr(failure.evidence, name) for name in names}
-    return {"kind": failure.kind, **figures}
+    return {"kind": failure.kind, "reason": failure.message, **figures}
 
 
 class Step(Generic[T]):
@@ -270,13 +239,8 @@ class Step(Generic[T]):
                 generators = GeneratorStates()
                 size = self._size.for_batch(parts.samples)
                 start, stop = bounds(parts.samples, size, done)[0]
-                part = parts.part(start, stop)
-                if self._goes_through(
-                    part,
-                    body,
-                    min(size, len(part)),
-                    results,
-                ):
+                part, used = parts.part(start, stop), min(size, stop - start)
+                if self._goes_through(part, body, used, results):
                     done = stop
                 else:
                     generators.restore()
@@ -305,11 +269,7 @@ class Step(Generic[T]):
             if not self.is_sharded:
                 self._items = items
                 agreed = self._agree(returns_more=returns_more)
-            loss = self._shared.sum_gradients(
-                agreed,
-                loss,
-                items,
-            )
+            loss = self._shared.sum_gradients(agreed, loss, items)
         self._start.end()
         self._shared.share_buffers()
         grown = self._size.step_done()
@@ -337,12 +297,11 @@ class Step(Generic[T]):
 
         After a fault of the device every call that reaches it raises once more.
         """
-        if self._start is None or not self._start.is_open:
-            return
         try:
-            self._shared.reset()
-            self._start.rewind()
-            self._start.end()
+            if self._start is not None and self._start.is_open:
+                self._shared.reset()
+                self._start.rewind()
+                self._start.end()
         except Exception as error:
             log.warning("the step's start cannot be restored: %s", first_line(error))
 
@@ -369,11 +328,7 @@ class Step(Generic[T]):
     def say_why(self, reason: str) -> None:
         """Log why memory that ran out ends the attempt."""
         text = "step %d: out of memory, and the step cannot be repeated: %s"
-        log.warning(
-            text,
-            self._recorder.step(),
-            reason,
-        )
+        log.warning(text, self._recorder.step(), reason)
 
     # --- the passes ---
 
@@ -381,42 +336,25 @@ class Step(Generic[T]):
         """Run batches; return the results of the last one, None if memory ran out."""
         results: Results[T] = []
         for parts, body in batches:
-            if self.is_sharded:
-                return self._pass_with_others(parts, body)
             results = []
             used = self._size.for_batch(parts.samples)
-            for start, stop in bounds(parts.samples, used):
-                if not self._goes_through(
-                    parts.part(start, stop),
-                    body,
-                    used,
-                    results,
-                ):
+            for part in self._parts_of(parts, used):
+                if not self._goes_through(part, body, used, results):
                     return None
         return results
 
-    def _pass_with_others(
-        self,
-        parts: Parts,
-        body: Body[T],
-    ) -> Results[T] | None:
-        """Run as many parts as the other ranks; all agree after each of them."""
-        results: Results[T] = []
-        used = self._size.for_batch(parts.samples)
+    def _parts_of(self, parts: Parts, used: int) -> Iterator[Part]:
+        """Yield a batch's parts; with a sharded model as many as the other ranks have."""
         own = bounds(parts.samples, used)
-        self._items = parts.items
-        most, factor = self._shared.plan(len(own), parts.items)
+        factor, most = 1.0, len(own)
+        if self.is_sharded:
+            self._items = parts.items
+            most, factor = self._shared.plan(len(own), parts.items)
         for number in range(most):
-            self._ran_out = None
-            part = parts.without_weight()
             if number < len(own):
-                part = parts.part(*own[number], factor=factor)
-            self._goes_through(part, body, used, results)
-            agreed = self._agree()
-            if agreed is not None and agreed.ran_out is not None:
-                self.repeats += self._ran_out is None
-                return None
-        return [(result, part) for result, part in results if len(part)]
+                yield parts.part(*own[number], factor=factor)
+            else:
+                yield parts.without_weight()
 
     def _goes_through(
         self,
@@ -428,14 +366,18 @@ class Step(Generic[T]):
         """Run one part; False if memory ran out, and all that the pass held is free again."""
         is_watched = self._start is not None and self.refuses_collectives
         failure: Failure | None = None
+        went_through = False
         if is_watched:
             self._shared.begin_part(training=self._is_training)
         try:
             with self.guard():
-                results.append((body(part), part))
+                result = body(part)
             if is_watched:
                 self._shared.end_part(ran_out=False)
-            return True
+            went_through = True
+            if len(part) or not self.is_sharded:  # else only others needed it
+                results.append((result, part))
+            del result
         except RanOutElsewhere as error:
             clear_frames(error)
         except Exception as error:
@@ -444,22 +386,20 @@ class Step(Generic[T]):
                 raise
             clear_frames(error)
         # no one has the exception any more
-        if self._start is not None:
+        if not went_through and self._start is not None:
             results.clear()
         if failure is not None:
-            self.repeats += 1
-            return_memory(thorough=self.repeats > 1, workspaces=True)
+            return_memory(thorough=self.repeats > 0, workspaces=True)
             do_without_onednn(failure)
             size = self._size.current
-            self._recorder.repeated(
-                self._is_training,
-                failure,
-                used,
-                size,
-            )
+            self._recorder.repeated(self._is_training, failure, used, size)
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
-        return False
+        if self.is_sharded:
+            agreed, self._ran_out = self._agree(), None
+            went_through = agreed is None or agreed.ran_out is None
+        self.repeats += not went_through
+        return went_through
 
     def _failure_to_repeat_after(
         self,
@@ -473,76 +413,42 @@ class Step(Generic[T]):
         if not failure.kind.is_memory:
             return None
         reason = self.cannot_repeat()
+        smaller = None if reason else self._size.smaller_than(used)
+        rank = self._shared.rank
+        self._ran_out = RanOut(failure, used, smaller is None, rank)
         if reason is not None:
             self.say_why(reason)
-        can_repeat = reason is None
-        smaller = self._size.smaller_than(used) if can_repeat else None
-        self._ran_out = RanOut(
-            failure,
-            used,
-            is_exhausted=smaller is None,
-        )
-        if can_repeat:
+        else:
             self._size.failed_at(used)
         if smaller is not None:
             self._recorder.on_oom(error, failure)
             return failure
-        if can_repeat:
+        if reason is None:
             tried = self._size.tried
-            note = self._recorder.exhausted(
-                self._is_training,
-                failure,
-                used,
-                tried,
-            )
-            if hasattr(error, "add_note"):
+            note = self._recorder.exhausted(self._is_training, failure, used, tried)
+            if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(note)
-        if self._agrees:
-            self._give_up(error, failure)
+        if self._agrees:  # so the other ranks end as well; they may save before that
+            if self.is_sharded:
+                clear_frames(error)
+                return_memory(thorough=True)
+                self._shared.end_part(ran_out=True)
+            self._undo()
+            if self._agree() is not None:
+                raise RankFailure(rank, failure, is_elsewhere=False) from error
         return None
 
-    def _give_up(
-        self,
-        error: Exception,
-        failure: Failure,
-    ) -> None:
-        """Let the other ranks end as well; they may save before that."""
-        if self.is_sharded:
-            clear_frames(error)
-            return_memory(thorough=True)
-            self._shared.end_part(ran_out=True)
-        self._undo()
-        agreed = self._agree()
-        if agreed is not None:
-            raise RankFailure(
-                agreed.rank,
-                failure,
-                is_elsewhere=False,
-            ) from error
-
-    def _agree(self, *, returns_more: bool = False) -> Agreement | None:
+    def _agree(self, *, returns_more: bool = False) -> RankReport | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""
         self._recorder.speed.alone_until_now()
-        mine = self._ran_out
-        agreed = self._shared.agree(
-            self._size.current,
-            self._items,
-            mine,
-            returns_more,
-        )
+        mine, size = self._ran_out, self._size
+        report = RankReport(mine, size.current, self._items, (), returns_more)
+        agreed = self._shared.agree(report)
         if agreed is None or (mine is not None and mine.is_exhausted):
             return agreed
         theirs = agreed.ran_out
         if theirs is not None and theirs.is_exhausted:
-            raise RankFailure(
-                agreed.rank,
-                theirs.failure,
-                is_elsewhere=True,
-            )
+            raise RankFailure(theirs.rank, theirs.failure, is_elsewhere=True)
         failed = 0 if theirs is None else theirs.size
-        self._size.agree(
-            agreed.size,
-            failed=failed,
-            is_known=mine is not None,
-        )
+        size.agree(agreed.size, failed=failed, is_known=mine is not None)
         return agreed

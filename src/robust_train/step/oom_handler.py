@@ -1,6 +1,6 @@
 """Recovery from out-of-memory errors inside one process, without the launcher.
 
-The same classifier and the same policy as the launcher's: other failures are raised at once, the
+The same classifier and the same sizes as the launcher's: other failures are raised at once, the
 effective batch is kept, and memory is really released before the next try.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -16,18 +17,14 @@ from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.clearing import StartingMemory, release_memory
 from robust_train.memory.tensors import leaves_in
-from robust_train.model.attempt import Attempt
 from robust_train.model.errors import AttemptsExhausted
-from robust_train.model.failure import Clue
-from robust_train.model.spec import GiveUp
-from robust_train.policy.decide import Offers, decide, first_attempt
-from robust_train.policy.sizes import settings_of_batch
+from robust_train.model.failure import Clue, FailureKind
+from robust_train.policy.sizes import next_smaller, settings_of_batch
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GradientsBefore
 
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
-_UNLIMITED = 10**6
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -91,16 +88,12 @@ class OOMHandler:
             initial_batch_size,
             gradient_accumulation_steps,
             min_batch_size=min_batch_size,
-            max_retries=_UNLIMITED if max_retries is None else max_retries,
-            auto_device=False,
-            allow_cpu_fallback=False,
-            preserve_effective_batch_size=(
-                None if preserve_effective_batch_size else False
-            ),
+            preserve_effective_batch_size=preserve_effective_batch_size,
         )
+        self._max_retries = math.inf if max_retries is None else max_retries
         self._batch_argument = batch_argument
-        self._spec = first_attempt(self._settings, ())
-        self._history: tuple[Attempt, ...] = ()
+        self._spec = self._settings.asked
+        self._tried: dict[int, str] = {}  # by size, how it ended
         self._gradients = GradientsBefore()
         self._start = StartingMemory() if check_memory else None
 
@@ -151,28 +144,32 @@ class OOMHandler:
             ) from error
         left = None if self._start is None else self._start.describe_rest()
         do_without_onednn(failure)
-        number = len(self._history) + 1
-        # the function's own steps are unknown: as far as the policy goes it trains
-        attempt = Attempt(
-            number,
-            self._spec,
-            began_training=True,
-            failure=failure,
+        spec = self._spec
+        self._tried[spec.batch_size] = (
+            f"  attempt {len(self._tried) + 1}: micro-batch {spec.batch_size} × accumulation "
+            f"{spec.gradient_accumulation_steps}: {failure.message}"
         )
-        self._history += (attempt,)
-        decision = decide(
-            self._settings,
-            self._history,
-            Offers(),
-        )
-        if isinstance(decision, GiveUp):
+        is_smallest = spec.batch_size <= self._settings.min_batch_size
+        if is_smallest or len(self._tried) > self._max_retries:
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
-            raise AttemptsExhausted(self._account()) from error
-        for line in (decision.reason, decision.warning, left):
-            if line:
-                log.warning("%s", line)
-        self._spec = decision.spec
+            sizes = ", ".join(map(str, self._tried))
+            first = f"out of memory at every batch size tried ({sizes}):"
+            raise AttemptsExhausted(
+                "\n".join([first, *self._tried.values()])
+            ) from error
+        self._spec = self._settings.resized(
+            spec, next_smaller(self._settings, spec.batch_size)
+        )
+        log.warning(
+            "out of memory on the %s: micro-batch %d → %d, accumulation %d",
+            "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
+            spec.batch_size,
+            self.batch_size,
+            self.gradient_accumulation_steps,
+        )
+        if left:
+            log.warning("%s", left)
         return True
 
     def run(
@@ -228,19 +225,6 @@ class OOMHandler:
             else:
                 gradients.end()
                 return result
-
-    def _account(self) -> str:
-        """Return every attempt, one a line."""
-        tried = ", ".join(str(attempt.spec.batch_size) for attempt in self._history)
-        lines = [f"out of memory at every batch size tried ({tried}):"]
-        for number, attempt in enumerate(self._history, start=1):
-            failure, spec = attempt.failure, attempt.spec
-            assert failure is not None
-            lines.append(
-                f"  attempt {number}: micro-batch {spec.batch_size} × accumulation "
-                f"{spec.gradient_accumulation_steps}: {failure.message}"
-            )
-        return "\n".join(lines)
 
 
 def adaptive_batch_training(

@@ -198,13 +198,12 @@ def find_batch_size(
     parameters = list(start.parameters())
     state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
     where = device_of(parameters) if device is None else torch.device(device)
-    meter = meter_of(where, memory_fraction)
     try:
         found = search_size(
             try_batch,
             start,
             sizes,
-            meter,
+            Meter(where, memory_fraction),
             reserve_bytes + state_bytes,
             step_bytes,
         )
@@ -243,7 +242,7 @@ def find_in_step(
             why,
         )
         return None
-    meter = meter_of(devices.pop(), search.memory_share)
+    meter = Meter(devices.pop(), search.memory_share)
     return search_size(
         run,
         start,
@@ -301,28 +300,42 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
     return bool(uses_foreach and copies)
 
 
-class GpuMeter:
-    """What the caching allocator of this process holds in tensors."""
+class Meter:
+    """The memory that a pass takes: of the GPU with this number what the caching allocator holds in
+    tensors; on the host (None) this process's anonymous memory, without the files that are mapped
+    into it. Where the kernel does not let the host's peak be reset it is that of all that went
+    before: too much at worst, since larger sizes are tried after smaller ones."""
 
-    def __init__(
-        self,
-        index: int,
-        share: float,
-    ) -> None:
-        self.index = index
+    def __init__(self, device: torch.device, share: float) -> None:
+        self.index: int | None = None
+        if device.type == "cuda":
+            is_current = device.index is None
+            self.index = torch.cuda.current_device() if is_current else device.index
         self._share = share
 
     def begin(self) -> int:
+        """Return bytes in use; the peak counts from here on."""
         return_memory(thorough=False)
+        if self.index is None:
+            host.reset_peak()
+            return host.own_memory().get("RssAnon", 0)
         torch.cuda.synchronize(self.index)
         torch.cuda.reset_peak_memory_stats(self.index)
         return torch.cuda.memory_allocated(self.index)
 
     def peak(self) -> int:
+        """Return the most that was in use."""
+        if self.index is None:
+            own = host.own_memory()
+            # pages of libraries that were read meanwhile stay, so they are in the peak as well
+            return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
         torch.cuda.synchronize(self.index)
         return torch.cuda.max_memory_allocated(self.index)
 
     def limit(self) -> int:
+        """Return the most that may be in use."""
+        if self.index is None:
+            return host.own_memory().get("RssAnon", 0) + host.room_left()
         free, total = torch.cuda.mem_get_info(self.index)
         # the allocator's limit by memory.fraction; torch before 2.8 does not say
         known = getattr(
@@ -330,36 +343,6 @@ class GpuMeter:
         )
         share = min(self._share, known(self.index))
         return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
-
-
-class HostMeter:
-    """This process's anonymous memory: without the files that are mapped into it. Where the kernel
-    does not let the peak be reset it is that of all that went before: too much at worst, since
-    larger sizes are tried after smaller ones."""
-
-    def begin(self) -> int:
-        return_memory(thorough=False)
-        host.reset_peak()
-        return host.own_memory().get("RssAnon", 0)
-
-    def peak(self) -> int:
-        own = host.own_memory()
-        # pages of libraries that were read meanwhile stay, so they are in the peak as well
-        return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
-
-    def limit(self) -> int:
-        return host.own_memory().get("RssAnon", 0) + host.room_left()
-
-
-Meter = GpuMeter | HostMeter
-
-
-def meter_of(device: torch.device, share: float) -> Meter:
-    """Return what measures memory there."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return GpuMeter(index, share)
-    return HostMeter()
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:

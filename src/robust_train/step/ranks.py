@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -46,6 +47,7 @@ class RanOut:
     failure: Failure
     size: int
     is_exhausted: bool = False
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,30 +62,18 @@ class RankReport:
     returns_more: bool = False  # its function returned more than a loss
 
 
-@dataclass(frozen=True)
-class Agreement(RankReport):
-    """What follows from all ranks' reports: the same on each. ``ran_out`` is that of ``rank``, the
-    first one that ran out of memory, exhausted ones first; for the rest it counts what any rank
-    has, and the items of all."""
-
-    rank: int = 0
-
-
-def agree(reports: Sequence[RankReport]) -> Agreement:
-    """Split finer on all ranks if one must; one that cannot go on ends the step for all."""
-    failed = [
-        (rank, r.ran_out) for rank, r in enumerate(reports) if r.ran_out is not None
-    ]
-    worst = max(failed, key=lambda pair: pair[1].is_exhausted, default=(0, None))
-    sizes = [report.size for report in reports if report.size is not None]
-    present = zip(*(report.has_gradient for report in reports), strict=True)
-    return Agreement(
-        ran_out=worst[1],
-        size=min(sizes, default=None),
-        items=sum(report.items for report in reports),
-        has_gradient=tuple(map(any, present)),
-        returns_more=any(report.returns_more for report in reports),
-        rank=worst[0],
+def agree(reports: Sequence[RankReport]) -> RankReport:
+    """Return what follows for all: its memory ran out where it did first, exhausted ranks first;
+    they split as the finest, and have what any of them has, and the items of all."""
+    failed = [one.ran_out for one in reports if one.ran_out is not None]
+    sizes = [one.size for one in reports if one.size is not None]
+    present = zip(*(one.has_gradient for one in reports), strict=True)
+    return RankReport(
+        max(failed, key=attrgetter("is_exhausted"), default=None),
+        min(sizes, default=None),
+        sum(one.items for one in reports),
+        tuple(map(any, present)),
+        any(one.returns_more for one in reports),
     )
 
 
@@ -99,7 +89,7 @@ class Ranks:
         self.replicas = ReplicaFinder()
         self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures(ran_out).any()))
         self._reported: RankReport | None = None  # without the items
-        self._agreed: Agreement | None = None
+        self._agreed: RankReport | None = None
 
     def foreign(self) -> int:
         """Return how many collectives were begun that neither this class nor FSDP2 knows of.
@@ -110,21 +100,13 @@ class Ranks:
     def figures(self, *mine: float) -> Tensor:
         """Return every rank's figures, a row each, by one small message. All have to call it."""
         # on the host whatever the default device is
-        rows = torch.zeros(
-            self.size,
-            len(mine),
-            dtype=torch.float64,
-            device="cpu",
-        )
-        rows[self.rank] = torch.tensor(
-            mine,
-            dtype=torch.float64,
-            device="cpu",
-        )
+        with torch.device("cpu"):
+            rows = torch.zeros(self.size, len(mine), dtype=torch.float64)
+            rows[self.rank] = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(rows, group=self._group)
         return rows
 
-    def exchange(self, report: RankReport) -> Agreement:
+    def exchange(self, report: RankReport) -> RankReport:
         """Send this rank's report and receive the others'. All ranks have to call it.
 
         Reports go around only if one of them has news; else the last agreement holds.
@@ -219,6 +201,11 @@ class SharedStep:
         self._foreign = 0
 
     @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return 0 if self._group is None else self._group.rank
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the passes gather weights, so that no rank may leave a part half-way."""
         return bool(self._roots)
@@ -268,11 +255,8 @@ class SharedStep:
     @contextlib.contextmanager
     def without_collectives(self) -> Iterator[None]:
         """Let the models' passes send nothing within this block."""
-        wrappers = [
-            replica
-            for replica in self._replicas
-            if isinstance(replica, DistributedDataParallel)
-        ]
+        ddp = DistributedDataParallel
+        wrappers = [one for one in self._replicas if isinstance(one, ddp)]
         with contextlib.ExitStack() as stack:
             for wrapper in wrappers:
                 settle_buckets(wrapper)
@@ -284,32 +268,19 @@ class SharedStep:
                 for wrapper in wrappers:
                     wrapper.require_forward_param_sync = True
 
-    def agree(
-        self,
-        size: int | None,
-        items: float,
-        ran_out: RanOut | None,
-        returns_more: bool,
-    ) -> Agreement | None:
+    def agree(self, report: RankReport) -> RankReport | None:
         """Exchange with the other ranks how the parts went; None if there are none."""
         if self._group is None:
             return None
         # without a line of Python for each parameter: there may be ten thousand
         gradients = map(attrgetter("grad"), self._parameters)
         present = tuple(map(is_not, gradients, repeat(None)))
-        report = RankReport(
-            ran_out,
-            size,
-            items,
-            present,
-            returns_more,
-        )
-        return self._group.exchange(report)
+        return self._group.exchange(replace(report, has_gradient=present))
 
     @torch.no_grad()
     def sum_gradients(
         self,
-        agreed: Agreement | None,
+        agreed: RankReport | None,
         loss: Tensor | None,
         items: float,
     ) -> Tensor | None:
@@ -325,15 +296,10 @@ class SharedStep:
         ):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        device = self._parameters[0].device
-        total = torch.zeros(
-            (),
-            dtype=torch.float32,
-            device=device,
-        )
+        total = torch.zeros((), dtype=torch.float32, device=self._parameters[0].device)
         if loss is not None:
             # a model on several GPUs ends on another one than it begins on
-            total += loss.to(device)
+            total += loss.to(total.device)
         # last: the gradients are there in the order of their layers
         tensors = [p.grad for p in self._parameters if p.grad is not None] + [total]
         for bucket in _buckets(tensors):
@@ -405,9 +371,7 @@ class ReplicaFinder:
     """Finds the replicas in models, and refuses models that a rank cannot leave half-way."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known = weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]()
 
     def of(
         self,
@@ -419,21 +383,17 @@ class ReplicaFinder:
         Raises:
             UserError: a model communicates in its passes in a way that cannot be put off.
         """
-        found: dict[int, Replica] = {}
+        found: list[Replica] = []
         for model in models:
-            known = self._known.get(model)
-            if known is None or None in [ref() for ref in known]:
+            replicas: list[Any] = [ref() for ref in self._known.get(model, ())]
+            if model not in self._known or None in replicas:
                 replicas = replicas_in(model) or _replicas_around(model, beside)
                 for module in (model, *replicas):
                     for name, part in module.named_modules():
                         refuse(name, part, _why_not(part))
-                self._known[model] = known = [
-                    weakref.ref(replica) for replica in replicas
-                ]
-            found |= {
-                id(replica): replica for ref in known if (replica := ref()) is not None
-            }
-        return list(found.values())
+                self._known[model] = [weakref.ref(replica) for replica in replicas]
+            found += replicas
+        return list(dict.fromkeys(found))
 
 
 @torch.no_grad()
@@ -453,25 +413,23 @@ def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
     """Invert :func:`_flattened`."""
     if flat.data_ptr() != bucket[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-        views = [
-            part.view_as(tensor) for tensor, part in zip(bucket, parts, strict=True)
-        ]
-        copy_at_once(torch, bucket, views)
+        pairs = zip(bucket, parts, strict=True)
+        copy_at_once(torch, bucket, [part.view_as(one) for one, part in pairs])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors that can be sent as one; a large one is sent by itself, uncopied."""
     filling: dict[object, list[Tensor]] = {}
-    filled: dict[object, int] = {}
+    filled: Counter[object] = Counter()
     for tensor in tensors:
         kind = tensor.dtype, tensor.device
         if tensor.nbytes >= BUCKET_BYTES:
             yield [tensor]
             continue
         filling.setdefault(kind, []).append(tensor)
-        filled[kind] = filled.get(kind, 0) + tensor.nbytes
+        filled[kind] += tensor.nbytes
         if filled[kind] >= BUCKET_BYTES:
-            filled[kind] = 0
+            del filled[kind]
             yield filling.pop(kind)
     yield from filling.values()
 

@@ -5,15 +5,14 @@ Here are also the generators' states in a checkpoint, and what a function trains
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import gc
 import random
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
 
 _MOST_VALUES = 5000
-_MOST_STEPS = 4
-_MOST_ITEMS = 100  # longer lists hold samples
+_MOST_STEPS, _STEPS_TO_GENERATORS = 5, 3  # to an attribute it may be two, by __dict__
+_MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
 # bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
 # version counter, and a frozen layer may be trained later
@@ -133,10 +132,9 @@ def modules_of(function: Any) -> list[nn.Module]:
 def generators_of(function: Any, models: Iterable[nn.Module]) -> list[torch.Generator]:
     """Return the user's generators among the variables of a function or attributes of its owner,
     and among the attributes of models."""
-    held = list(_reached(function, most_steps=2))
+    held = list(_reached(function, most_steps=_STEPS_TO_GENERATORS))
     held += [value for model in models for value in vars(model).values()]
-    found = {id(v): v for v in held if isinstance(v, torch.Generator)}
-    return list(found.values())
+    return list({v for v in held if isinstance(v, torch.Generator)})
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
@@ -150,51 +148,30 @@ def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
         seen.add(id(value))
         yield value
         if steps < most_steps:
-            with contextlib.suppress(
-                Exception
-            ):  # another thread may change it meanwhile
-                todo += [(part, steps + 1) for part in _parts_of(value)]
+            todo += [(part, steps + 1) for part in _parts_of(value)]
 
 
-def _parts_of(value: Any) -> Any:
+def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         return _named_in(value)
-    if isinstance(value, MethodType):
-        return value.__self__, value.__func__
-    if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, (nn.Module, Tensor)) or _is_from_torch(value):
-        return ()
-    if isinstance(value, (dict, list, tuple, set, deque)):
-        items = dict.values(value) if isinstance(value, dict) else value
-        return items if len(value) <= _MOST_ITEMS else ()
-    return object.__getattribute__(value, "__dict__").values()
-
-
-def _is_from_torch(value: Any) -> bool:
-    """Return whether torch has made an object, as an optimizer: it holds none of a user's."""
-    return type(value).__module__.partition(".")[0] == "torch"
+    # what torch has made, as an optimizer, holds none of a user's
+    is_torchs = type(value).__module__.partition(".")[0] == "torch"
+    if is_torchs or isinstance(value, (nn.Module, Tensor)):
+        return []
+    held = gc.get_referents(value)
+    return held if len(held) <= _MOST_ITEMS else []
 
 
 def _named_in(function: FunctionType) -> list[Any]:
-    held: list[Any] = [
+    named = (function.__globals__.get(name) for name in _names_in(function.__code__))
+    # the functions of a library train nothing that they were not given
+    own = function.__module__
+    return [
+        *gc.get_referents(*(function.__closure__ or ())),
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
+        *(v for v in named if not isinstance(v, FunctionType) or v.__module__ == own),
     ]
-    for cell in function.__closure__ or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # a variable that is not assigned yet
-            continue
-    for name in _names_in(function.__code__):
-        value = function.__globals__.get(name)
-        # the functions of a library train nothing that they were not given
-        if (
-            not isinstance(value, FunctionType)
-            or value.__module__ == function.__module__
-        ):
-            held.append(value)
-    return held
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -232,49 +209,43 @@ class _Buffer:
     values: Tensor | None = None
     changes: bool = False  # a step has changed it
 
-    def keep(self) -> bool:
-        """Look at it at a step's start; return whether its values are to be copied.
+    def look(self) -> Tensor | None:
+        """Look at it at a step's start; return what is to be copied.
 
         Quantized weights are buffers too: a large one is copied once a step has changed it.
         """
         now = self.home.get(self.name)
         if self.tensor is not None:
-            version = -1 if now is None else version_of(now)
-            self.changes |= now is not self.tensor or version != self.version
-        self.tensor, self.version = now, -1 if now is None else version_of(now)
-        return now is not None and (self.changes or now.nbytes <= _ALWAYS_COPIED)
+            self.changes |= now is not self.tensor or version_of(now) != self.version
+        self.tensor, self.version = now, version_of(now)
+        is_copied = now is None or self.changes or now.nbytes <= _ALWAYS_COPIED
+        return now if is_copied else None
 
     @property
     def is_lost(self) -> bool:
         """Whether this step has written to it, and there is no copy."""
-        is_copied = self.values is not None or self.tensor is None
-        return not is_copied and version_of(self.tensor) != self.version
+        return self.values is None and version_of(self.tensor) != self.version
 
 
 def _keep(buffers: Iterable[_Buffer]) -> None:
     """Copy what may change, into the last copy's memory if there is one."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for buffer in buffers:
-        is_copied, now, values = buffer.keep(), buffer.tensor, buffer.values
-        if now is None or not is_copied:
-            buffer.values = None
-        elif values is None or _layout(values) != _layout(now):
-            buffer.values = now.detach().clone()
+        now, old = buffer.look(), buffer.values
+        if now is not None and old is not None and _layout(old) == _layout(now):
+            pairs.append((old, now))
         else:
-            pairs.append((values, now))
+            buffer.values = None if now is None else now.detach().clone()
     _copy_all(pairs)
 
 
 def _restore(buffers: Iterable[_Buffer]) -> None:
     """Put the tensors and values of the step's start back."""
-    _copy_all(
-        (buffer.tensor, buffer.values)
-        for buffer in buffers
-        if buffer.tensor is not None and buffer.values is not None
-    )
+    kept = ((one.tensor, one.values) for one in buffers)
+    _copy_all((t, v) for t, v in kept if t is not None and v is not None)
     for buffer in buffers:
         buffer.home[buffer.name] = buffer.tensor
-        buffer.version = -1 if buffer.tensor is None else version_of(buffer.tensor)
+        buffer.version = version_of(buffer.tensor)
 
 
 _Watched = tuple[list[nn.Parameter], list[_Buffer]]
@@ -284,9 +255,7 @@ class Watch:
     """Remembers the buffers of each model, and which of them change, without keeping it alive."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakKeyDictionary[nn.Module, _Watched] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._models = weakref.WeakKeyDictionary[nn.Module, _Watched]()
 
     def of(self, model: nn.Module) -> _Watched:
         """Return the parameters and buffers of ``model``, found once; raise UserError if no step of
@@ -325,10 +294,9 @@ class StepStart:
     ) -> None:
         self.models = models
         watched = [watch.of(model) for model in models]
-        self._known: dict[int, Tensor] = {
-            id(parameter): parameter
-            for parameters, _ in watched
-            for parameter in parameters
+        # each once, by identity
+        self._known: dict[Tensor, None] = {
+            parameter: None for parameters, _ in watched for parameter in parameters
         }
         self.is_open = True
         self._keeps_gradients = keeps_gradients
@@ -337,7 +305,7 @@ class StepStart:
         self._buffers = [buffer for _, buffers in watched for buffer in buffers]
         _keep(self._buffers)
         # last: from here on end() has to be called
-        self._lay_aside(self._known.values())
+        self._lay_aside(self._known)
 
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters if self._keeps_gradients else ():
@@ -347,13 +315,13 @@ class StepStart:
 
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
-        new = [leaf for leaf in leaves_of(loss) if id(leaf) not in self._known]
-        self._known |= {id(leaf): leaf for leaf in new}
+        new = [leaf for leaf in leaves_of(loss) if leaf not in self._known]
+        self._known |= dict.fromkeys(new)
         self._lay_aside(new)
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield what the step is known to train."""
-        return iter(self._known.values())
+        return iter(self._known)
 
     def gradient_bits(self) -> list[int]:
         """Return a sum over the bits of each gradient of the step, which shows whether one differs.
@@ -361,8 +329,7 @@ class StepStart:
         Sums of integers do not depend on their order, so the same bits have the same sum.
         """
         found = [one.grad for one in self.parameters() if one.grad is not None]
-        sums = [bits_of(one).sum(dtype=torch.int64).cpu() for one in found]
-        return [int(one) for one in sums]
+        return [int(bits_of(one).sum(dtype=torch.int64)) for one in found]
 
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
@@ -428,60 +395,41 @@ def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 # --- a call ---
 
 
+def _none() -> None: ...
+
+
 @dataclass(frozen=True)
 class _Before:
     """A parameter before a call. Its gradient is not held: most functions make another."""
 
     parameter: weakref.ref[Tensor]
-    gradient: weakref.ref[Tensor] | None  # None: it had none
-    version: int = 0
+    gradient: Callable[[], Tensor | None]
+    version: int
     values: Tensor | None = None  # on the host
-
-    @classmethod
-    def of(
-        cls,
-        parameter: Tensor,
-        *,
-        copies: bool,
-    ) -> _Before:
-        """Return what is kept of a parameter."""
-        gradient = parameter.grad
-        if gradient is None:
-            return cls(weakref.ref(parameter), None)
-        values = gradient.detach().to("cpu", copy=True) if copies else None
-        version = version_of(gradient)
-        return cls(
-            weakref.ref(parameter),
-            weakref.ref(gradient),
-            version,
-            values,
-        )
 
     @torch.no_grad()
     def restore(self) -> bool:
         """Give the parameter its gradient back; return whether that is possible."""
         parameter = self.parameter()
-        gradient = None if self.gradient is None else self.gradient()
         if parameter is None:
             return True
-        is_same = gradient is not None and version_of(gradient) == self.version
+        gradient = self.gradient()
         if self.values is None:
-            if gradient is not None and parameter.grad is gradient:
-                return is_same
-            parameter.grad = None
-        elif gradient is None:
-            parameter.grad = self.values.to(parameter.device)
-        else:
-            if not is_same:
-                gradient.copy_(self.values)
-            parameter.grad = gradient
+            has_it = gradient is not None and parameter.grad is gradient
+            if not has_it:
+                parameter.grad = None
+            return not has_it or version_of(gradient) == self.version
+        if gradient is None:
+            gradient = self.values.to(parameter.device)
+        elif version_of(gradient) != self.version:
+            gradient.copy_(self.values)
+        parameter.grad = gradient
         return True
 
     @property
     def was_dropped(self) -> bool:
         """Whether the parameter has another gradient now, or none."""
-        parameter = self.parameter()
-        gradient = None if self.gradient is None else self.gradient()
+        parameter, gradient = self.parameter(), self.gradient()
         return parameter is None or gradient is None or parameter.grad is not gradient
 
 
@@ -498,15 +446,21 @@ class GradientsBefore:
 
     def begin(self, trained: Any) -> None:
         """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
-        self._before = {
-            id(parameter): _Before.of(parameter, copies=self._drops is not True)
-            for module in modules_of(trained)
-            for parameter in module.parameters()
-        }
+        self._before = {}
+        for parameter in (one for m in modules_of(trained) for one in m.parameters()):
+            gradient, values = parameter.grad, None
+            if gradient is not None and not self._drops:
+                values = gradient.detach().to("cpu", copy=True)
+            self._before[id(parameter)] = _Before(
+                weakref.ref(parameter),
+                _none if gradient is None else weakref.ref(gradient),
+                version_of(gradient),
+                values,
+            )
 
     def end(self) -> None:
         """Learn from a complete call whether the next ones need copies."""
-        had = [one for one in self._before.values() if one.gradient is not None]
+        had = [one for one in self._before.values() if one.gradient is not _none]
         if had:
             drops = all(one.was_dropped for one in had)
             self._drops = drops and self._drops is not False

@@ -83,9 +83,7 @@ class Ledger:
 
     def __init__(self, vote: Callable[[bool], bool]) -> None:
         self._vote = vote
-        self._roots: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._roots = weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]]()
         self._records: dict[object, list[Collective]] = {}
         self._part: object = None
         self._now: list[Collective] | None = None
@@ -94,12 +92,12 @@ class Ledger:
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
         """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
         Raises UserError: a way of sharding in which a step cannot be repeated."""
-        roots: dict[int, Any] = {}
+        roots: list[Any] = []
         for model in models:
             if model not in self._roots:
                 self._roots[model] = self._watch(model)
-            roots |= {id(root): root for root in self._roots[model]}
-        return tuple(roots.values())
+            roots += self._roots[model]
+        return tuple(dict.fromkeys(roots))
 
     def begin_part(
         self,
@@ -152,13 +150,8 @@ class Ledger:
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()
-        inner = {
-            id(part)
-            for module in modules
-            for part in module.modules()
-            if part is not module
-        }
-        return tuple(module for module in modules if id(module) not in inner)
+        inner = {one for module in modules for one in [*module.modules()][1:]}
+        return tuple(module for module in modules if module not in inner)
 
     def _before(
         self,
@@ -208,13 +201,9 @@ def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
 
 
 def _sharded_in(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    return (
-        []
-        if kind is None
-        else [part for part in model.modules() if isinstance(part, kind)]
-    )
+    # without a class, as where it was not imported, there are none
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [part for part in model.modules() if isinstance(part, kind)]
 
 
 def refuse(
@@ -230,9 +219,8 @@ def refuse(
 
 def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
     for name, part in model.named_modules():
-        if any(part is module for module in modules):
+        if part in modules:
             refuse(name, part, _why_not(part))
-    meshes = set()
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None and parameter.requires_grad:
@@ -240,13 +228,11 @@ def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
                 f"run.backward: {name} is not sharded, beside parameters that are; apply "
                 f"fully_shard to the whole model, {WITHOUT}"
             )
-        if mesh is not None:
-            meshes.add(mesh)
-    if any(mesh.ndim > 1 or mesh.size() != dist.get_world_size() for mesh in meshes):
-        raise UserError(
-            "run.backward: the model has hybrid sharding or tensor parallelism, whose messages"
-            f" no one can send for a rank that runs out; shard it over all ranks, {WITHOUT}"
-        )
+        if mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size()):
+            raise UserError(
+                "run.backward: the model has hybrid sharding or tensor parallelism, whose messages"
+                f" no one can send for a rank that runs out; shard it over all ranks, {WITHOUT}"
+            )
 
 
 def _why_not(module: Any) -> str | None:

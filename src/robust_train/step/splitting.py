@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypedDict, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
+from robust_train.memory.tensors import WALKED, rebuilt
 from robust_train.policy.sizes import next_smaller, settings_of_batch
 
 T = TypeVar("T")
@@ -65,16 +66,15 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
     lengths: list[tuple[str, int]] = []
 
     def note(item: Any, name: str) -> Any:
-        if _is_array(item):
-            if len(item.shape) or is_strict:
-                lengths.append((name, item.shape[0] if len(item.shape) else 0))
-        elif isinstance(item, list):
+        if _has_samples(item):
             lengths.append((name, len(item)))
-        elif is_strict and type(item) in (int, float):
+        elif is_strict and (_is_array(item) or type(item) in (int, float)):
             lengths.append((name, 0))
+        else:
+            return WALKED
         return item
 
-    _rebuilt(batch, note)
+    rebuilt(batch, note)
     if not lengths:
         raise TypeError(
             f"cannot count the samples of a {type(batch).__name__}: it holds no tensor, array or "
@@ -102,44 +102,11 @@ def part_of(
     """
 
     def cut(item: Any, name: str) -> Any:
-        is_cut = len(item.shape) if _is_array(item) else isinstance(item, list)
-        return item[start:stop] if is_cut else item
+        if _has_samples(item):
+            return item[start:stop]
+        return WALKED
 
-    return _rebuilt(batch, cut)
-
-
-def _rebuilt(
-    value: Any,
-    leaf: Callable[[Any, str], Any],
-    name: str = "batch",
-) -> Any:
-    """Return mappings, tuples, dataclasses and lists with arrays in them around what ``leaf``
-    returns for each part, given with where it is."""
-    if isinstance(value, Mapping):
-        items = {
-            key: _rebuilt(item, leaf, f"{name}[{key!r}]") for key, item in value.items()
-        }
-        # others, such as transformers' BatchEncoding, are made of a dictionary
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) or (isinstance(value, list) and _is_structure(value)):
-        parts = [
-            _rebuilt(item, leaf, f"{name}[{index}]") for index, item in enumerate(value)
-        ]
-        if isinstance(value, list):
-            return parts
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        result = copy.copy(value)
-        for entry in fields(value):
-            part = _rebuilt(
-                getattr(value, entry.name),
-                leaf,
-                f"{name}.{entry.name}",
-            )
-            # also where the class is frozen
-            object.__setattr__(result, entry.name, part)
-        return result
-    return leaf(value, name)
+    return rebuilt(batch, cut)
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -186,36 +153,33 @@ class Part:
         return self.stop - self.start
 
 
+@dataclass
 class Parts:
-    """A batch that can be divided.
+    """A batch that can be divided."""
 
-    Args:
-        batch: any structure.
-        samples: how many there are.
-        split: in place of :func:`part_of`.
-        count: of how many items the loss over some data is a mean; None: the samples.
-        counts_whole: False if the whole batch has items for certain: they are counted if it is cut.
-    """
+    batch: Any  # any structure
+    samples: int  # how many there are
+    split: Split = part_of
+    count: Count | None = None  # of how many items a loss is a mean; None: the samples
+    # False if the whole batch has items for certain: they are counted if it is cut
+    counts_whole: bool = True
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         batch: Any,
-        samples: int,
-        *,
-        split: Split | None = None,
+        length: Length | None,
+        split: Split | None,
         count: Count | None = None,
-        counts_whole: bool = True,
-    ) -> None:
-        self.samples = samples
-        self._counts_whole = counts_whole
-        self._batch = batch
-        self._split = split
-        self._count = count
+    ) -> Parts:
+        """Return a user's batch; without a length of theirs it is counted here."""
+        length = length or (len if split else length_of)
+        return cls(batch, length(batch), split or part_of, count)
 
     @functools.cached_property
     def items(self) -> float:
         """Of how many the loss over the whole batch is a mean."""
-        return float(self.samples if self._count is None else self._count(self._batch))
+        return float(self.samples if self.count is None else self.count(self.batch))
 
     def part(
         self,
@@ -228,29 +192,15 @@ class Parts:
 
         The whole batch is handed over as it is.
         """
-        is_whole = (start, stop) == (0, self.samples)
-        data = self._batch
-        if self._split is not None:
-            data = self._split(self._batch, start, stop)
-        elif not is_whole:
-            data = part_of(self._batch, start, stop)
-        return Part(
-            data,
-            factor * self._share(data, start, stop),
-            start,
-            stop,
-        )
-
-    def _share(
-        self,
-        data: Any,
-        start: int,
-        stop: int,
-    ) -> float:
-        if (start, stop) == (0, self.samples):
-            return 1.0 if not self._counts_whole or self.items else 0.0
-        items = stop - start if self._count is None else float(self._count(data))
-        return items / self.items if self.items else 0.0
+        is_whole, data = (start, stop) == (0, self.samples), self.batch
+        if not is_whole or self.split is not part_of:
+            data = self.split(data, start, stop)
+        if is_whole:
+            share = float(not self.counts_whole or self.items != 0)
+        else:
+            items = stop - start if self.count is None else float(self.count(data))
+            share = items / self.items if self.items else 0.0
+        return Part(data, factor * share, start, stop)
 
     def without_weight(self) -> Part:
         """Return one sample that does not count, for a rank that other ranks' collectives need."""
@@ -265,6 +215,12 @@ def _is_array(item: Any) -> bool:
     )
 
 
+def _has_samples(item: Any) -> bool:
+    if _is_array(item):
+        return len(item.shape) > 0
+    return isinstance(item, list) and not _is_structure(item)
+
+
 def _is_structure(items: Iterable[Any]) -> bool:
     """Recognise a list with arrays in it, as a loader makes of a tuple; no list of samples."""
     return any(
@@ -277,49 +233,47 @@ def _is_structure(items: Iterable[Any]) -> bool:
 
 # --- how large ---
 
+SizeState = dict[str, Any]
+"""What a checkpoint keeps of :class:`MicroBatchSize`."""
 
-class SizeState(TypedDict, total=False):
-    """What a checkpoint keeps of :class:`MicroBatchSize`."""
 
+@dataclass
+class _Known:
     requested: int | None
     current: int | None
-    failures: list[list[int]]
-    clean_steps: int
-    limit: int | None
-    found: int | None
+    failures: dict[int, int] = field(default_factory=dict)
+    clean_steps: int = 0
+    limit: int | None = None
+    found: int | None = None
 
 
+@dataclass
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout. It shrinks as the
     launcher's does: at most half, at least ``min_batch_size``, a divisor of the effective batch
     where there is one."""
 
-    def __init__(
-        self,
-        batch_size: int | None,  # to begin with; None: as many as the first batch has
-        *,
-        min_batch_size: int = 1,  # never less
-        # for the effective batch, whose divisors are preferred
-        gradient_accumulation_steps: int = 1,
-        # steps without running out of memory after which the next larger size is tried; each
-        # failure of a size doubles its wait. None or 0: never.
-        regrow_after_steps: int | None = None,
-    ) -> None:
-        self.current = batch_size
-        self._min = min_batch_size
-        self._accumulation = gradient_accumulation_steps
-        self._requested = batch_size
-        self._regrow_after = regrow_after_steps or 0
-        self._failures: dict[int, int] = {}
-        self._clean_steps = 0
-        self._limit: int | None = None
-        self._found: int | None = None
+    batch_size: int | None  # to begin with; None: as many as the first batch has
+    min_batch_size: int = 1  # never less
+    # for the effective batch, whose divisors are preferred
+    gradient_accumulation_steps: int = 1
+    # steps without running out of memory after which the next larger size is tried; each
+    # failure of a size doubles its wait. None or 0: never.
+    regrow_after_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self._known = _Known(self.batch_size, self.batch_size)
         self._largest_batch = 0
+
+    @property
+    def current(self) -> int | None:
+        """The size in use, None as long as that is the whole batch."""
+        return self._known.current
 
     @property
     def tried(self) -> tuple[int, ...]:
         """Sizes at which memory ran out, the largest first."""
-        return tuple(sorted(self._failures, reverse=True))
+        return tuple(sorted(self._known.failures, reverse=True))
 
     def for_batch(self, samples: int) -> int:
         """Return the most samples in one part of a batch of ``samples``, at least 1."""
@@ -329,35 +283,34 @@ class MicroBatchSize:
     def begin_at(self, size: int | None) -> None:
         """Use what probes have found to fit, and never more; None changes nothing."""
         if size is not None:
-            self.current = self._found = self._limit = size
+            self._known.current = self._known.found = self._known.limit = size
 
     def smaller_than(self, failed: int) -> int | None:
         """Return the next smaller size, None if ``failed`` is the smallest."""
-        if failed <= self._min:
+        if failed <= self.min_batch_size:
             return None
         settings = settings_of_batch(
-            max(self._requested or failed, failed),
-            self._accumulation,
-            min_batch_size=self._min,
+            max(self.batch_size or failed, failed),
+            self.gradient_accumulation_steps,
+            min_batch_size=self.min_batch_size,
         )
         return next_smaller(settings, failed)
 
     def failed_at(self, size: int) -> None:
         """Record that memory ran out at ``size``: use the next smaller one, if any."""
-        self._count_failure(size)
-        self.current = self.smaller_than(size) or self.current
+        known = self._known
+        known.failures[size] = known.failures.get(size, 0) + 1
+        known.clean_steps = 0
+        known.current = self.smaller_than(size) or known.current
 
     def shrink(self) -> tuple[int, int] | None:
         """Use the next smaller size on request, and never more again: (from, to), or None."""
-        before = (
-            min(self.current or self._largest_batch, self._largest_batch)
-            or self.current
-        )
-        smaller = None if before is None else self.smaller_than(before)
-        if before is None or smaller is None:
+        largest = self._largest_batch
+        before = min(self.current or largest, largest or self.current or 0)
+        smaller = self.smaller_than(before)
+        if smaller is None:
             return None
-        self.current = self._limit = smaller
-        self._clean_steps = 0
+        self.agree(smaller)
         return before, smaller
 
     def agree(
@@ -375,53 +328,37 @@ class MicroBatchSize:
             is_known: that was here, and :meth:`failed_at` was called.
         """
         if failed and not is_known:
-            self._count_failure(failed)
-        if size is not None and (self.current is None or size < self.current):
-            self.current = size
+            self.failed_at(failed)
+        if size is not None and size < (self.current or math.inf):
+            self._known.current = size
             if not failed:  # it was requested on another rank
-                self._limit = size
-                self._clean_steps = 0
+                self._known.limit = size
+                self._known.clean_steps = 0
 
     def step_done(self) -> tuple[int, int] | None:
         """Count an optimizer step; return (from, to) if the size grows for the next one."""
-        if not self._regrow_after or self.current is None:
+        known, before = self._known, self._known.current
+        if not self.regrow_after_steps or before is None:
             return None
-        self._clean_steps += 1
-        known = {*self._failures, self._requested or 0}
-        most = self._limit or max(known)
-        larger = min(
-            (size for size in known if self.current < size <= most), default=None
-        )
-        if larger is None:
+        known.clean_steps += 1
+        sizes = {*known.failures, self.batch_size or 0}
+        most = known.limit or max(sizes)
+        larger = min((size for size in sizes if before < size <= most), default=0)
+        wait = self.regrow_after_steps * 2 ** (known.failures.get(larger, 1) - 1)
+        if not larger or known.clean_steps < wait:
             return None
-        times_failed = self._failures.get(larger, 1)
-        if self._clean_steps < self._regrow_after * 2 ** (times_failed - 1):
-            return None
-        before, self.current = self.current, larger
-        self._clean_steps = 0
+        known.current, known.clean_steps = larger, 0
         return before, larger
 
     def state(self) -> SizeState:
         """Return it for a checkpoint."""
-        return {
-            "requested": self._requested,
-            "current": self.current,
-            "failures": [list(item) for item in self._failures.items()],
-            "clean_steps": self._clean_steps,
-            "limit": self._limit,
-            "found": self._found,
-        }
+        failures = [list(item) for item in self._known.failures.items()]
+        return {**asdict(self._known), "failures": failures}
 
     def restore(self, state: SizeState) -> None:
         """Take over :meth:`state`'s result, unless another size was requested since."""
         # what probes had found is requested by its number afterwards
-        if self._requested not in (state["requested"], state.get("found")):
-            return
-        self.current = state["current"]
-        self._failures = {int(size): int(times) for size, times in state["failures"]}
-        self._clean_steps = state["clean_steps"]
-        self._limit = state.get("limit")
-
-    def _count_failure(self, size: int) -> None:
-        self._failures[size] = self._failures.get(size, 0) + 1
-        self._clean_steps = 0
+        if self.batch_size in (state["requested"], state.get("found")):
+            failures = dict(state["failures"])
+            known = {**state, "requested": self.batch_size, "failures": failures}
+            self._known = _Known(**known)

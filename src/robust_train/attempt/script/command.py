@@ -23,7 +23,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from robust_train.attempt.loading import CHECKPOINTING, WORKERS
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import MemoryKeeper, Run
 from robust_train.attempt.script.messages import LineReader, OwnFailure, Result, parse
 from robust_train.attempt.script.program import Program
 from robust_train.config.checks import read
@@ -61,6 +61,11 @@ from robust_train.readable import signal_name
 
 log = logging.getLogger("robust_train")
 
+_BEGAN_AGAIN = (
+    "the script was given %s, and has written %s: it begins again in each attempt; does it load "
+    "what it is given? With transformers: "
+    "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
+)
 _BEFORE = "checkpoints_before.json"
 _INTERPRETER = re.compile(r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$")
 
@@ -91,7 +96,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.declared = _features(config)
     run.reads_lr = _asks_for("learning_rate", config)
     # nothing is held here, and what is logged here would be read as the end of the output
-    run.memory_keeper = None
+    run.memory_keeper = MemoryKeeper()
     run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
     values = _values(config, run)
     watch = _watch(config, cwd, values, run)
@@ -185,8 +190,9 @@ class _Attempt:
         # one that looked damaged at the last look, and its step: it may be being written over
         self._doubted: tuple[Path, Stamped | None, int | None] | None = None
         self._complained = False
-        if checkpoint is not None and checkpoint[0] != run.resume_checkpoint:
-            run.checkpoint_saved(checkpoint[0], run.last_step)
+        self._resumed = checkpoint and checkpoint[0]
+        if self._resumed is not None and self._resumed != run.resume_checkpoint:
+            run.checkpoint_saved(self._resumed, run.last_step)
 
     def poll(
         self,
@@ -252,6 +258,10 @@ class _Attempt:
     ) -> None:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
+        given = self._resumed
+        if given is not None and [] < _number(path) < _number(given):
+            self._resumed = None
+            log.warning(_BEGAN_AGAIN, given.name, path.name)
         self._known = _stamped(path)
         damage = self._run.saving.damage_in(path)
         seen, before = (path, self._known, step), self._doubted
@@ -382,6 +392,11 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
 def _newest(*candidates: Stamped | None) -> Stamped | None:
     found = [one for one in candidates if one is not None]
     return max(found, key=lambda one: one[1][0], default=None)
+
+
+def _number(path: Path) -> list[int]:
+    """Return the last number in a name, as of the step; empty without any."""
+    return [int(digits) for digits in re.findall(r"\d+", path.name)[-1:]]
 
 
 def _how(returncode: int) -> str:

@@ -91,12 +91,10 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
         key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS
     }
     if name == "progress":
-        total = (
-            _count(fields, "total_steps", name) if fields.get("total_steps") else None
-        )
+        total = _count(fields, "total_steps", name) if fields.get("total_steps") else 0
         return events.Progress(
             _count(fields, "step", name),
-            total,
+            total or None,
             _metrics(fields),
         )
     if name in ("started", "training_started"):

@@ -9,7 +9,6 @@ import shlex
 import signal
 import stat
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,14 +23,13 @@ from robust_train.host.linux import (
     children,
     collect,
     kill_descendants,
-    readable,
     signal_at_parents_death,
 )
-from robust_train.host.signals import wakeup_descriptor
 from robust_train.model.errors import ConfigError
 
 log = logging.getLogger("robust_train")
 
+_ORPHANS_SECONDS = 0.05
 _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 
 
@@ -89,18 +87,20 @@ class Program:
         """
         kill_at: float | None = None
         try:
-            with _woken_by_signals() as sleep:
-                while True:
-                    running = self._running()
-                    if run.stop_requested:
-                        kill_at = kill_at or time.monotonic() + stop_grace_seconds
-                        if not running or time.monotonic() >= kill_at:
-                            break
-                        self._ask_to_stop(running)
-                    elif self._process.returncode is not None:
+            while True:
+                running = self._running()
+                if run.stop_requested:
+                    kill_at = kill_at or time.monotonic() + stop_grace_seconds
+                    if not running or time.monotonic() >= kill_at:
                         break
-                    sleep(TICK_SECONDS)
-                    on_tick()
+                    self._ask_to_stop(running)
+                elif self._process.returncode is not None:
+                    break
+                if self._process.returncode is not None:
+                    time.sleep(_ORPHANS_SECONDS)  # what it has left ends, too
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(TICK_SECONDS)
+                on_tick()
         finally:
             returncode = self._process.poll()
             left = kill_descendants(lambda process: process.pid not in self._not_ours)
@@ -175,26 +175,6 @@ def _own_input() -> Iterator[int | None]:
     finally:
         if own is not None:
             os.close(own)
-
-
-@contextlib.contextmanager
-def _woken_by_signals() -> Iterator[Callable[[float], None]]:
-    """Yield a function that sleeps, but not past a signal: SIGTERM, or a child's end. Outside the
-    main thread, where Python allows no handlers, it sleeps the whole time."""
-    is_main = threading.current_thread() is threading.main_thread()
-    with wakeup_descriptor() as wakeup:
-
-        def sleep(seconds: float) -> None:
-            readable([wakeup], seconds)
-            with contextlib.suppress(BlockingIOError):
-                os.read(wakeup, 4096)
-
-        old = signal.signal(signal.SIGCHLD, lambda *_: None) if is_main else None
-        try:
-            yield sleep
-        finally:
-            if is_main:
-                signal.signal(signal.SIGCHLD, old)
 
 
 def _files_to_inherit() -> list[int]:
