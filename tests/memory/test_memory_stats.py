@@ -21,7 +21,7 @@ from robust_train.attempt.runner import call_trainer
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.host.memory import cgroup_rooms, own_memory, reset_peak
-from robust_train.memory.cuda import ordinal_of, unused_blocks
+from robust_train.memory.cuda import unused_blocks
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import Failure, FailureKind
@@ -131,21 +131,6 @@ def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(
     assert gpu["allocated"] == gpu["reserved"] == 0
     assert "has not started CUDA; GPU 1 " in gpu["note"]
     assert host["device"] == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("device", "ordinal"),
-    [
-        (None, None),
-        ("cuda", None),
-        ("cuda:3", 3),
-        (2, 2),
-        ("cpu", -1),
-        (torch.device("cuda", 1), 1),
-    ],
-)
-def test_devices_are_named_as_in_torch(device, ordinal) -> None:
-    assert ordinal_of(device) == ordinal
 
 
 @pytest.mark.parametrize("device", ["gpu0", "cuda:-1", -1, "cuda:"])

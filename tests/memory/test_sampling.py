@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from memory_world import ON_CPU, run, start
 
 from robust_train.attempt.sampler import SampleFile
@@ -107,16 +106,6 @@ def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == 8 * 8 * 2
     assert "starts a thread" not in ended.output
-
-
-@pytest.mark.slow
-def test_train_py_samples_too(world: World):
-    ended = world.run(
-        "device=cpu", "training.epochs=1", "memory.sample_interval_ms=20", script="train.py"
-    )
-    assert ended.returncode == 0, ended.output
-    assert samples_of(world)[-1].step > 1
-    assert ended.attempts[0]["memory_returned"]["of"] == "resident"
 
 
 def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
