@@ -43,6 +43,7 @@ class Example:
             cfg = compose("config", overrides=["device=cpu", *self.arguments, *more])
         run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         integration_trainers.example(cfg, run)
+        run.finish_saving()  # as an attempt does
         return events
 
     def run(self, how: str, name: str, *more: str) -> Ended:
