@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,11 +24,6 @@ _DIGITS_HELD_OUT = 0.2
 _VALIDATION_FRACTION = 0.1
 # not the job's seed: runs with different seeds are compared on the same test images
 _SPLIT_SEED = 0
-# fmt: off
-_SUFFIXES = (
-    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm",
-)
-# fmt: on
 _FLOWERS102_URL = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 _CUB200_URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
 _CUB200_MD5 = "97eceeb196236b17998738112f37df78"
@@ -43,7 +39,7 @@ class Images:
 
     names: Sequence[str]
     labels: Sequence[int]
-    pixels: Sequence[bytes] = ()
+    pixels: Mapping[str, bytes] = field(default_factory=dict)
 
     def image(self, index: int) -> Any:
         """Return an image of PIL's."""
@@ -51,15 +47,15 @@ class Images:
 
         if self.pixels:
             size = (_DIGITS_SIZE, _DIGITS_SIZE)
-            return Image.frombytes("L", size, self.pixels[index])
+            return Image.frombytes("L", size, self.pixels[self.names[index]])
         return Image.open(self.names[index])
 
     def part(self, indices: Sequence[int]) -> Images:
         """Return some of them."""
-        return Images(
-            [self.names[index] for index in indices],
-            [self.labels[index] for index in indices],
-            [self.pixels[index] for index in indices] if self.pixels else (),
+        return replace(
+            self,
+            names=[self.names[index] for index in indices],
+            labels=[self.labels[index] for index in indices],
         )
 
 
@@ -87,29 +83,24 @@ def open_data(cfg: Any) -> Splits:
     require("PIL.Image", f"dataset={cfg.name}")
     splits = _DATASETS[cfg.name](cfg)
     known = splits.shape.num_classes
-    parts = {
-        "training": splits.train,
-        "validation": splits.validation,
-        "test": splits.test,
-    }
-    for what, source in parts.items():
-        if not source.labels:
+    for what in ("train", "validation", "test"):
+        part: Images = getattr(splits, what)
+        if not part.labels:
             raise ConfigError(
                 f"dataset.root={cfg.root}: {cfg.name} has no {what} images there"
             )
-        for name, label in zip(source.names, source.labels, strict=True):
+        for name, label in zip(part.names, part.labels, strict=True):
             if not 0 <= label < known:
                 raise ConfigError(
                     f"dataset.root={cfg.root}: {name} has label {label}; "
                     f"{cfg.name} has classes 0 to {known - 1}"
                 )
-    if cfg.num_classes is None:
-        return splits
-    if cfg.num_classes < known:
+    wanted = cfg.num_classes or known
+    if wanted < known:
         raise ConfigError(
-            f"dataset.num_classes={cfg.num_classes}: {cfg.name} has {known} classes"
+            f"dataset.num_classes={wanted}: {cfg.name} has {known} classes"
         )
-    return replace(splits, shape=replace(splits.shape, num_classes=cfg.num_classes))
+    return replace(splits, shape=replace(splits.shape, num_classes=wanted))
 
 
 def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
@@ -128,15 +119,14 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
     return source.part(sorted(first)), source.part(sorted(second))
 
 
-def _with_validation(
-    train: Images,
-    test: Images,
-    num_classes: int,
-) -> Splits:
+def _with_validation(train: Images, test: Images, num_classes: int) -> Splits:
     """Return the parts of a data set with one held-out split: it is for the test alone, and a tenth
     of the training images is for validation."""
-    parts = stratified_split(train, _VALIDATION_FRACTION)
-    return Splits(*parts, test, Shape(num_classes))
+    return Splits(
+        *stratified_split(train, _VALIDATION_FRACTION),
+        test,
+        Shape(num_classes),
+    )
 
 
 def _open_digits(cfg: Any) -> Splits:
@@ -144,22 +134,14 @@ def _open_digits(cfg: Any) -> Splits:
     training, a tenth for validation, a tenth for the test, with the same share of every digit."""
     bunch = require("sklearn.datasets", "dataset=digits").load_digits()
     scaled = (bunch.images * (255 / _DIGITS_WHITE)).round().astype("uint8")
-    digits = Images(
-        [f"digit {number} of scikit-learn" for number in range(len(scaled))],
-        bunch.target.tolist(),
-        [image.tobytes() for image in scaled],
-    )
+    pixels = {
+        f"digit {number} of scikit-learn": image.tobytes()
+        for number, image in enumerate(scaled)
+    }
+    digits = Images(list(pixels), bunch.target.tolist(), pixels)
     train, held_out = stratified_split(digits, _DIGITS_HELD_OUT)
-    shape = Shape(
-        num_classes=10,
-        size=_DIGITS_SIZE,
-        channels=1,
-    )
-    return Splits(
-        train,
-        *stratified_split(held_out, 0.5),
-        shape,
-    )
+    shape = Shape(num_classes=10, size=_DIGITS_SIZE, channels=1)
+    return Splits(train, *stratified_split(held_out, 0.5), shape)
 
 
 def _open_image_folder(cfg: Any) -> Splits:
@@ -176,7 +158,7 @@ def _open_image_folder(cfg: Any) -> Splits:
             f"dataset.root={cfg.root}: there is no folder {folder}; expected are "
             f"{cfg.train}/<class>/<image>, see dataset.root and dataset.train"
         )
-    classes = [one.name for one in _subfolders(folder)]
+    classes = _classes_in(folder)
     if len(classes) < 2:
         raise ConfigError(
             f"dataset.root={cfg.root}: {folder} has {len(classes)} class folders, "
@@ -184,40 +166,37 @@ def _open_image_folder(cfg: Any) -> Splits:
         )
     everything = _read_classes(folder, classes)
     if test_folder.is_dir():
-        test = _read_classes(test_folder, classes)
-        return _with_validation(
-            everything,
-            test,
-            len(classes),
-        )
-    parts = stratified_split(everything, cfg.test_fraction)
+        parts = everything, _read_classes(test_folder, classes)
+    else:
+        parts = stratified_split(everything, cfg.test_fraction)
     return _with_validation(*parts, len(classes))
 
 
-def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
-    names: list[str] = []
-    labels: list[int] = []
-    for own in _subfolders(folder):
-        if own.name not in classes:
-            raise ConfigError(
-                f"dataset=image_folder: {own} is of a class that has no training images"
-            )
-        found = sorted(
-            str(file) for file in own.rglob("*") if file.suffix.lower() in _SUFFIXES
-        )
-        if not found:
-            raise ConfigError(
-                f"dataset=image_folder: {own} has no images ({', '.join(_SUFFIXES)})"
-            )
-        names += found
-        labels += [classes.index(own.name)] * len(found)
-    return Images(names, labels)
-
-
-def _subfolders(folder: Path) -> list[Path]:
+def _classes_in(folder: Path) -> list[str]:
     return sorted(
-        one for one in folder.iterdir() if one.is_dir() and one.name[0] != "."
+        one.name for one in folder.iterdir() if one.is_dir() and one.name[0] != "."
     )
+
+
+def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
+    torchvision = require("torchvision.datasets.folder", "dataset=image_folder")
+    own = _classes_in(folder)
+    if unknown := sorted(set(own) - set(classes)):
+        raise ConfigError(
+            f"dataset=image_folder: {folder / unknown[0]} is of a class that has no training images"
+        )
+    try:
+        samples = torchvision.make_dataset(
+            folder,
+            {name: classes.index(name) for name in own},
+            (*torchvision.IMG_EXTENSIONS, ".gif"),
+        )
+    except (
+        FileNotFoundError,
+        ValueError,
+    ) as error:  # a class, or all, without an image
+        raise ConfigError(f"dataset=image_folder: {folder}: {error}") from None
+    return Images([name for name, _ in samples], [label for _, label in samples])
 
 
 def _open_flowers102(cfg: Any) -> Splits:
@@ -227,18 +206,12 @@ def _open_flowers102(cfg: Any) -> Splits:
     images are ``jpg/image_00001.jpg`` and so on. torchvision only fetches them: to open them it
     insists on the checksums, and so refuses a subset of the data set.
     """
-
-    def get(root: Path) -> None:
-        torchvision = require("torchvision.datasets", "dataset=flowers102")
-        torchvision.Flowers102(str(root), download=True)
-
-    names = ("jpg", "imagelabels.mat", "setid.mat")
     folder = _fetched(
         cfg,
         "flowers-102",
-        names,
-        url=_FLOWERS102_URL,
-        get=get,
+        ("jpg", "imagelabels.mat", "setid.mat"),
+        _FLOWERS102_URL,
+        lambda torchvision, root: torchvision.Flowers102(root, download=True),
     )
     labels = _matlab_values(folder / "imagelabels.mat", "labels")
     source = folder / "setid.mat"
@@ -251,18 +224,9 @@ def _open_flowers102(cfg: Any) -> Splits:
                 "imagelabels.mat"
             )
         paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
-        return _image_files(
-            source,
-            paths,
-            [labels[number - 1] for number in numbers],
-        )
+        return _image_files(source, paths, [labels[number - 1] for number in numbers])
 
-    return Splits(
-        split("trnid"),
-        split("valid"),
-        split("tstid"),
-        Shape(102),
-    )
+    return Splits(split("trnid"), split("valid"), split("tstid"), Shape(102))
 
 
 def _matlab_values(path: Path, key: str) -> list[int]:
@@ -282,40 +246,29 @@ def _open_cub200(cfg: Any) -> Splits:
     ``images.txt`` (path under ``images/``), ``image_class_labels.txt``, ``train_test_split.txt``
     (1 for training). A tenth of the training images is for validation.
     """
-
-    def get(root: Path) -> None:
-        tools = require("torchvision.datasets.utils", "dataset=cub200")
-        tools.download_and_extract_archive(
-            _CUB200_URL,
-            str(root),
-            md5=_CUB200_MD5,
-        )
-
-    expected = ("images", *_CUB200_LISTS)
     folder = _fetched(
         cfg,
         "CUB_200_2011",
-        expected,
-        url=_CUB200_URL,
-        get=get,
+        ("images", *_CUB200_LISTS),
+        _CUB200_URL,
+        lambda torchvision, root: torchvision.utils.download_and_extract_archive(
+            _CUB200_URL,
+            root,
+            md5=_CUB200_MD5,
+        ),
     )
     names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
 
     def split(part: str) -> Images:
         own = [image for image in names if parts[image] == part]
-        paths = [folder / "images" / names[image] for image in own]
         return _image_files(
             folder / "images.txt",
-            paths,
+            [folder / "images" / names[image] for image in own],
             [int(labels[image]) for image in own],
         )
 
     try:
-        return _with_validation(
-            split("1"),
-            split("0"),
-            num_classes=200,
-        )
+        return _with_validation(split("1"), split("0"), num_classes=200)
     except KeyError as error:
         raise ConfigError(
             f"dataset=cub200: {folder}: image {error} is not in all of {', '.join(_CUB200_LISTS)}"
@@ -338,11 +291,7 @@ def _bird_column(source: Path) -> dict[str, str]:
     return values
 
 
-def _image_files(
-    source: Path,
-    paths: Sequence[Path],
-    labels: Sequence[int],
-) -> Images:
+def _image_files(source: Path, paths: Sequence[Path], labels: Sequence[int]) -> Images:
     """Return images with their labels counted from 0."""
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
@@ -362,85 +311,56 @@ def _fetched(
     cfg: Any,
     name: str,
     expected: Sequence[str],  # names in the folder
-    *,
     url: str,
-    get: Callable[[Path], None],  # downloads into a root and verifies the checksum
+    fetch: Callable[[Any, Path], object],  # by torchvision.datasets, into a root
 ) -> Path:
     """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent."""
     root = Path(cfg.root).expanduser()
+    folders = (root / name, root)
 
-    def found() -> Path | None:
-        for folder in (root / name, root):
-            if all((folder / one).exists() for one in expected):
-                return folder
-        return None
+    def is_there(folder: Path) -> bool:
+        return all((folder / one).exists() for one in expected)
 
-    folder = found()
-    ways_out = "use dataset.root=<folder that has it>"
-    if folder is None and not cfg.download:
-        raise ConfigError(
-            f"dataset.root={cfg.root}: {cfg.name} is not there and dataset.download=false; "
-            f"{ways_out} or dataset.download=true (from {url})"
-        )
-    if folder is None:
+    if not any(map(is_there, folders)):
+        way_out = "use dataset.root=<folder that has it>"
+        if not cfg.download:
+            raise ConfigError(
+                f"dataset.root={cfg.root}: {cfg.name} is not there and dataset.download=false; "
+                f"{way_out} or dataset.download=true (from {url})"
+            )
+        torchvision = require("torchvision.datasets", f"dataset={cfg.name}")
         try:
-            with _alone(root):
-                if found() is None:
-                    _fetch_whole(get, root)
+            _fetch_whole(partial(fetch, torchvision), root, name)
         except (OSError, RuntimeError, EOFError) as error:
             # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
             reason = str(getattr(error, "reason", error)) or type(error).__name__
             raise ConfigError(
                 f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
-                f"{ways_out}"
+                f"{way_out}"
             ) from error
-        folder = found()
-    if folder is None:
-        raise ConfigError(
-            f"dataset.root={cfg.root}: {cfg.name} was fetched but is not there"
-        )
-    return folder
+    return next(filter(is_there, folders))
 
 
-def _fetch_whole(get: Callable[[Path], None], root: Path) -> None:
-    """Fetch into a folder of our own in ``root``: what fails half-way leaves nothing there."""
-    temporary = root / ".download"
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    try:
-        temporary.mkdir()
-        get(temporary)
-        for path in temporary.iterdir():
-            to = root / path.name
-            if path.is_dir():
-                shutil.copytree(
-                    path,
-                    to,
-                    copy_function=os.replace,
-                    dirs_exist_ok=True,
-                )
-            else:
-                path.replace(to)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Let one process of this host fetch at a time, and end a fetch from a silent server."""
-    is_new = not root.exists()
-    root.mkdir(parents=True, exist_ok=True)
+def _fetch_whole(
+    fetch: Callable[[Path], object],
+    root: Path,
+    name: str,
+) -> None:
+    """Fetch ``root / name`` by way of a folder of our own: what fails half-way leaves nothing there,
+    and jobs that fetch at the same time replace each other's files by the same ones."""
     before = socket.getdefaulttimeout()
-    path = root / ".download.lock"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        socket.setdefaulttimeout(SILENCE_SECONDS)
-        try:
-            yield
-        except BaseException:
-            if is_new:  # and no one else has put anything there
-                path.unlink(missing_ok=True)
-                with suppress(OSError):
-                    root.rmdir()
-            raise
-        finally:
-            socket.setdefaulttimeout(before)
+    root.mkdir(parents=True, exist_ok=True)
+    socket.setdefaulttimeout(SILENCE_SECONDS)
+    try:
+        with TemporaryDirectory(dir=root, prefix=".download-") as temporary:
+            fetch(Path(temporary))
+            shutil.copytree(
+                Path(temporary, name),
+                root / name,
+                copy_function=os.replace,
+                dirs_exist_ok=True,
+            )
+    finally:
+        socket.setdefaulttimeout(before)
+        with suppress(OSError):  # only if nothing is there
+            root.rmdir()
