@@ -61,9 +61,7 @@ def reason_with(output: str, *messages: str) -> str:
     return decided(settings, (failed(spec, FailureKind.BUG, output=output),)).reason
 
 
-def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(monkeypatch, caplog):
     monkeypatch.setattr(search, "LIMIT_SECONDS", 0.5)
     for _ in range(2):
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
@@ -72,9 +70,7 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(
     assert line.startswith("retry.rules: message (a+)+$ is skipped: it takes more than 0.5 s")
 
 
-def test_a_search_whose_process_fails_is_passed_over_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_search_whose_process_fails_is_passed_over_in_a_line(monkeypatch, caplog):
     monkeypatch.setattr(search, "SEARCH", "raise SystemExit(3)")
     reason_with("out of nowhere", "nowhere")
     (line,) = [record.getMessage() for record in caplog.records]

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -84,9 +83,7 @@ def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
 
 
 @pytest.mark.parametrize("code", [FUNCTION_NOT_FOUND, UNKNOWN, NOT_SUPPORTED])
-def test_memory_version_1_answers_where_version_2_fails(
-    machine_with: MachineWith, code: int
-) -> None:
+def test_memory_version_1_answers_where_version_2_fails(machine_with, code):
     machine = machine_with(Gpu(total_mib=1000, free_mib=600, reserved_mib=100))
     machine.fail("nvmlDeviceGetMemoryInfo_v2", code)
     (gpu,) = read(machine)["gpus"]
@@ -120,8 +117,8 @@ def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with: Mac
     ],
 )
 def test_one_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(
-    machine_with: MachineWith, function: str, code: int, reason: str
-) -> None:
+    machine_with, function, code, reason
+):
     machine = machine_with(Gpu(), Gpu(), Gpu())
     machine.fail(function, code, 1)
     machine.fail("nvmlDeviceGetMemoryInfo_v2", UNKNOWN, 1)
@@ -179,22 +176,20 @@ def test_slices_stand_in_place_of_their_gpu(machine_with: MachineWith) -> None:
     assert first["unusable"] == "compute mode is prohibited"  # the mode is that of the whole GPU
 
 
-def test_a_gpu_in_mig_mode_without_slices_is_skipped(machine_with: MachineWith) -> None:
-    (sick,) = read(machine_with(Gpu(mig=[])))["skipped"]
-    assert "no slice has been made" in sick["reason"]
-
-
-def test_a_broken_slice_does_not_cost_the_others(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(mig=[Slice(1000), Slice(2000)]))
+def test_a_broken_slice_does_not_cost_the_others_and_a_gpu_without_any_is_skipped(machine_with):
+    machine = machine_with(Gpu(mig=[Slice(1000), Slice(2000)]), Gpu(mig=[]))
     for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
         machine.fail(function, UNKNOWN, "0.mig.0")
-    assert [gpu["uuid"] for gpu in read(machine)["gpus"]] == [machine.uuid(0, 1)]
+    inventory = read(machine)
+    assert [gpu["uuid"] for gpu in inventory["gpus"]] == [machine.uuid(0, 1)]
+    assert "no slice has been made" in inventory["skipped"][0]["reason"]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)"])
-def test_an_integrated_gpu_has_the_memory_of_its_host(machine_with: MachineWith, name: str) -> None:
-    machine = machine_with(Gpu(name=name))
-    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
+@pytest.mark.parametrize("total_mib", [0, 1000])
+def test_an_integrated_gpu_has_the_memory_of_its_host(machine_with, name, total_mib):
+    machine = machine_with(Gpu(name=name, total_mib=total_mib))
+    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo") if total_mib else ():
         machine.fail(function, NOT_SUPPORTED)
     (gpu,) = read(machine)["gpus"]
     assert gpu["unified_memory"]
@@ -202,19 +197,11 @@ def test_an_integrated_gpu_has_the_memory_of_its_host(machine_with: MachineWith,
     assert 0 < gpu["free_bytes"] <= gpu["total_bytes"]
 
 
-def test_a_total_of_0_means_the_hosts_memory_on_integrated_gpus_only(
-    machine_with: MachineWith,
-) -> None:
-    inventory = read(machine_with(Gpu(name="NVIDIA GB10", total_mib=0), Gpu(total_mib=0)))
-    assert [gpu["unified_memory"] for gpu in inventory["gpus"]] == [True]
-    assert "a total of 0" in inventory["skipped"][0]["reason"]
-
-
-@pytest.mark.parametrize("name", ["NVIDIA GB100", "NVIDIA GH200 480GB", "Tesla T4"])
-def test_cards_with_memory_of_their_own_are_not_taken_for_integrated(
-    machine_with: MachineWith, name: str
-) -> None:
-    assert read(machine_with(Gpu(name=name, total_mib=0)))["gpus"] == []
+def test_cards_with_memory_of_their_own_are_not_taken_for_integrated(machine_with):
+    names = ("NVIDIA GB100", "NVIDIA GH200 480GB", "Tesla T4")
+    inventory = read(machine_with(*(Gpu(name=name, total_mib=0) for name in names)))
+    assert inventory["gpus"] == []
+    assert all("a total of 0" in one["reason"] for one in inventory["skipped"])
 
 
 def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with: MachineWith) -> None:
@@ -229,8 +216,8 @@ def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with: M
 
 
 def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(
-    machine_with: MachineWith,
-) -> None:
+    machine_with,
+):
     machine = machine_with(
         Gpu(compute=[(10, 500), (11, None), (12, None)], graphics=[(10, 20), (12, 30), (13, 40)])
     )
@@ -291,9 +278,7 @@ def test_a_driver_that_was_reloaded_is_opened_again(machine_with: MachineWith) -
     assert count == 1
 
 
-def test_each_way_of_having_no_gpu_has_its_own_sentence(
-    machine_with: MachineWith, tmp_path: Path
-) -> None:
+def test_each_way_of_having_no_gpu_has_its_own_sentence(machine_with, tmp_path):
     machine = machine_with()
     no_gpus = read(machine)["problem"]
     machine.fail("nvmlInit", VERSION_MISMATCH)
@@ -315,9 +300,7 @@ def test_each_way_of_having_no_gpu_has_its_own_sentence(
     assert len({no_gpus, mismatch, not_loaded, unknown, missing}) == 5
 
 
-def test_a_legacy_package_that_shadows_the_binding_is_named(
-    machine_with: MachineWith, tmp_path: Path
-) -> None:
+def test_a_legacy_package_that_shadows_the_binding_is_named(machine_with, tmp_path):
     shadow = tmp_path / "shadow"
     shadow.mkdir()
     (shadow / "pynvml.py").write_text("def nvmlInit(): pass\n")
@@ -343,9 +326,7 @@ def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
 
 
 @pytest.mark.parametrize("in_container", [False, True])
-def test_processes_are_named_only_where_their_ids_are_the_hosts(
-    monkeypatch: pytest.MonkeyPatch, in_container: bool
-) -> None:
+def test_processes_are_named_only_where_their_ids_are_the_hosts(monkeypatch, in_container):
     monkeypatch.setattr(processes, "sees_host_pids", lambda: not in_container)
     listed = (GpuProcess(os.getpid()), GpuProcess(2**30))
     gpu = GpuInfo("GPU-1", "A", 0, "", 10, 5, 5, processes=listed)
@@ -354,9 +335,7 @@ def test_processes_are_named_only_where_their_ids_are_the_hosts(
     assert all(holder.user == getpass.getuser() for holder in found.values())
 
 
-def test_exclusive_mode_owned_by_mps_is_no_obstacle(
-    machine_with: MachineWith, tmp_path: Path
-) -> None:
+def test_exclusive_mode_owned_by_mps_is_no_obstacle(machine_with, tmp_path):
     server = tmp_path / "nvidia-cuda-mps-server"
     shutil.copy("/bin/sleep", server)
     machine = machine_with(Gpu(compute_mode=3))
@@ -372,8 +351,8 @@ def test_exclusive_mode_owned_by_mps_is_no_obstacle(
 
 
 def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another(
-    machine_with: MachineWith,
-) -> None:
+    machine_with,
+):
     machine = machine_with(Gpu())
     assert machine.python(
         """
@@ -391,9 +370,7 @@ def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-def test_cudas_numbers_are_known_where_both_lists_surely_agree(
-    machine_with: MachineWith, sliced: bool
-) -> None:
+def test_cudas_numbers_are_known_where_both_lists_surely_agree(machine_with, sliced):
     machine = machine_with(Gpu(mig=[Slice(5000)] if sliced else None), Gpu())
     seen = [gpu["cuda_index"] for gpu in read(machine)["gpus"]]
     assert seen == ([None, None] if sliced else [0, 1])
@@ -415,9 +392,7 @@ def test_each_recovery_that_the_driver_asks_for_has_words(machine_with: MachineW
         assert expected in gpu["unusable"]
 
 
-def test_in_a_container_mps_is_known_by_its_pipes(
-    machine_with: MachineWith, tmp_path: Path
-) -> None:
+def test_in_a_container_mps_is_known_by_its_pipes(machine_with, tmp_path):
     """The server's number is another machine's here: no process has it."""
     in_a_container = "from robust_train.gpu import processes\n"
     in_a_container += "processes.sees_host_pids = lambda: False\n" + READ

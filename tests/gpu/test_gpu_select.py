@@ -49,9 +49,7 @@ GPUS = st.lists(
 
 
 @given(gpus=GPUS, min_bytes=st.integers(0, 110))
-def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats(
-    gpus: list[GpuInfo], min_bytes: int
-) -> None:
+def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats(gpus, min_bytes):
     suitable = [g for g in gpus if g.unusable is None and g.free_bytes >= min_bytes]
     chosen = select(gpus, min_bytes)
     if not suitable:
@@ -65,9 +63,7 @@ def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats(
 
 
 @given(gpus=GPUS, data=st.data())
-def test_the_choice_does_not_depend_on_the_order_of_listing(
-    gpus: list[GpuInfo], data: st.DataObject
-) -> None:
+def test_the_choice_does_not_depend_on_the_order_of_listing(gpus, data):
     assert select(data.draw(st.permutations(gpus)), 10) == select(gpus, 10)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from robust_train.gpu import inventory
 from robust_train.gpu.visible import Visible
-from robust_train.model.gpu import GpuInfo, GpuProcess
+from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.queue import waiting
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.waiting import NoGpu, Waiting, WaitStatus
@@ -106,7 +106,7 @@ def test_waiting_never_overshoots_its_deadline(timeout: float, interval: float) 
 @pytest.mark.parametrize(("interval", "is_open"), [(30.0, False), (0.5, True)])
 def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
     interval, is_open, monkeypatch
-) -> None:
+):
     """An open one would block a reset of any GPU."""
     story = always(FULL)
     names = (
@@ -181,7 +181,7 @@ def test_an_exclusive_gpu_with_an_owner_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("visible", "reason"),
     [
-        (Visible(problem="no NVIDIA driver"), "no NVIDIA driver"),
+        (Visible(inventory=Inventory(problem="no NVIDIA driver")), "no NVIDIA driver"),
         (Visible(hidden_on_purpose=True), "hides every GPU"),
         (Visible(warning="the entry 'x' is wrong"), "the entry 'x' is wrong"),
         (Visible(), "no GPU is visible"),
@@ -196,7 +196,13 @@ def test_a_machine_with_no_gpu_is_not_waited_on(visible: Visible, reason: str) -
 
 
 def test_gpus_that_vanish_while_waiting_may_come_back() -> None:
-    story = Story({0: Visible((FULL,)), 20: Visible(problem="driver reset"), 50: Visible((FREE,))})
+    story = Story(
+        {
+            0: Visible((FULL,)),
+            20: Visible(inventory=Inventory(problem="driver reset")),
+            50: Visible((FREE,)),
+        }
+    )
     assert story.wait(REQUEST) == (FREE,)
     assert any("driver reset" in status.sentence() for status in story.said)
 
@@ -284,8 +290,8 @@ def test_a_waiting_program_takes_the_gpu_that_becomes_free(machine_with: Machine
 
 
 def test_without_a_terminal_each_look_gives_one_log_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     status = WaitStatus(60.0, checks=1, obstacles="busy", position=0)
     with caplog.at_level(logging.INFO, "robust_train"), LiveStatus(is_wanted=False) as live:
         for seconds_left, checks in ((60.0, 1), (59.0, 1), (58.0, 2)):

@@ -13,7 +13,7 @@ import pytest
 import warm
 from robust_train.cli.main import main
 from robust_train.gpu.visible import Visible
-from robust_train.model.gpu import GpuInfo
+from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.registry import IDLE_SECONDS, QueuedJob, Registry
 from robust_train.queue.waiting import wait_for_gpus
@@ -34,7 +34,7 @@ class RunningJob:
             name="job",
             run_dir="/",
             jobs_per_device=1,
-            read=lambda processes: Visible((self.gpu,), machine=(self.gpu,)),
+            read=lambda processes: Visible((self.gpu,), inventory=Inventory((self.gpu,))),
         )
         self.wait()
 

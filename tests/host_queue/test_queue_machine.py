@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from robust_train.gpu.visible import Visible
-from robust_train.model.gpu import GpuInfo
+from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue import host_queue, queue_dir, registry, waiting
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.registry import Registry
@@ -86,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
         for index, uuid in enumerate(UUIDS):
             used = self.used(uuid)
             gpus.append(GpuInfo(uuid, "A100", index, uuid, TOTAL, TOTAL - used, used))
-        return Visible(tuple(gpus), machine=tuple(gpus))
+        return Visible(tuple(gpus), inventory=Inventory(tuple(gpus)))
 
     def used(self, uuid: str) -> int:
         return self.lost[uuid] + sum(one.memory.get(uuid, 0) for one in self.members)

@@ -28,7 +28,7 @@ from robust_train.cli.main import main
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible
 from robust_train.host.linux import is_locked, lock
-from robust_train.model.gpu import GpuInfo
+from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue import queue_dir
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import Plan
@@ -71,7 +71,7 @@ def enter(registry: Registry, name: str = "test") -> Reservation:
 
 
 def queue_of(base: Path) -> HostQueue:
-    seen = Visible((A,), machine=(A,))
+    seen = Visible((A,), inventory=Inventory((A,)))
     return HostQueue(base, name="t", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
 
 

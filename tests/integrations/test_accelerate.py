@@ -56,9 +56,7 @@ def same_weights(one: list[dict], other: list[dict]) -> None:
 @pytest.mark.proves("accelerate", "one GPU", "in the step")
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(
-    example: Example, isolation: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(example, isolation, monkeypatch):
     ended = example.run("limited", f"limited-{isolation}", f"isolation={isolation}")
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["completed"]
@@ -193,17 +191,13 @@ def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
         )
 
 
-def test_accelerates_own_lines_about_checkpoints_are_quiet(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_accelerates_own_lines_about_checkpoints_are_quiet(tmp_path, caplog):
     with caplog.at_level("INFO"):
         _train(tmp_path, framework_config(8))
     assert not [one for one in caplog.records if one.name.startswith("accelerate")]
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     _, _, reports = _train(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text

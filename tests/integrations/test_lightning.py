@@ -26,7 +26,6 @@ from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import UserError
 from robust_train.model.spec import AttemptSpec
-from world import World
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -55,9 +54,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.proves("Lightning", "one GPU", "in the step")
 @pytest.mark.slow
-def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
-    example: Example, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(example, monkeypatch):
     ended = example.run("limited", "limited", "isolation=none")
     repeated_the_step(ended)
     (speed,) = ended.attempts[-1]["speed"]
@@ -183,7 +180,7 @@ class _NeverSteps(_Manual):
     ],
 )
 def test_what_would_change_the_effective_batch_is_refused_in_one_line(
-    tmp_path: Path, options: dict, model: type | None, accumulation: int, said: str
+    tmp_path, options, model, accumulation, said
 ):
     with pytest.raises(UserError, match=said) as refused:
         _fit(
@@ -246,9 +243,7 @@ def test_the_batch_size_of_a_data_module_is_the_job_s_where_none_is_given(tmp_pa
 
 
 @pytest.mark.parametrize("is_hyperparameter", [True, False])
-def test_two_batch_sizes_that_differ_are_refused_in_one_line(
-    tmp_path: Path, is_hyperparameter: bool
-):
+def test_two_batch_sizes_that_differ_are_refused_in_one_line(tmp_path, is_hyperparameter):
     data = _Data(16, is_hyperparameter=is_hyperparameter)
     with pytest.raises(
         UserError, match=r"_Data\.batch_size=16, but training\.batch_size=8"
@@ -345,7 +340,7 @@ def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp
 @pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["one", "two"])
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_memory_that_runs_out_in_manual_optimization_costs_an_attempt(
-    world: World, tmp_path: Path, ranks: tuple[str, ...], accumulates: bool
+    world, tmp_path, ranks, accumulates
 ):
     """Half a micro-batch is for a module that accumulates; others go on with the same one."""
     world.with_environ(NO_HOARDING)
@@ -382,9 +377,7 @@ def test_memory_that_runs_out_in_manual_optimization_costs_an_attempt(
     assert ended.summary["result"] == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(tmp_path, monkeypatch):
     from robust_train.integrations.lightning import trainer_arguments
 
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
@@ -431,9 +424,7 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
     assert rest.seen == whole.seen[22:]
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     _, result, reports = _fit(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text

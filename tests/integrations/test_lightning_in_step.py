@@ -109,7 +109,7 @@ class Fitted(running_out.Fitted):
 
 
 def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with_enough(
-    tmp_path: Path,
+    tmp_path,
 ):
     whole = Fitted(tmp_path, Net(Fuse()))
     assert whole.model.hooks == ["zero_grad", "step"] * 3
@@ -219,9 +219,7 @@ class _Measured(Net):
         self.steps.append({name: float(value) for name, value in metrics.items()})
 
 
-def test_metric_objects_and_extremes_are_those_of_whole_batches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog):
     whole = Fitted(tmp_path, _Measured(Fuse()), max_epochs=2)
     assert whole.result["train_samples_epoch"] == 23
     assert whole.result["train_max_size"] == 4
@@ -367,7 +365,7 @@ def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["zero_grad", "LBFGS", "results", "numbers", "DeepSpeed", "FSDP", "graphs"],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
-    tmp_path: Path, model: type, disguise, said: str, caplog, monkeypatch: pytest.MonkeyPatch
+    tmp_path, model, disguise, said, caplog, monkeypatch
 ):
     if disguise is not None:
         change, argument = disguise

@@ -28,9 +28,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     return torch.load(events(journal, "checkpoint")[-1]["path"], weights_only=True)["model"]
 
 
-def test_ranks_that_share_a_model_repeat_a_step_to_the_weights_of_one_process(
-    example: Example, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_that_share_a_model_repeat_a_step_to_the_weights_of_one_process(example, monkeypatch):
     ended = example.run("limited", "limited", *TWO_RANKS, "training.batch_size=256")
     repeated_the_step(ended)
     changes = events(ended.journal, "micro_batch_changed")
@@ -41,7 +39,7 @@ def test_ranks_that_share_a_model_repeat_a_step_to_the_weights_of_one_process(
 
 @pytest.mark.proves("functions (`run.backward`)", "FSDP2", "new attempt")
 def test_memory_that_runs_out_between_steps_ends_the_attempt_and_the_next_has_half(
-    example: Example, monkeypatch: pytest.MonkeyPatch
+    example, monkeypatch
 ):
     ended = example.run(
         "out_of_memory_between_steps", "between", *TWO_RANKS, "training.batch_size=256"

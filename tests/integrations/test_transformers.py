@@ -52,9 +52,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.proves("transformers", "one GPU", "in the step")
 @pytest.mark.slow
-def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(
-    example: Example, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(example, monkeypatch):
     """By the real command; what the Trainer logs is recorded."""
     ended = example.run("limited", "limited", "isolation=none")
     repeated_the_step(ended)
@@ -119,9 +117,7 @@ def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
     return model, result, reports
 
 
-def test_gradient_checkpointing_is_turned_on_where_the_model_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monkeypatch, caplog):
     cfg, turned_on = framework_config(8), []
     _fit(tmp_path / "off", cfg)
     cfg.training.gradient_checkpointing = True
@@ -145,9 +141,7 @@ def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda mark: mark.write_text("")])
-def test_an_incomplete_checkpoint_is_not_resumed_from(
-    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
-):
+def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path, damage, caplog):
     folder = tmp_path / "job"
     _, _, reports = _fit(folder, framework_config(8))
     saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
@@ -158,9 +152,7 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(
 
 
 @pytest.mark.parametrize("is_rank_0s", [True, False])
-def test_whether_to_resume_is_what_rank_0_found_on_the_disk(
-    tmp_path: Path, is_rank_0s: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_whether_to_resume_is_what_rank_0_found_on_the_disk(tmp_path, is_rank_0s, monkeypatch):
     _, _, reports = _fit(tmp_path, framework_config(8))
     saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     module = importlib.import_module("robust_train.integrations.transformers")
@@ -192,9 +184,7 @@ def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCap
         ({"save_on_each_node": True}, "save_on_each_node=True: .* which they share"),
     ],
 )
-def test_what_would_change_the_training_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict, said: str
-):
+def test_what_would_change_the_training_is_refused_in_one_line(tmp_path, monkeypatch, option, said):
     if "save_on_each_node" in option:
         monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said) as refused:

@@ -107,7 +107,7 @@ class Fitted(running_out.Fitted):
     "kind", [lambda f: Tagger(f, sums=True), lambda f: Tagger(f, sums=False), IgnoresTheCount]
 )
 def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with_enough(
-    tmp_path: Path, kind
+    tmp_path, kind
 ):
     if kind is IgnoresTheCount:
         kind = lambda fuse: IgnoresTheCount(fuse, sums=True)  # noqa: E731
@@ -178,7 +178,7 @@ class _OwnLoss(transformers.Trainer):
 )
 @pytest.mark.parametrize("asked", [8, 4])
 def test_a_halved_batch_leaves_the_weight_of_a_loss_that_ignores_the_count(
-    tmp_path: Path, kind, trainer, asked: int, caplog: pytest.LogCaptureFixture
+    tmp_path, kind, trainer, asked, caplog
 ):
     caplog.set_level("INFO", "robust_train")
     job = {"trainer": trainer, "count": 24, "collator": _with_a_class, "optim": "sgd"}
@@ -208,9 +208,7 @@ def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_
     assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
 
 
-def test_an_evaluation_that_cannot_be_split_says_that_its_batches_are_smaller(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_an_evaluation_that_cannot_be_split_says_that_its_batches_are_smaller(tmp_path, caplog):
     Fitted(tmp_path, Tagger(Fuse(), sums=True), 8, trainer=_OwnBatches, asked=8)
     assert "evaluates in batches" not in caplog.text
     Fitted(tmp_path, Tagger(Fuse(), sums=True), 2, trainer=_OwnBatches, asked=8)
@@ -295,9 +293,7 @@ class _Layerwise(transformers.Trainer):
         return super().create_optimizer()
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_never_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_an_optimizer_that_steps_in_the_backward_pass_is_never_repeated(tmp_path, caplog):
     model = Tagger(Fuse("backward", 3, fits=2), sums=False)
     with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
         Fitted(tmp_path, model, trainer=_Layerwise)
@@ -449,7 +445,7 @@ _GRAPHS = ("args", {"torch_compile": True, "torch_compile_mode": "reduce-overhea
     ids=["numbers", "backward", "batches", "packed", "DeepSpeed", "FSDP", "LOMO", "graphs"],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
-    tmp_path: Path, options: dict, seen, said: str, caplog, monkeypatch: pytest.MonkeyPatch
+    tmp_path, options, seen, said, caplog, monkeypatch
 ):
     if seen is not None:
         _looks_as_if(*seen, monkeypatch)

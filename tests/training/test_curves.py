@@ -26,7 +26,7 @@ JOB = (
 
 @pytest.mark.parametrize("logger", ["wandb", "mlflow"])
 def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_brings_it(
-    logger: str, monkeypatch: pytest.MonkeyPatch
+    logger, monkeypatch
 ):
     # as if it were not, wherever this runs
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None)

@@ -168,6 +168,7 @@ def test_gradient_checkpointing_leaves_training_as_it_is(tmp_path, model):
         ("dataset.augment=flop", "dataset.augment=flop"),
         ("model.name=lorax", "model.name=lorax"),
         ("dataset.name=digit", "dataset.name=digit"),
+        ("dataset=image_folder", r"dataset\.root=…"),
     ],
 )
 def test_a_value_out_of_range_is_refused_before_anything_is_loaded(override, key):

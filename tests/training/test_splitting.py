@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.splitting import Parts, bounds, length_of, part_of
-from robust_train.vision.images import StepSamples
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -111,24 +110,9 @@ def test_parts_are_as_few_as_may_be_and_even(samples, at_most, start):
     assert all(one[1] == other[0] for one, other in itertools.pairwise(parts))
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 12))
-def test_a_step_read_in_batches_can_be_divided_anywhere_and_again(sizes, at_most):
-    total = sum(sizes)
-    numbers = torch.arange(total)
-    read = iter(list(zip(numbers.split(sizes), (numbers * 2).split(sizes), strict=True)))
-    step = StepSamples(read, sizes)
-    for size in (at_most, 1):
-        parts = [step.part(start, stop) for start, stop in bounds(len(step), size)]
-        assert torch.cat([images for images, _ in parts]).tolist() == numbers.tolist()
-        assert torch.cat([labels for _, labels in parts]).tolist() == (numbers * 2).tolist()
-    assert next(read, None) is None, "the next step begins at its own samples"
-
-
 def test_tensors_are_not_copied():
     x = torch.zeros(8, 2)
     assert part_of({"x": x}, 2, 4)["x"].data_ptr() == x[2:].data_ptr()
-    step = StepSamples(iter([(x, x)]), [8])
-    assert step.part(2, 4)[0].data_ptr() == x[2:].data_ptr()
 
 
 def test_an_encoding_of_transformers_keeps_its_type():

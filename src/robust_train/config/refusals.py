@@ -127,10 +127,11 @@ def explain(
         return f"{key}: must be a list, '{key}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
         overrides = [word for word in arguments if not word.startswith("-")]
-        compose_with = _composer(config_path, config_name)
         return _unknown_key(
             match[1] or (found and found[1]) or match[2],
-            compose_with,
+            functools.partial(
+                composed, config_path=config_path, config_name=config_name
+            ),
             overrides,
         )
     return " ".join(line.strip() for line in lines[:3] if line.strip())
@@ -143,13 +144,9 @@ def _unknown_option(
 ) -> str:
     listed = _OPTIONS.search(chain)
     options = [
-        name for name in (listed[1] if listed else "").split() if name != "__init__"
+        name for name in (listed[1].split() if listed else ()) if name != "__init__"
     ]
-    close = difflib.get_close_matches(
-        option,
-        options,
-        n=1,
-    )
+    close = difflib.get_close_matches(option, options, n=1)
     near = f"; did you mean {close[0]}?" if close else ""
     hint = f"; the options are {', '.join(options)}" if options else ""
     return f"{group}={option}: no such option{hint}{near}"
@@ -223,14 +220,6 @@ def composed(
         GlobalHydra.instance().hydra = running
 
 
-def _composer(config_path: str, config_name: str) -> Composed:
-    return functools.partial(
-        composed,
-        config_path=config_path,
-        config_name=config_name,
-    )
-
-
 def explain_option(
     arguments: Sequence[str],
     config_name: str,
@@ -250,7 +239,7 @@ def explain_option(
         (one for one in after if not re.search("^-[a-z-]|=", one)),
         "…",
     )
-    keys = all_keys(_composer(config_path, config_name), ())
+    keys = all_keys(lambda _: composed((), config_path, config_name), ())
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"
     return f"{unknown[0]}: no such option; overrides have no dashes: write {write}"

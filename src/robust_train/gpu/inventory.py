@@ -175,7 +175,6 @@ class _Device:
     uuid: str
     name: str
     pci_bus_id: str
-    can_be_sliced: bool
     parent: _Device | None = None  # the GPU of which it is a slice
 
 
@@ -214,11 +213,8 @@ class NvmlSession:
         # the sort is stable: the slices of a GPU stay in NVML's order
         gpus.sort(key=lambda gpu: gpu.pci_bus_id)
         is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
-        # CUDA_DEVICE_ORDER=PCI_BUS_ID, mostly NVML's order too
-        for number, gpu in enumerate(gpus):
-            cuda_index = number if is_complete else None
-            if gpu.cuda_index != cuda_index:
-                gpus[number] = replace(gpu, cuda_index=cuda_index)
+        if is_complete:  # CUDA_DEVICE_ORDER=PCI_BUS_ID
+            gpus = [replace(gpu, cuda_index=n) for n, gpu in enumerate(gpus)]
         return Inventory(
             tuple(gpus),
             tuple(skipped),
@@ -279,30 +275,20 @@ class NvmlSession:
     ) -> _Device:
         name = self._optional(self.nvml.nvmlDeviceGetName, handle)
         unknown = "unknown GPU" if parent is None else f"{parent.name} MIG"
-        pci_bus_id, can_be_sliced = "", False
-        if parent is not None:
-            pci_bus_id = parent.pci_bus_id
-        elif (
-            pci := self._optional(self.nvml.nvmlDeviceGetPciInfo, handle)
-        ) is not None:
+        pci_bus_id = "" if parent is None else parent.pci_bus_id
+        pci = self._optional(self.nvml.nvmlDeviceGetPciInfo, handle)
+        if parent is None and pci is not None:
             pci_bus_id = f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
-        if parent is None:
-            mode = self._optional(self.nvml.nvmlDeviceGetMigMode, handle)
-            can_be_sliced = mode is not None
-        uuid = str(self.nvml.nvmlDeviceGetUUID(handle))
         return _Device(
             index,
             handle,
-            uuid,
+            str(self.nvml.nvmlDeviceGetUUID(handle)),
             str(name or unknown),
             pci_bus_id,
-            can_be_sliced,
             parent,
         )
 
     def _is_sliced(self, gpu: _Device) -> bool:
-        if not gpu.can_be_sliced:
-            return False
         mode = self._optional(self.nvml.nvmlDeviceGetMigMode, gpu.handle)
         return mode is not None and mode[0] == self.nvml.NVML_DEVICE_MIG_ENABLE
 
@@ -358,7 +344,6 @@ class NvmlSession:
             unified_memory=is_unified,
             unusable=unusable,
             mps=mps,
-            cuda_index=device.index,
         )
 
     def _throttled(self, handle: Any) -> str | None:

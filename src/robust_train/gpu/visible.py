@@ -32,18 +32,20 @@ class Visible:
     hidden_on_purpose: bool = False
     # one sentence: the variable hides GPUs by a mistake, or is ambiguous
     warning: str | None = None
-    problem: str | None = None  # one sentence: the machine itself has nothing to show
-    # every GPU of the machine that answers, visible or not
-    machine: tuple[GpuInfo, ...] = field(default=(), repr=False, compare=False)
-    answered: bool = True  # as in `Inventory`
-    may_have_gpus: bool = True  # likewise
+    # all of the machine, visible or not
+    inventory: Inventory = field(default=Inventory(), repr=False, compare=False)
+
+    @property
+    def machine(self) -> tuple[GpuInfo, ...]:
+        """Every GPU of the machine that answers."""
+        return self.inventory.gpus or self.gpus
 
     @property
     def why_none(self) -> str:
         """The reason for no GPUs, where there are none."""
         if self.hidden_on_purpose:
             return f"{VARIABLE} hides every GPU"
-        return self.problem or self.warning or "no GPU is visible"
+        return self.inventory.problem or self.warning or "no GPU is visible"
 
     def ordinal(self, uuid: str) -> int | None:
         """Return the CUDA ordinal in a process with the same environment, None if there is none.
@@ -60,11 +62,7 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     mask = environ.get(VARIABLE)
     if not inventory.answered:
         hidden = mask is not None and _hides_all(mask)
-        return Visible(
-            hidden_on_purpose=hidden,
-            problem=inventory.problem,
-            answered=False,
-        )
+        return Visible(hidden_on_purpose=hidden, inventory=inventory)
     listed = _listed(inventory)
     warning = None
     counts = mask is None or names_integers(mask)
@@ -79,13 +77,10 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
                     "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
                 )
     seen = resolve_mask(mask, listed)
-    sentences = [sentence for sentence in (warning, seen.warning) if sentence]
     return replace(
         seen,
-        warning="; ".join(sentences) or None,
-        problem=inventory.problem,
-        machine=inventory.gpus,
-        may_have_gpus=inventory.may_have_gpus,
+        warning="; ".join(filter(None, (warning, seen.warning))) or None,
+        inventory=inventory,
     )
 
 
@@ -228,22 +223,12 @@ def _listed(inventory: Inventory) -> list[GpuInfo]:
         # without even a UUID the GPU is lost or closed to us, for CUDA too
         if lost.uuid is not None:
             later = (i for i, gpu in enumerate(listed) if gpu.index > lost.index)
-            listed.insert(
-                next(later, len(listed)),
-                _unreadable(
-                    lost.uuid,
-                    lost.index,
-                    lost.reason,
-                ),
-            )
+            gpu = _unreadable(lost.uuid, lost.index, lost.reason)
+            listed.insert(next(later, len(listed)), gpu)
     return listed
 
 
-def _unreadable(
-    uuid: str,
-    index: int,
-    reason: str,
-) -> GpuInfo:
+def _unreadable(uuid: str, index: int, reason: str) -> GpuInfo:
     return GpuInfo(
         uuid,
         "unreadable GPU",

@@ -10,28 +10,18 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
-from robust_train.config.trainers import require
 from robust_train.integrations.sample_order import StepShares, take_over
 from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
+    framework,
     refuse_saving_on_each_node,
 )
 from robust_train.model.errors import Interrupted, UserError
 from robust_train.step.ranks import is_sharded, of_all_ranks
 from robust_train.step.splitting import part_of
 
-_NEEDED_BY = "robust_train.integrations.accelerate"
-require(
-    "accelerate",
-    _NEEDED_BY,
-    extra="accelerate",
-)
-_loaders = require(
-    "accelerate.data_loader",
-    _NEEDED_BY,
-    extra="accelerate",
-)
+_loaders = framework("accelerate.data_loader")
 
 __all__ = ["RobustLoop", "effective_batch_size"]
 

@@ -25,25 +25,20 @@ from omegaconf import DictConfig, open_dict
 from robust_train import compat
 from robust_train.attempt.run import Run
 from robust_train.config.schema import TrainingConfig
-from robust_train.config.trainers import require
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
-from robust_train.integrations.steering import keep_batch, machines, result_of
+from robust_train.integrations.steering import (
+    framework,
+    keep_batch,
+    machines,
+    result_of,
+)
 from robust_train.model.errors import Interrupted, UserError
 from robust_train.model.events import BatchTaken
 from robust_train.model.spec import AttemptSpec
 
-_NEEDED_BY = "robust_train.integrations.lightning"
-_pytorch = require(
-    "lightning.pytorch",
-    _NEEDED_BY,
-    extra="lightning",
-)
-_callbacks = require(
-    "lightning.pytorch.callbacks",
-    _NEEDED_BY,
-    extra="lightning",
-)
+_pytorch = framework("lightning.pytorch")
+_callbacks = framework("lightning.pytorch.callbacks")
 
 log = logging.getLogger("robust_train.integrations")
 

@@ -16,9 +16,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
-from robust_train.config.trainers import require
 from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
-from robust_train.integrations.steering import Steps
+from robust_train.integrations.steering import Steps, framework
 from robust_train.model.errors import UserError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import capture_rng, restore_rng
@@ -26,17 +25,8 @@ from robust_train.step.rewind import capture_rng, restore_rng
 log = logging.getLogger("robust_train.integrations")
 
 _SUFFIX = ".ckpt"
-_NEEDED_BY = "robust_train.integrations.lightning"
-_Checkpoint: Any = require(
-    "lightning.pytorch.callbacks",
-    _NEEDED_BY,
-    extra="lightning",
-).Checkpoint
-_plugins = require(
-    "lightning.pytorch.plugins.io",
-    _NEEDED_BY,
-    extra="lightning",
-)
+_Checkpoint: Any = framework("lightning.pytorch.callbacks").Checkpoint
+_plugins = framework("lightning.pytorch.plugins.io")
 
 
 class Stopped(Exception):

@@ -26,30 +26,16 @@ from robust_train.compat import (
     accumulates_now,
     logged_by,
 )
-from robust_train.config.trainers import require
 from robust_train.integrations.metric_objects import MetricObjects, States
 from robust_train.integrations.sample_order import SampleOrder
-from robust_train.integrations.steering import InStep, OpenStep
+from robust_train.integrations.steering import InStep, OpenStep, framework
 from robust_train.step.splitting import Part
 
 log = logging.getLogger("robust_train.integrations")
 
-_NEEDED_BY = "robust_train.integrations.lightning"
-_automatic: Any = require(
-    "lightning.pytorch.loops.optimization.automatic",
-    _NEEDED_BY,
-    extra="lightning",
-)
-_strategies: Any = require(
-    "lightning.pytorch.strategies",
-    _NEEDED_BY,
-    extra="lightning",
-)
-_LightningModule: Any = require(
-    "lightning.pytorch",
-    _NEEDED_BY,
-    extra="lightning",
-).LightningModule
+_automatic: Any = framework("lightning.pytorch.loops.optimization.automatic")
+_strategies: Any = framework("lightning.pytorch.strategies")
+_LightningModule: Any = framework("lightning.pytorch").LightningModule
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 

@@ -18,6 +18,7 @@ from robust_train.attempt.run import Run
 from robust_train.compat import TorchDispatchMode
 from robust_train.config.checks import unchecked
 from robust_train.config.placeholders import SavePlan
+from robust_train.config.trainers import require
 from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
@@ -28,6 +29,12 @@ from robust_train.step.rewind import why_not_again
 from robust_train.step.splitting import Count, Part, Parts
 
 log = logging.getLogger("robust_train.integrations")
+
+
+def framework(module: str) -> Any:
+    """Return a module of the framework that an integration of its name needs."""
+    name = module.partition(".")[0]
+    return require(module, f"robust_train.integrations.{name}", extra=name)
 
 
 def effective_batch_size(cfg: DictConfig) -> int:

@@ -25,6 +25,7 @@ from robust_train.config.trainers import require
 from robust_train.integrations.steering import (
     Steps,
     effective_batch_size,
+    framework,
     refuse_saving_on_each_node,
     result_of,
 )
@@ -39,11 +40,7 @@ require(
     _NEEDED_BY,
     extra="transformers",
 )
-_transformers = require(
-    "transformers",
-    _NEEDED_BY,
-    extra="transformers",
-)
+_transformers = framework("transformers")
 
 log = logging.getLogger("robust_train.integrations")
 

@@ -22,8 +22,7 @@ from robust_train.compat import (
     prepares_inputs_itself,
     shifts_labels,
 )
-from robust_train.config.trainers import require
-from robust_train.integrations.steering import CannotSplit, InStep, OpenStep
+from robust_train.integrations.steering import CannotSplit, InStep, OpenStep, framework
 from robust_train.model.spec import AttemptSpec
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GeneratorStates
@@ -31,11 +30,7 @@ from robust_train.step.splitting import Part, length_of, part_of
 
 log = logging.getLogger("robust_train.integrations")
 
-_transformers: Any = require(
-    "transformers",
-    "robust_train.integrations.transformers",
-    extra="transformers",
-)
+_transformers: Any = framework("transformers")
 _TrainerCallback: Any = _transformers.TrainerCallback
 _IGNORED = -100  # the label of positions without loss
 

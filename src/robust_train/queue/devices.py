@@ -110,7 +110,7 @@ class Devices:
             if config.needs_gpu:
                 why = visible.why_none
                 raise ConfigError(f"device={config.device}: no such GPU here: {why}")
-            has_gpus = visible.may_have_gpus and not visible.hidden_on_purpose
+            has_gpus = visible.inventory.may_have_gpus and not visible.hidden_on_purpose
             return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
         self._named = _named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)

@@ -151,11 +151,11 @@ class HostQueue:
         visible, registry = self.read_machine(processes), self._registry
         if registry is None:
             return visible
-        gpus, machine = visible.gpus, visible.machine
+        marked = registry.marked(visible.machine)
         return replace(
             visible,
-            gpus=registry.marked(gpus),
-            machine=registry.marked(machine),
+            gpus=registry.marked(visible.gpus),
+            inventory=replace(visible.inventory, gpus=marked),
         )
 
     def requeue(
@@ -223,7 +223,7 @@ class HostQueue:
         is_mine = has_room(
             wanted,
             others,
-            visible.machine or visible.gpus,
+            visible.machine,
             limit,
         )
         reservation.update(wanted if is_mine else before)
@@ -245,7 +245,7 @@ class HostQueue:
             reserved_bytes=0,
             only=only,
         )
-        machine = visible.machine or visible.gpus
+        machine = visible.machine
         return open_to(
             me,
             others,
@@ -268,7 +268,7 @@ class HostQueue:
             if any(not one.gpus and one.owner != me.owner for one in others):
                 visible = self.read()
                 close_session()
-                gpus = visible.machine or visible.gpus
+                gpus = visible.machine
                 return waits_for(
                     me,
                     others,

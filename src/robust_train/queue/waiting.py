@@ -172,8 +172,8 @@ class Waiting:
     def _decide(self, others: Sequence[QueuedJob]) -> Group:
         visible = self._queue.read()
         usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
-        only = tuple(usable) if visible.answered else ()
-        gpus = visible.machine or visible.gpus
+        only = tuple(usable) if visible.inventory.answered else ()
+        gpus = visible.machine
         self._me = me = self._queue.requeue(self._request, only)
         limit = self._queue.gpu_limit()
         decided = Plan(
@@ -185,9 +185,9 @@ class Waiting:
         if self._queue.is_shared:
             self._position = decided.order.index(me) + 1
         self._strangers_only = False
-        if not visible.answered:
+        if not visible.inventory.answered:
             self._next_read = time.monotonic() + _UNANSWERED_SECONDS
-            self._obstacles = visible.problem or ""
+            self._obstacles = visible.inventory.problem or ""
             return ()
         if group := decided.groups.get(me.id, ()):
             uuids = [gpu.uuid for gpu in group]
@@ -216,7 +216,9 @@ class Waiting:
         visible = self._queue.read(True)
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
-            return visible.problem or visible.warning or "the GPUs have vanished"
+            return (
+                visible.inventory.problem or visible.warning or "the GPUs have vanished"
+            )
         decided = Plan((), gpus, 0.0)
         return why_waiting(
             self._me,
@@ -250,7 +252,7 @@ class Waiting:
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str:
     """Return why no amount of waiting would help, empty if it could."""
-    if not visible.answered:
+    if not visible.inventory.answered:
         return ""
     if not visible.gpus:
         return visible.why_none

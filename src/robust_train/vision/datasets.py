@@ -346,8 +346,8 @@ def _fetch_whole(
     root: Path,
     name: str,
 ) -> None:
-    """Fetch ``root / name`` by way of a folder of our own: what fails half-way leaves nothing there,
-    and jobs that fetch at the same time replace each other's files by the same ones."""
+    """Fetch ``root / name`` by way of a folder of our own: what fails half-way leaves nothing, and
+    jobs that fetch at the same time replace each other's files by the same ones."""
     before = socket.getdefaulttimeout()
     root.mkdir(parents=True, exist_ok=True)
     socket.setdefaulttimeout(SILENCE_SECONDS)

@@ -6,9 +6,7 @@ run resumes at the very sample where it stopped, also with smaller micro-batches
 
 from __future__ import annotations
 
-import bisect
-import itertools
-import random
+import errno
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,10 +93,11 @@ class ImageDataset(Dataset[Any]):
         """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
-        # 32 bits each for epoch and index: no two samples share a seed
-        rng = random.Random((self.seed << 64) | (epoch << 32) | index)
+        seed = hash(
+            (self.seed, epoch, index)
+        )  # of integers alone: the same in every process
         with torch.random.fork_rng(devices=()):
-            torch.default_generator.manual_seed(rng.getrandbits(63))
+            torch.default_generator.manual_seed(seed)
             return self._transform(image), int(self.source.labels[index])
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
@@ -121,12 +120,11 @@ class ImageDataset(Dataset[Any]):
             OSError,
         ) as error:
             # PIL's own OSErrors have no number; others than "no such file" are the disk's
-            is_of_the_disk = getattr(error, "errno", None) is not None
-            if is_of_the_disk and not isinstance(error, FileNotFoundError):
+            if getattr(error, "errno", None) not in (None, errno.ENOENT):
                 raise
-            name, reason = self.source.names[index], first_line(error)
+            name = self.source.names[index]
             raise ConfigError(
-                f"dataset: cannot read the image {name}: {reason}"
+                f"dataset: cannot read the image {name}: {first_line(error)}"
             ) from error
 
     def _centre(self, image: Any) -> Any:
@@ -246,41 +244,9 @@ def _prepare_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
-class StepSamples:
-    """The samples of one optimizer step, read when needed and kept on the host until it is done. So
-    a step can be repeated after memory ran out on the device. ``sizes`` are those of the step's
-    next ``batches``."""
-
-    def __init__(
-        self,
-        batches: Iterator[Batch],
-        sizes: Sequence[int],
-    ) -> None:
-        self._batches = batches
-        self._edges = [0, *itertools.accumulate(sizes)]
-        self._read: list[Batch] = []
-
-    def __len__(self) -> int:
-        """Return the samples in the step."""
-        return self._edges[-1]
-
-    def part(
-        self,
-        start: int,
-        stop: int,
-    ) -> Batch:
-        """Return samples ``start`` to ``stop``, without a copy if they lie in one batch."""
-        first = bisect.bisect_right(self._edges, start) - 1
-        after_last = bisect.bisect_left(self._edges, stop)
-        while len(self._read) < after_last:
-            self._read.append(next(self._batches))
-        parts = [
-            [tensor[max(start - before, 0) : stop - before] for tensor in batch]
-            for before, batch in zip(
-                self._edges[first:], self._read[first:after_last], strict=False
-            )
-        ]
-        images, labels = zip(*parts, strict=True)
-        if len(parts) == 1:
-            return images[0], labels[0]
-        return torch.cat(images), torch.cat(labels)
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return the samples of all ``batches`` as one; a lone one stays in pinned memory."""
+    if len(batches) == 1:
+        return batches[0]
+    images, labels = zip(*batches, strict=True)
+    return torch.cat(images), torch.cat(labels)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import pickle
 import re
 import sys
 import urllib.error
 import urllib.request
-import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ log = logging.getLogger("robust_train.vision")
 _PROBE_SECONDS = 10.0
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-# what a damaged file raises; safetensors' own exception class derives from Exception itself
-_DAMAGED = (
-    RuntimeError,
-    ValueError,
-    EOFError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _PHOTOGRAPH_SIZE = 64
@@ -66,21 +57,9 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
             width=cfg.width,
             dropout=cfg.dropout,
         )
-        if cfg.weights is not None:
-            load_weights(
-                module,
-                Path(cfg.weights).expanduser(),
-                heads=("head",),
-            )
-        return BuiltModel(
-            module,
-            ImageSpec(
-                size,
-                channels,
-                (0.5,) * channels,
-                (0.5,) * channels,
-            ),
-        )
+        _load_weights(module, cfg, heads=("head",))
+        half = (0.5,) * channels
+        return BuiltModel(module, ImageSpec(size, channels, half, half))
     module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
     found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
     mean, std = tuple(found["mean"]), tuple(found["std"])
@@ -315,12 +294,7 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
             f"timm cannot build it ({first_line(error)})"
         ) from error
     _check_patches(cfg, model)
-    if cfg.weights is not None:
-        load_weights(
-            model,
-            Path(cfg.weights).expanduser(),
-            heads=classifier_names(model),
-        )
+    _load_weights(model, cfg, heads=classifier_names(model))
     return model
 
 
@@ -384,17 +358,17 @@ def _check_hub(backbone: str, repository: str | None) -> None:
             raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
 
-def load_weights(
-    model: nn.Module,
-    path: Path,
-    *,
-    heads: Collection[str],
-) -> None:
-    """Load a ``.safetensors`` file or a state dict by ``torch.save``, bare or under a key such as
-    ``model`` (this trainer's own ``final.pt``), converted as timm does. A classifier (``heads``)
-    for another number of classes is left out; everything else must fit."""
+def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None:
+    """Load the file ``cfg.weights``, if there is one: ``.safetensors`` or a state dict by
+    ``torch.save``, bare or under a key such as ``model`` (this trainer's own ``final.pt``),
+    converted as timm does. A classifier (``heads``) for another number of classes is left out;
+    everything else must fit."""
+    if cfg.weights is None:
+        return
+    path = Path(cfg.weights).expanduser()
     key = f"model.weights={path}"
-    found = _read(path)
+    of_head = tuple(f"{head}." for head in heads)
+    found = _read(path, key)
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
         found = convert(found, model)
@@ -403,7 +377,7 @@ def load_weights(
     for name, tensor in found.items():
         if name not in expected or expected[name].shape == tensor.shape:
             fitting[name] = tensor
-        elif _is_of_head(name, heads):
+        elif name.startswith(of_head):
             log.info(
                 "model.weights: %s is for another number of classes, left out",
                 name,
@@ -416,7 +390,7 @@ def load_weights(
     missing = [
         name
         for name in expected
-        if name not in fitting and not _is_of_head(name, heads)
+        if name not in fitting and not name.startswith(of_head)
     ]
     if missing:
         raise ConfigError(
@@ -426,29 +400,17 @@ def load_weights(
     model.load_state_dict(fitting, strict=False)
 
 
-def _is_of_head(name: str, heads: Collection[str]) -> bool:
-    return any(name.startswith(head + ".") for head in heads)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    key = f"model.weights={path}"
+def _read(path: Path, key: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"{key}: no such file")
+    load = partial(torch.load, map_location="cpu", weights_only=True)
+    if path.suffix == ".safetensors":
+        load = require("safetensors.torch", key).load_file
     try:
-        if path.suffix == ".safetensors":
-            content: Any = require("safetensors.torch", key).load_file(path)
-        else:
-            content = torch.load(
-                path,
-                map_location="cpu",
-                weights_only=True,
-            )
-    except ConfigError:
+        content: Any = load(path)
+    except (OSError, MemoryError):  # the disk's and the host's, not the file's
         raise
     except Exception as error:
-        is_safetensors = type(error).__module__.startswith("safetensors")
-        if not (isinstance(error, _DAMAGED) or is_safetensors):
-            raise
         reason = first_line(error)[:120]
         raise ConfigError(f"{key}: cannot be read as weights ({reason})") from error
     for name in _CONTAINERS:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -104,11 +103,10 @@ class Reporter:
                     value,
                     lr,
                 )
-        total = self._total_steps
         # at most ten a second are sent
         if self._run.progress(
             step,
-            total_steps=total,
+            total_steps=self._total_steps,
             lr=lr,
             **self._unsent,
         ):
@@ -148,11 +146,7 @@ class Reporter:
             val_accuracy=score.accuracy,
         )
 
-    def _draw(
-        self,
-        step: int,
-        values: dict[str, float],
-    ) -> None:
+    def _draw(self, step: int, values: dict[str, float]) -> None:
         with self._drawing():
             if self._curves is not None:
                 self._curves.add(values, step)
@@ -188,24 +182,14 @@ def _open_curves(
     """Return what draws the curves of a run that resumes from ``step``; None if nothing does."""
     name = logger_of(cfg)
     if name == "wandb":
-        wandb: Any = require(
-            "wandb",
-            "logger=wandb",
-            extra="wandb",
-        )
-        config: Any = OmegaConf.to_container(cfg, resolve=True)
-        made = wandb.init(
+        made = require("wandb", "logger=wandb", extra="wandb").init(
             name=run.run_dir.name,
             dir=str(run.run_dir),
-            config=config,
+            config=OmegaConf.to_container(cfg, resolve=True),
         )
         return _Curves(made.log, lambda has_failed: made.finish(int(has_failed)))
     if name == "mlflow":
-        mlflow: Any = require(
-            "mlflow",
-            "logger=mlflow",
-            extra="mlflow",
-        )
+        mlflow = require("mlflow", "logger=mlflow", extra="mlflow")
         mlflow.start_run(run_name=run.run_dir.name)
         run.trackers.poll()
         return _Curves(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ class Precision:
         *,
         mixed: bool,
     ) -> None:
-        self._device_type = device.type
         self.dtype = torch.float32
         if mixed and device.type == "cuda":
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -43,11 +40,9 @@ class Precision:
             enabled=self.dtype is torch.float16,
         )
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> torch.autocast:
         """Return the context for each forward pass."""
-        if self.dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self.dtype)
+        return torch.autocast("cuda", self.dtype, self.dtype is not torch.float32)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -70,10 +65,8 @@ def loss_of(
     images_BCHW, labels_B = to_device(batch, device)
     with precision.autocast():
         logits_BK = model(images_BCHW)
-    if logits_BK.dtype in (torch.float16, torch.bfloat16):
-        logits_BK = logits_BK.float()
     return cross_entropy(
-        logits_BK,
+        logits_BK if precision.dtype is torch.float32 else logits_BK.float(),
         labels_B,
         label_smoothing=label_smoothing,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,8 +40,8 @@ from robust_train.vision.images import (
     BatchPlan,
     ImageDataset,
     Loading,
-    StepSamples,
     in_order,
+    joined,
     read_in_parts,
 )
 from robust_train.vision.keys import check_config, preload_modules
@@ -300,17 +300,16 @@ class Training:
         run, position = self.run, self.position
         models.set_train_mode(self.net)
         steps = list(self.plan.steps(position.epoch, position.samples))
-        # of a sharded model every rank has to run a part in each step, without weight if need be
-        reads = [own or [[0]] for own in steps] if self.is_sharded else steps
-        chunks = list(itertools.chain.from_iterable(reads))
+        # a rank without a sample of the step takes part in it with one that has no weight
+        reads = [own or [[0]] for own in steps]
         batches = run.speed.waits(
             self.loading.batches(
                 self.train_set,
-                chunks,
+                list(itertools.chain.from_iterable(reads)),
                 position.epoch,
             )
         )
-        for micro_batches in steps:
+        for own, read in zip(steps, reads, strict=True):
             if run.stop_requested:
                 self._save_and_stop()
             samples = self.plan.samples_in_step(position.samples)
@@ -318,8 +317,8 @@ class Training:
             lr = self.schedule.rate(seen, samples)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            step = StepSamples(batches, [len(chunk) for chunk in micro_batches])
-            loss = self._gradients_of(step)
+            batch = joined(list(itertools.islice(batches, len(read))))
+            loss = self._gradients_of(batch, sum(map(len, own)))
             is_step = run.step(
                 self.optimizer,
                 self.precision.scaler,
@@ -341,7 +340,7 @@ class Training:
         # validation may last
         self.wait_for_write()
 
-    def _gradients_of(self, step: StepSamples) -> Tensor:
+    def _gradients_of(self, batch: Batch, samples: int) -> Tensor:
         """Accumulate the gradients of one optimizer step and return its mean loss."""
         scaler = self.precision.scaler
 
@@ -357,9 +356,9 @@ class Training:
         try:
             return self.run.backward(
                 loss_of_part,
-                step,
+                batch,
                 self.model,
-                split=StepSamples.part,
+                length=lambda _: samples,
                 backward=lambda loss: torch.autograd.backward(scaler.scale(loss)),
             )
         except Exception as error:
@@ -377,17 +376,16 @@ class Training:
         """Score the model; stop if requested.
 
         Each of several ranks scores its share, and all get the score of the whole. The model is
-        without a wrapper, or the ranks would wait for each other in it; one that is sharded has
-        equally many batches on each, of which the last may not count.
+        without a wrapper, or the ranks would wait for each other in it.
         """
         run, size = self.run, self.plan.micro_batch
         dataset = ImageDataset(source, self.images)
         samples = range(len(dataset))
         own = in_order(share_of(samples, run.rank, run.world_size), size)
         rounds = len(in_order(share_of(samples, 0, run.world_size), size))
-        chunks = list(own)
-        if self.is_sharded:  # every pass needs all ranks
-            chunks += [[0]] * (rounds - len(own))
+        # all ranks take part in every pass; a sample of the last one may not count
+        chunks: list[Sequence[int]] = [*own, *[[0]] * (rounds - len(own))]
+        if self.is_sharded:
             sharding.share_buffers(self.net)
 
         def score(part: Batch) -> Tensor:
@@ -410,11 +408,10 @@ class Training:
             device=self.device,
         )
         batches = self.loading.batches(dataset, chunks, epoch=0)
-        for number in range(rounds):
-            if number < len(chunks):
-                scores = run.forward(score, next(batches), self.net)
-                if number < len(own):
-                    sums += torch.stack(scores).sum(dim=0)
+        for number, batch in enumerate(batches):
+            scores = run.forward(score, batch, self.net)
+            if number < len(own):
+                sums += torch.stack(scores).sum(dim=0)
             if run.stop_requested:
                 self._save_and_stop()
         if run.world_size > 1:
