@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -49,7 +49,8 @@ def checked(cfg: DictConfig) -> RobustConfig:
         has_batch=has_batch(cfg),
         can_accumulate=can_accumulate(cfg),
     )
-    _check_together(config)
+    for mistake in _mistakes(config):
+        raise ConfigError(mistake)
     return config
 
 
@@ -255,39 +256,28 @@ def _accumulation(
     return needed
 
 
-def _check_together(config: RobustConfig) -> None:
-    """Check what the value of one key means for another."""
+def _mistakes(config: RobustConfig) -> Iterator[str]:
+    """Yield what the value of one key rules out for another."""
     if not _DEVICE.fullmatch(config.device):
-        raise ConfigError(
-            f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
-        )
+        yield f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
     size, gpus = config.training.batch_size, config.num_gpus
     if config.min_batch_size > size:
-        raise ConfigError(
-            f"min_batch_size={config.min_batch_size}: must not be above training.batch_size={size}"
-        )
+        least = config.min_batch_size
+        yield f"min_batch_size={least}: must not be above training.batch_size={size}"
     if (config.min_num_gpus or 1) > gpus:
-        raise ConfigError(
-            f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}"
-        )
+        yield f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}"
     if config.runs_inline and gpus > 1:
-        raise ConfigError(
+        yield (
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
             "use num_gpus=1"
         )
     if config.runs_inline and config.is_script:
-        raise ConfigError(
-            "isolation=none: a script (trainer.argv) always runs in a process of its own"
-        )
+        yield "isolation=none: a script (trainer.argv) always runs in a process of its own"
     if config.code == "first" and (config.is_script or config.runs_inline):
         what = "isolation=none" if config.runs_inline else "a script (trainer.argv)"
-        raise ConfigError(f"code=first: {what} reads its files itself; leave it out")
+        yield f"code=first: {what} reads its files itself; leave it out"
     for number, rule in enumerate(config.retry.rules):
         if config.is_script and rule.exception is not None:
-            raise ConfigError(
-                f"retry.rules[{number}].exception: a script raises none; use message or exit_code"
-            )
+            yield f"retry.rules[{number}].exception: a script raises none; use message or exit_code"
         if not config.is_script and rule.exit_code is not None:
-            raise ConfigError(
-                f"retry.rules[{number}].exit_code: a function has none; use exception"
-            )
+            yield f"retry.rules[{number}].exit_code: a function has none; use exception"

@@ -125,11 +125,7 @@ def decide(
         offers.gpus,
         offers.held,
     )
-    return _with_first_size(
-        settings,
-        history,
-        _decision(context),
-    )
+    return _with_first_size(context, _decision(context))
 
 
 def on_gpus(
@@ -161,24 +157,16 @@ def _decision(context: FailureContext) -> Decision:
     return _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
 
 
-def _with_first_size(
-    settings: PolicySettings,
-    history: tuple[Attempt, ...],
-    decision: Decision,
-) -> Decision:
+def _with_first_size(context: FailureContext, decision: Decision) -> Decision:
     """Return the decision with the batch that the first attempt on a kind of device begins with."""
     if isinstance(decision, GiveUp):
         return decision
     spec, why = size_to_begin_with(
-        settings,
-        history,
+        context.settings,
+        context.history,
         decision.spec,
     )
-    otherwise = decision.otherwise and _with_first_size(
-        settings,
-        history,
-        decision.otherwise,
-    )
+    otherwise = decision.otherwise and _with_first_size(context, decision.otherwise)
     reason = f"{decision.reason}; {why}" if why else decision.reason
     return replace(
         decision,

@@ -215,12 +215,10 @@ def second_opinion(context: FailureContext) -> Retry | None:
 def without_expandable_segments(context: FailureContext) -> Retry | None:
     """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
-    clue, may_choose = (
-        context.evidence.clue,
-        context.settings.may_use_expandable_segments,
-    )
+    may_choose = context.settings.may_use_expandable_segments
     if not last.gpus or not last.expandable_segments or not may_choose:
         return None
+    clue = context.evidence.clue
     if clue == Clue.SEGMENTS:
         how = ": the same again without expandable segments, which alone cause this"
     elif clue == Clue.DRIVER and not context.attempt.has_begun:
@@ -260,9 +258,8 @@ def same_gpu_again(context: FailureContext) -> Retry | None:
 
 def cpu_again(context: FailureContext) -> Retry | None:
     """Start over on the CPU, which has computed a step wrongly."""
-    if context.evidence.clue != Clue.CORRUPT or context.last.gpus:
-        return None
-    if context.failures_without_progress > context.config.retries:
+    is_wrong = context.evidence.clue == Clue.CORRUPT and not context.last.gpus
+    if not is_wrong or not context.has_retries:
         return None
     return context.retry("retry", f": again from {context.saved}")
 
@@ -421,22 +418,18 @@ def before_it_diverged(context: FailureContext) -> Retry | None:
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it with a lower learning rate."""
-    factor, had_one = (
-        context.config.divergence.lr_factor,
-        context.evidence.has_checkpoint,
-    )
-    tries = context.failures_without_progress - had_one
+    factor = context.config.divergence.lr_factor
+    tries = context.failures_without_progress - context.evidence.has_checkpoint
     if not context.evidence.reads_lr or factor == 1.0:
         return None
     if tries > context.config.retries:
         return None
     lower = context.last.lr_factor * factor
-    with_less = f" with {lower:g} times the learning rate"
     return _back(
         context,
         "lower_learning_rate",
         lower,
-        with_less,
+        f" with {lower:g} times the learning rate",
     )
 
 
@@ -447,9 +440,8 @@ def _back(
     with_less: str,
 ) -> Retry:
     bad = context.evidence.bad_step or 0
-    skips, data = 0, ""
-    if context.evidence.passes_over and bad:
-        skips, data = bad, f"; the data up to step {bad} is skipped"
+    skips = bad if context.evidence.passes_over else 0
+    data = f"; the data up to step {skips} is skipped" if skips else ""
     where = "from it" if context.evidence.has_checkpoint else "from the beginning"
     how = f": again {where}{with_less}{data}"
     return context.retry(
@@ -493,9 +485,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
         return None
     *_, size = sizes(context.sizes)
-    change = (
-        f" at micro-batch {last.batch_size}: {size}" if last.has_batch else ": again"
-    )
+    change = f"{context.at_size}: {size if last.has_batch else 'again'}"
     how = (
         f"{change} with gradient checkpointing: the same gradients in about a third more time "
         "(allow_gradient_checkpointing)"
