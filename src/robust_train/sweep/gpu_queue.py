@@ -467,7 +467,9 @@ def count_gpus(wanted: RobustConfig) -> int:
     if child == 0:
         try:
             found = visible_gpus(read_inventory(processes=False), os.environ)
-            os.write(write_end, f"{len(found.gpus)} {found.answered:d}".encode())
+            os.write(
+                write_end, f"{len(found.gpus)} {found.inventory.answered:d}".encode()
+            )
         finally:
             os._exit(0)
     os.close(write_end)
