@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tenacity
 from omegaconf import DictConfig
 
 from robust_train.compat import torch_cuda_version
@@ -382,19 +383,29 @@ class Job:
         self.decision = first
         if first.reason:
             log.info("%s", first.reason)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_result(
+                lambda decision: isinstance(decision, Retry)
+            ),
+            wait=_decided_pause,
+            sleep=self.sleep,
+            stop=tenacity.stop_never,
+        )
+        retrying(self._next_attempt)
+
+    def _next_attempt(self) -> Decision | None:
+        """Run what was decided, once it can be had; return what is decided after it."""
         while True:
             self._wait_for_room()
             if not isinstance(self.decision, Retry):
-                return
+                return self.decision
             self._wait_for_disk()
             spec = self.decision.spec
-            if self.attempts and not self.devices.take(spec.gpus):
-                problem = f"{spec.device} went to another job meanwhile"
-                self._decide_again(self._decide(self.attempts), "lost_race", problem)
-                continue
-            self._attempt(spec)
-            if isinstance(self.decision, Retry):
-                self.sleep(self.decision.pause_seconds)
+            if not self.attempts or self.devices.take(spec.gpus):
+                self._attempt(spec)
+                return self.decision
+            problem = f"{spec.device} went to another job meanwhile"
+            self._decide_again(self._decide(self.attempts), "lost_race", problem)
 
     def _wait_for_room(self) -> None:
         """Wait for the free memory that a retry needs, else take its alternative."""
@@ -694,3 +705,8 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
+
+
+def _decided_pause(state: tenacity.RetryCallState) -> float:
+    """Return the seconds that the last decision asks to let pass."""
+    return float(state.outcome.result().pause_seconds) if state.outcome else 0.0
