@@ -265,7 +265,7 @@ def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repe
     (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
     ended = scripts.run("--batch-size", "64", "--", sys.executable, "train.py", "64", "1")
     assert ended.returncode == 1
-    assert "--batch-size 64 does not reach the script" in ended.stdout
+    assert "--batch-size 64 is not in the script's command" in ended.stdout
     (attempt,) = ended.attempts
     assert attempt["batch_size"] is None
     assert "micro-batch" not in ended.output
@@ -283,6 +283,20 @@ def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repe
 def test_what_reaches_a_script_is_what_its_command_names(words, has):
     cfg = composed(["trainer=command", argv(*words)])
     assert values_used(cfg, checked(cfg)) == has
+
+
+def test_a_script_that_reads_its_batch_of_our_run_is_given_a_smaller_one(scripts: CommandWorld):
+    (scripts.folder / "train.py").write_text(
+        "import robust_train\n"
+        "run = robust_train.current_run()\n"
+        "size, steps = run.batch_size, run.gradient_accumulation_steps\n"
+        "if size > 16:\n"
+        "    raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
+    )
+    ended = scripts.run("--batch-size", "32", "--", sys.executable, "train.py")
+    assert ended.returncode == 0, ended.output
+    sizes = [(a["batch_size"], a["gradient_accumulation_steps"]) for a in ended.attempts]
+    assert sizes == [(32, 1), (16, 2)]
 
 
 def test_what_a_script_leaves_behind_says_so(scripts: CommandWorld):

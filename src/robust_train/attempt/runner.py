@@ -130,7 +130,7 @@ def run_attempt(
             ending = _interrupted("it was asked to stop, and did")
         run.speed.send()
         if supports(run, CHECKPOINTING):
-            send(TrainerSupports())
+            send(TrainerSupports((CHECKPOINTING,)))
         memory = memory_in_use()
         now = time.monotonic()
         send(replace(ending, step=run.last_step, memory=memory, at=now))

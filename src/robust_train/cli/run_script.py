@@ -216,8 +216,9 @@ def _warnings(arguments: Namespace, used: Collection[str]) -> Iterator[str]:
             "training.batch_size" if by_key else f"--batch-size {arguments.batch_size}"
         )
         yield (
-            f"{option} does not reach the script, so its batch is its own and is not halved: write "
-            "{batch_size} in its command; one that reads a variable is run as "
+            f"{option} is not in the script's command, so unless the script reads "
+            "robust_train.current_run().batch_size its batch is its own and is not halved: write "
+            "{batch_size} in the command; for a script that reads a variable it is "
             "env BATCH_SIZE={batch_size} python train.py"
         )
 

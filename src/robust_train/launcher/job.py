@@ -613,8 +613,7 @@ class Job:
         """Record an event of the attempt."""
         match event:
             case TrainerSupports():
-                self.policy = replace(self.policy, can_checkpoint=True)
-                return
+                self.policy = self.policy.supporting(event.features)
             case BatchTaken():
                 asked = self.policy.asked.with_batch(event.asked, None)
                 self.policy = replace(self.policy, asked=asked)

@@ -30,6 +30,7 @@ from robust_train.model.events import (
     Slow,
     SpeedMeasured,
     StepDiffered,
+    TrainerSupports,
     TrainingStarted,
     UpdateSkipped,
 )
@@ -197,6 +198,8 @@ class Attempt:
                 return replace(self, keeps_batch=event.reason)
             case BatchTaken():
                 return self._with_batch_of(event)
+            case TrainerSupports() if "batch_size" in event.features:
+                return replace(self, spec=replace(self.spec, has_batch=True))
             case BatchSizeFound():
                 return replace(
                     self._with_batch_of(event),

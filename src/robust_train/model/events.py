@@ -423,10 +423,12 @@ class Prepared(Event):
 
 @dataclass(frozen=True)
 class TrainerSupports(Event):
-    """The trainer reads ``training.gradient_checkpointing``, so an attempt may turn it on."""
+    """The trainer reads these values, so an attempt may choose them: ``gradient_checkpointing``;
+    of a script ``batch_size`` and ``gradient_accumulation_steps`` too."""
 
     name = "trainer_supports"
     is_journaled = False
+    features: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,21 @@ class PolicySettings:
         }
         return cls(config, asked, **{**found, **known})
 
+    def supporting(self, features: Collection[str]) -> PolicySettings:
+        """Return the settings of a trainer that was seen to read these values of an attempt."""
+        asked = self.asked
+        return replace(
+            self,
+            asked=replace(
+                asked,
+                has_batch=asked.has_batch or "batch_size" in features,
+            ),
+            can_accumulate=(
+                self.can_accumulate or "gradient_accumulation_steps" in features
+            ),
+            can_checkpoint=self.can_checkpoint or "gradient_checkpointing" in features,
+        )
+
     @property
     def min_batch_size(self) -> int:
         """No attempt uses a smaller micro-batch."""

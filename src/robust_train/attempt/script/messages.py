@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from robust_train.attempt.run import Run
 from robust_train.config.placeholders import (
@@ -39,6 +40,9 @@ from robust_train.host.linux import release_blocks
 from robust_train.model import events
 from robust_train.model.failure import FailureKind
 
+if TYPE_CHECKING:
+    from robust_train.step.batcher import MicroBatcher
+
 ReportLine = Callable[[dict[str, events.Json]], None]
 
 _LARGEST_LINE = 50_000
@@ -51,9 +55,11 @@ _OF_A_RUN = frozenset(
         "memory_cleared",
         "epoch",
         "speed",
+        "trainer_supports",
     }
 )
 """Events that :func:`robust_train.current_run` sends besides the documented messages."""
+_SPLIT = ("batch_size", "gradient_accumulation_steps")
 
 
 class NotUnderstood(ValueError):
@@ -225,20 +231,39 @@ class ScriptRun(Run):
             every_steps=_number(environ, "checkpoint_every_steps") or None,
         )
         self._report_line = report_line or (lambda line: None)
-        # micro-batch of this attempt, None without the launcher
-        self.batch_size = _number(environ, "batch_size")
-        # micro-batches per optimizer step, None without the launcher
-        self.gradient_accumulation_steps = _number(
-            environ,
-            "gradient_accumulation_steps",
-        )
+        self._split = {name: _number(environ, name) for name in _SPLIT}
+        self._has_read: set[str] = set()
         # `cuda:0` or `cpu`, None without the launcher
         self.device = value_from(environ, "device")
         self.micro_batch_plan = MicroBatchPlan(
-            batch_size=self.batch_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps or 1,
+            batch_size=self._split["batch_size"],
+            gradient_accumulation_steps=self._split["gradient_accumulation_steps"] or 1,
             min_batch_size=_number(environ, "min_batch_size") or 1,
         )
+
+    @property
+    def batch_size(self) -> int | None:
+        """Micro-batch size of this attempt; None without the launcher. Whoever reads it may be
+        given a smaller one in the next attempt."""
+        return self._read("batch_size")
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """Micro-batches per optimizer step; None without the launcher."""
+        return self._read("gradient_accumulation_steps")
+
+    @property
+    def micro_batcher(self) -> MicroBatcher:
+        """What splits this attempt's batches, which keeps the effective batch size."""
+        for name in _SPLIT:
+            self._read(name)
+        return super().micro_batcher
+
+    def _read(self, name: str) -> int | None:
+        if name not in self._has_read:
+            self._has_read.add(name)
+            self.send(events.TrainerSupports((name,)))
+        return self._split[name]
 
     def result(self, value: events.Json) -> None:
         """Report the job's result; a sweep optimises it, or its key ``objective``."""
