@@ -85,6 +85,7 @@ def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None
                     optimizer.zero_grad()
         except (RuntimeError, MemoryError) as reason:
             error = str(reason)
+        run.finish_saving()  # as an attempt does when its trainer has ended
         weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
         return {
             "kind": type(model).__name__,

@@ -242,7 +242,7 @@ class Saving:
         if self.job is None:
             return None
         # what cannot be read back just now may be whole
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, MemoryError):
             *_, size = size_of(path)
             takes = size / self._bytes_per_second
             reads = takes <= _LARGEST_SHARE * self.clock.interval
