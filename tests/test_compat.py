@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import logging
 import operator
@@ -343,7 +344,13 @@ def test_the_collectives_of_a_sharded_model_are_seen(tmp_path):
         model = torch.nn.Linear(2, 2)
         fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
         seen: list[bool] = []
-        gather, scatter = compat.noted_collectives(lambda is_gather, *_: seen.append(is_gather))
+
+        @contextlib.contextmanager
+        def noted(is_gather, *_):
+            yield
+            seen.append(is_gather)
+
+        gather, scatter = compat.noted_collectives(noted)
         model.set_custom_all_gather(gather)
         model.set_custom_reduce_scatter(scatter)
         assert not compat.has_own_collectives(model)

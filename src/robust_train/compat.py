@@ -315,8 +315,10 @@ def torch_cuda_version() -> str | None:
     return None if found is None else found[1] or "none"
 
 
-def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
-    """Return FSDP2's own all-gather and reduce-scatter, preceded by ``before(is_gather, …)``."""
+def noted_collectives(
+    noted: Callable[..., AbstractContextManager[None]],
+) -> tuple[Any, Any]:
+    """Return FSDP2's own all-gather and reduce-scatter, each within ``noted(is_gather, …)``."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
 
     class NotedAllGather(own.DefaultAllGather):
@@ -327,19 +329,13 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
             group: Any,
             async_op: Any = False,
         ) -> Any:
-            before(
-                True,
-                output_tensor,
-                input_tensor,
-                group,
-                None,
-            )
-            return super().__call__(
-                output_tensor,
-                input_tensor,
-                group,
-                async_op,
-            )
+            with noted(True, output_tensor, input_tensor, group, None):
+                return super().__call__(
+                    output_tensor,
+                    input_tensor,
+                    group,
+                    async_op,
+                )
 
     class NotedReduceScatter(own.DefaultReduceScatter):
         def __call__(
@@ -350,20 +346,14 @@ def noted_collectives(before: Callable[..., None]) -> tuple[Any, Any]:
             op: Any,
             async_op: Any = False,
         ) -> Any:
-            before(
-                False,
-                output_tensor,
-                input_tensor,
-                group,
-                op,
-            )
-            return super().__call__(
-                output_tensor,
-                input_tensor,
-                group,
-                op,
-                async_op,
-            )
+            with noted(False, output_tensor, input_tensor, group, op):
+                return super().__call__(
+                    output_tensor,
+                    input_tensor,
+                    group,
+                    op,
+                    async_op,
+                )
 
     return NotedAllGather(), NotedReduceScatter()
 

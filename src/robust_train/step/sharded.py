@@ -7,9 +7,10 @@ empty buffers: what comes of that part is thrown away on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,21 +147,24 @@ class Ledger:
             module.reshard()
         _refuse(model, modules)
         for module in modules:
-            gather, scatter = noted_collectives(self._before)
+            gather, scatter = noted_collectives(self._noted)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()
         inner = {one for module in modules for one in [*module.modules()][1:]}
         return tuple(module for module in modules if module not in inner)
 
-    def _before(
+    @contextlib.contextmanager
+    def _noted(
         self,
         is_gathered: bool,
         output: Tensor,
         given: Tensor,
         group: Any,
         op: Any,
-    ) -> None:
+    ) -> Iterator[None]:
+        """Note a collective once it has been sent: one that memory runs out in is not, so this
+        rank still owes it to the others."""
         if (
             self._now is not None
             and self._part not in self._records
@@ -169,6 +173,7 @@ class Ledger:
             self._now = None
             raise RanOutElsewhere
         self.sent += group is dist.group.WORLD
+        yield
         if self._now is None:  # outside of parts
             return
         sizes = output.numel(), given.numel()
