@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import TWO_RANKS, Example, differ_by_rounding_alone, events, repeated_the_step
+from jobs import TWO_RANKS, Example, differ_by_rounding_alone, events
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,9 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
 
 def test_ranks_that_share_a_model_repeat_a_step_to_the_weights_of_one_process(example, monkeypatch):
     ended = example.run("limited", "limited", *TWO_RANKS, "training.batch_size=256")
-    repeated_the_step(ended)
+    assert ended.returncode == 0, ended.output
+    # memory that runs out within a message ends the attempt; the next one has half the batch
+    assert ended.attempts[-1]["outcome"] == "completed"
     changes = events(ended.journal, "micro_batch_changed")
     assert (changes[0]["before"], changes[0]["rank"]) == (256, 1)
     here = weights(example.run_here(monkeypatch))

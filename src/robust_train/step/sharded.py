@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from robust_train.compat import (
+    collectives_begun,
     has_own_collectives,
     noted_collectives,
     reset_sharding,
@@ -88,6 +89,7 @@ class Ledger:
         self._records: dict[object, list[Collective]] = {}
         self._part: object = None
         self._now: list[Collective] | None = None
+        self._failed: BaseException | None = None  # of a collective, on this rank
         self.sent = 0  # by sharded models over the default group
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -122,7 +124,12 @@ class Ledger:
 
         Raises:
             UserError: the part's collectives are not those of the parts before it.
+            BaseException: what a collective has failed with on its way. How far the others are
+                in it is not known, so the step cannot be repeated: the attempt ends.
         """
+        if (failed := self._failed) is not None:
+            self._failed = None
+            raise failed
         now, self._now = self._now, None
         if now is None:
             return
@@ -163,8 +170,7 @@ class Ledger:
         group: Any,
         op: Any,
     ) -> Iterator[None]:
-        """Note a collective once it has been sent: one that memory runs out in is not, so this
-        rank still owes it to the others."""
+        """Note a collective once it has been sent, and what one has failed with on its way."""
         if (
             self._now is not None
             and self._part not in self._records
@@ -173,7 +179,13 @@ class Ledger:
             self._now = None
             raise RanOutElsewhere
         self.sent += group is dist.group.WORLD
-        yield
+        begun = collectives_begun(group)
+        try:
+            yield
+        except BaseException as error:
+            if collectives_begun(group) != begun:  # else it was not sent, and is owed
+                self._failed = error
+            raise
         if self._now is None:  # outside of parts
             return
         sizes = output.numel(), given.numel()
