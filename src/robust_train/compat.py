@@ -321,41 +321,30 @@ def noted_collectives(
     """Return FSDP2's own all-gather and reduce-scatter, each within ``noted(is_gather, …)``."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
 
-    class NotedAllGather(own.DefaultAllGather):
-        def __call__(
-            self,
-            output_tensor: Any,
-            input_tensor: Any,
-            group: Any,
-            async_op: Any = False,
-        ) -> Any:
-            with noted(True, output_tensor, input_tensor, group, None):
-                return super().__call__(
-                    output_tensor,
-                    input_tensor,
-                    group,
-                    async_op,
-                )
+    def noting(kind: Any, *, is_gather: bool) -> Any:
+        class Noted(kind):  # type: ignore[misc]
+            def __call__(
+                self,
+                output_tensor: Any,
+                input_tensor: Any,
+                group: Any,
+                **options: Any,
+            ) -> Any:
+                op = options.get("op")
+                with noted(is_gather, output_tensor, input_tensor, group, op):
+                    return super().__call__(
+                        output_tensor,
+                        input_tensor,
+                        group,
+                        **options,
+                    )
 
-    class NotedReduceScatter(own.DefaultReduceScatter):
-        def __call__(
-            self,
-            output_tensor: Any,
-            input_tensor: Any,
-            group: Any,
-            op: Any,
-            async_op: Any = False,
-        ) -> Any:
-            with noted(False, output_tensor, input_tensor, group, op):
-                return super().__call__(
-                    output_tensor,
-                    input_tensor,
-                    group,
-                    op,
-                    async_op,
-                )
+        return Noted()
 
-    return NotedAllGather(), NotedReduceScatter()
+    return (
+        noting(own.DefaultAllGather, is_gather=True),
+        noting(own.DefaultReduceScatter, is_gather=False),
+    )
 
 
 def settle_buckets(wrapper: Any) -> None:
@@ -411,8 +400,7 @@ def has_own_collectives(module: Any) -> bool:
         for g in groups
         for c in (g._all_gather_comm, g._reduce_scatter_comm)
     }
-    ours = {"NotedAllGather", "NotedReduceScatter"}
-    return not used <= {"DefaultAllGather", "DefaultReduceScatter", *ours}
+    return not used <= {"DefaultAllGather", "DefaultReduceScatter", "Noted"}
 
 
 def shifts_labels(trainer: Any) -> bool:

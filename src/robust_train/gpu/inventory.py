@@ -275,18 +275,20 @@ class NvmlSession:
     ) -> _Device:
         name = self._optional(self.nvml.nvmlDeviceGetName, handle)
         unknown = "unknown GPU" if parent is None else f"{parent.name} MIG"
-        pci_bus_id = "" if parent is None else parent.pci_bus_id
-        pci = self._optional(self.nvml.nvmlDeviceGetPciInfo, handle)
-        if parent is None and pci is not None:
-            pci_bus_id = f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
         return _Device(
             index,
             handle,
             str(self.nvml.nvmlDeviceGetUUID(handle)),
             str(name or unknown),
-            pci_bus_id,
+            self._pci_bus_id(handle) if parent is None else parent.pci_bus_id,
             parent,
         )
+
+    def _pci_bus_id(self, handle: Any) -> str:
+        pci = self._optional(self.nvml.nvmlDeviceGetPciInfo, handle)
+        if pci is None:
+            return ""
+        return f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
 
     def _is_sliced(self, gpu: _Device) -> bool:
         mode = self._optional(self.nvml.nvmlDeviceGetMigMode, gpu.handle)

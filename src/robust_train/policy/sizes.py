@@ -65,21 +65,18 @@ class PolicySettings:
             num_workers=training.num_workers,
             prefetch_factor=training.prefetch_factor,
             expandable_segments=expandable_segments,
-            has_batch="batch_size" in used if is_script else config.has_batch,
+            has_batch=not is_script and config.has_batch,
             gradient_checkpointing=training.gradient_checkpointing,
         )
         found = {
-            "can_accumulate": (
-                "gradient_accumulation_steps" in used
-                if is_script
-                else config.can_accumulate
-            ),
-            "can_checkpoint": "gradient_checkpointing" in used or config.is_built_in,
+            "can_accumulate": not is_script and config.can_accumulate,
+            "can_checkpoint": config.is_built_in,
         }
-        return cls(config, asked, **{**found, **known})
+        settings = cls(config, asked, **{**found, **known})
+        return settings.supporting(used) if is_script else settings
 
     def supporting(self, features: Collection[str]) -> PolicySettings:
-        """Return the settings of a trainer that was seen to read these values of an attempt."""
+        """Return the settings of a trainer that reads these values of an attempt."""
         asked = self.asked
         return replace(
             self,

@@ -55,7 +55,6 @@ class Plan:
         self.groups: dict[str, Group] = {}
         self.capped: dict[str, str] = {}
         self.kept: tuple[str, ...] = ()
-        self.first = ""
         self._first: QueuedJob | None = None
         self._now = now
         self._limit = gpu_limit
@@ -66,6 +65,10 @@ class Plan:
                 break
             if job.is_polling(now):
                 self._serve(job)
+
+    @property
+    def first(self) -> str:
+        return "" if self._first is None else self._first.id
 
     def _serve(self, job: QueuedJob) -> None:
         """Grant the job its GPUs, or keep some for it if it is the first that gets none."""
@@ -82,7 +85,7 @@ class Plan:
                 "(max_gpus_per_user)"
             )
         elif self._first is None:
-            self._first, self.first = job, job.id
+            self._first = job
             self.kept = self._keep(job)
 
     def suitable(self, job: QueuedJob) -> list[GpuState]:
