@@ -7,7 +7,7 @@ Three contestants with the same trainer, steps of 50 ms: ours with default setti
 times between kills are exponentially distributed and the same for all contestants. ``--target
 trainer`` (the default) kills the training process, ``all`` every process of the job; a command that
 has ended is started again at once. Useful are the steps that the job has got to at the end.
-Goal: ours ahead at each rate, and 0.85 at 60 s where a checkpoint costs 0.1 s.
+Goal: ours ahead at each rate, and 0.95, 0.92, 0.85 at 60 s, 20 s, 10 s.
 """
 
 from __future__ import annotations
