@@ -377,7 +377,7 @@ JOURNEYS: list[tuple[Any, ...]] = [
     ),
     (
         "a crash, once without progress",
-        "0:20 // bug:crashed → retry; bug:crashed → give up",
+        "0:20 // bug:crashed → retry | once more, from the beginning; bug:crashed → give up",
     ),
     (
         "a crash after progress",
@@ -425,8 +425,8 @@ JOURNEYS: list[tuple[Any, ...]] = [
     (
         "the same checkpoint again is no progress",
         "0:9 // "
-        "comm:saved=3:file=last.pt → retry; comm:saved=3:file=last.pt → retry; comm → retry;"
-        "comm → give up",
+        "comm:saved=3:file=last.pt → retry | from the last checkpoint, last.pt;"
+        "comm:saved=3:file=last.pt → retry; comm → retry; comm → give up",
         NO_CPU,
     ),
     (

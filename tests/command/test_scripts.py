@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,11 @@ if size > 16:
     ("options", "rates", "warning"),
     [
         ((), (0.4, 0.4), "--keep-effective-batch"),
+        (
+            ("--gradient-accumulation", "4"),
+            (0.4, 0.4),
+            "gradient accumulation 4 is not in the script's command",
+        ),
         pytest.param(
             ("--scale-learning-rate", "linear"),
             (0.4, 0.2),
@@ -69,7 +75,7 @@ if size > 16:
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["not scaled", "linear"],
+    ids=["not scaled", "not given", "linear"],
 )
 def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
     scripts: CommandWorld, options: tuple[str, ...], rates: tuple[float, ...], warning: str
@@ -350,6 +356,10 @@ def test_steps_of_an_attempt_that_resumed_begin_where_the_one_before_had_saved()
     unknown = Attempt(2, first.spec, resumed_from="five.pt")
     assert unknown.after(Progress(6, 20)).after(Progress(9, 20)).start_step == 5
     assert unknown.after(TrainingStarted(0)).after(Progress(6, 20)).start_step == 0
+
+    itself = replace(unknown, resumed_from=None).after(Progress(6, 20)).resumed_like
+    assert itself(Attempt(1, first.spec).after(Progress(1, 20))).start_step == 5
+    assert itself(Attempt(1, first.spec).after(Progress(6, 20))).start_step == 0, "it began again"
 
 
 WAITS_TO_BE_SEEN = """

@@ -115,12 +115,14 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     run.progress(number(2), total_steps=number(9), loss=number(3))
     run.send_last_progress()
     run.checkpoint_saved(tmp_path, number(2))
+    run.checkpoint_saved(tmp_path, None)
     run.epoch_ended(number(1), loss=number(3))
     run.send(Finished(0.9, run.last_step))
     assert [*read_events(ours)] == [
         TrainingStarted(0),
         Progress(1, 9, {"loss": 4}),
         Progress(2, 9, {"loss": 3}),
+        CheckpointSaved(str(tmp_path), 2),
         CheckpointSaved(str(tmp_path), 2),
         EpochEnded(1, 2, {"loss": 3}),
         Finished(0.9, 2),

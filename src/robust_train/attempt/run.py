@@ -604,7 +604,7 @@ class Run(Asked):
     ) -> None:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it. ``position``
         is where it is in the data, of one that was checked and written a while ago."""
-        step = None if step is None else int(step)
+        step = self.last_step if step is None else int(step)
         loss, spent = self.guard.losses.of_checkpoint(step), 0.0
         if self.is_main:
             at = self.position if position is None else position

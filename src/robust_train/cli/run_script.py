@@ -16,6 +16,7 @@ from typing import Any
 from robust_train.cli.command import CommandFailed
 from robust_train.cli.commands import COMMANDS
 from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
+from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import name_of_program
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
@@ -173,7 +174,7 @@ def _run(
         )
         _log_into(folder)
         job = Job(None, cfg, folder, explain=print_failure)
-        for warning in _warnings(arguments, job.values_used):
+        for warning in _warnings(arguments, config, job.values_used):
             log.warning("%s", warning)
         if arguments.resume_argv and "checkpoint" not in job.values_used:
             log.info(
@@ -208,7 +209,11 @@ def _in_options(line: str, arguments: Namespace) -> str:
     return line
 
 
-def _warnings(arguments: Namespace, used: Collection[str]) -> Iterator[str]:
+def _warnings(
+    arguments: Namespace,
+    config: RobustConfig,
+    used: Collection[str],
+) -> Iterator[str]:
     """Yield what the command line asks for and the script does not get."""
     by_key = _gives(arguments, "training.batch_size")
     if (arguments.batch_size or by_key) and "batch_size" not in used:
@@ -220,6 +225,13 @@ def _warnings(arguments: Namespace, used: Collection[str]) -> Iterator[str]:
             "robust_train.current_run().batch_size its batch is its own and is not halved: write "
             "{batch_size} in the command; for a script that reads a variable it is "
             "env BATCH_SIZE={batch_size} python train.py"
+        )
+    steps = config.training.gradient_accumulation_steps
+    if steps > 1 and "gradient_accumulation_steps" not in used:
+        yield (
+            f"gradient accumulation {steps} is not in the script's command, so unless the script "
+            "reads robust_train.current_run().gradient_accumulation_steps it makes an optimizer "
+            "step of each micro-batch: write {gradient_accumulation_steps} in the command"
         )
 
 

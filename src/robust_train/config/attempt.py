@@ -52,6 +52,7 @@ def for_attempt(
     lr = config.training.lr
     if config.is_script:
         lr = config.learning_rate_at(spec.effective_batch_size)
+        chosen["effective_batch_size"] = spec.effective_batch_size
     training = replace(
         config.training,
         lr=lr * spec.lr_factor,

@@ -624,22 +624,17 @@ class RobustConfig(PlainConfig):
         by = self.cuda_visible_devices
         return by == "index" or (by == AUTO and self.is_script)
 
-    @property
-    def samples_per_step(self) -> int:
-        """The effective batch that batch size, accumulation and processes make."""
-        training = self.training
-        return (
-            training.batch_size * training.gradient_accumulation_steps * self.num_gpus
-        )
-
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""
+        training = self.training
+        asked = (
+            training.batch_size * training.gradient_accumulation_steps * self.num_gpus
+        )
         power = {"linear": 1.0, "sqrt": 0.5}.get(
             self.trainer.scale_learning_rate or "",
             0,
         )
-        share = effective_batch_size / self.samples_per_step
-        return float(self.training.lr * share**power)
+        return float(training.lr * (effective_batch_size / asked) ** power)
 
     @property
     def min_gpu_memory_bytes(self) -> int:

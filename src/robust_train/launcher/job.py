@@ -535,8 +535,9 @@ class Job:
         attempt = replace(self.folder.attempt, exit=process_exit)
         if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
             raise ConfigError(attempt.ending.config_error) from process_exit.error
+        first = self.attempts[0] if self.attempts else attempt
         return ended(
-            attempt,
+            attempt.resumed_like(first),
             seconds,
             log=request.log_file,
             stacks=request.stacks_file,

@@ -440,5 +440,5 @@ def _reply_after(
 def _sizes(spec: AttemptSpec) -> dict[str, int]:
     return {
         "micro_batch": spec.batch_size,
-        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        "gradient_accumulation_steps": spec.accumulation,
     }

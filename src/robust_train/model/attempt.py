@@ -47,6 +47,7 @@ _NOT_IN_FILES = frozenset(
         "number",
         "spec",
         "began_training",
+        "first_step",
         "saved_step",
         "saves",
         "keeps_batch",
@@ -97,7 +98,8 @@ class Attempt:
     # it reported that training begins, which some trainers never do
     began_training: bool = False
     start_step: int = 0  # optimizer step it started from (0 for a fresh start)
-    end_step: int | None = None  # last optimizer step it reported
+    first_step: int | None = None  # first optimizer step it reported
+    end_step: int | None = None  # the last one
     total_steps: int | None = None
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
@@ -157,6 +159,9 @@ class Attempt:
                 loss = finite(event.metrics.get("loss", self.loss))
                 after = replace(
                     self,
+                    first_step=event.step
+                    if self.first_step is None
+                    else self.first_step,
                     end_step=event.step,
                     total_steps=total,
                     loss=loss,
@@ -198,8 +203,8 @@ class Attempt:
                 return replace(self, keeps_batch=event.reason)
             case BatchTaken():
                 return self._with_batch_of(event)
-            case TrainerSupports() if "batch_size" in event.features:
-                return replace(self, spec=replace(self.spec, has_batch=True))
+            case TrainerSupports():
+                return replace(self, spec=self.spec.supporting(event.features))
             case BatchSizeFound():
                 return replace(
                     self._with_batch_of(event),
@@ -235,6 +240,15 @@ class Attempt:
         before = max(step - 1, 0)
         is_known = self.resumed_from is None or 0 < self.start_step <= before
         return self if is_known else replace(self, start_step=before)
+
+    def resumed_like(self, first: Attempt) -> Attempt:
+        """Return the attempt with where its program resumed, if it has found a checkpoint itself:
+        its first report then comes later than the one of the job's ``first`` attempt."""
+        is_known = self.began_training or self.resumed_from is not None
+        if is_known or self.first_step is None or first.first_step is None:
+            return self
+        unreported = first.first_step - first.start_step
+        return replace(self, start_step=max(self.first_step - unreported, 0))
 
     def _until_it_was_spoiled(self) -> Attempt:
         """Return the attempt without what it saved of no use any more: that is no progress."""

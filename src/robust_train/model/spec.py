@@ -6,7 +6,7 @@ Memory is in bytes and time in seconds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from robust_train.model.gpu import GpuInfo, Group, device_name
@@ -27,6 +27,8 @@ class AttemptSpec:
     expandable_segments: bool = True
     # False for a script that is given no batch size; it is 1 then
     has_batch: bool = True
+    # False for a trainer that is given no accumulation; whatever that is, it makes 1
+    accumulates: bool = True
     # activations are recomputed in the backward pass
     gradient_checkpointing: bool = False
     searches: bool = False  # the attempt finds its micro-batch before it trains
@@ -38,7 +40,12 @@ class AttemptSpec:
     @property
     def effective_batch_size(self) -> int:
         """Samples per optimizer step."""
-        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+        return self.batch_size * self.accumulation * self.ranks
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of each rank per optimizer step that the trainer is known to make."""
+        return self.gradient_accumulation_steps if self.accumulates else 1
 
     @property
     def gpu(self) -> GpuInfo | None:
@@ -79,11 +86,19 @@ class AttemptSpec:
             or self.gradient_accumulation_steps,
         )
 
+    def supporting(self, features: Collection[str]) -> AttemptSpec:
+        """Return the same for a trainer that reads these values of an attempt."""
+        return replace(
+            self,
+            has_batch=self.has_batch or "batch_size" in features,
+            accumulates=self.accumulates or "gradient_accumulation_steps" in features,
+        )
+
     def as_json(self) -> dict[str, Json]:
         """Return the spec in JSON's types; the batch is null for a script without one."""
         batch = {
             "batch_size": self.batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_accumulation_steps": self.accumulation,
             "effective_batch_size": self.effective_batch_size,
         }
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from robust_train.config.schema import RobustConfig
@@ -69,8 +70,9 @@ class FailureContext:
     @property
     def saved(self) -> str:
         """From where the next attempt goes on."""
-        if any(one.checkpoint or one.resumed_from for one in self.history):
-            return "the last checkpoint"
+        paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
+        if path := next(filter(None, paths), None):
+            return f"the last checkpoint, {PurePath(path).name}"
         hint = " (--checkpoint)" if self.config.is_script else ""
         return f"the beginning, for no checkpoint is known{hint}"
 
@@ -304,7 +306,7 @@ class FailureContext:
         change = f"the effective batch size is now {now} instead of {wanted}"
         if self.config.preserve_effective_batch_size is False:
             return f"{change}: preserve_effective_batch_size is false"
-        if not self.settings.can_accumulate:
+        if not self.settings.asked.accumulates:
             if self.config.trainer.scale_learning_rate is not None:
                 was, rate = map(self.config.learning_rate_at, (wanted, now))
                 return f"{change}; the learning rate is {rate:.4g} instead of {was:.4g}"

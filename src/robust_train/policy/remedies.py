@@ -372,7 +372,7 @@ def same_again(context: FailureContext) -> Retry | None:
         pause = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
     return context.retry(
         "retry",
-        f": the same again in {pause:g} s",
+        f": the same again in {pause:g} s, from {context.saved}",
         pause_seconds=pause,
     )
 
@@ -390,7 +390,7 @@ def crashed_once_more(context: FailureContext) -> Retry | None:
     crashes = [one.evidence.clue == Clue.CRASHED for one in context.since_progress]
     if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
         return None
-    return context.retry("retry", ": once more, from the last checkpoint")
+    return context.retry("retry", f": once more, from {context.saved}")
 
 
 def earlier_checkpoint(context: FailureContext) -> Retry | None:
@@ -502,7 +502,7 @@ def again_after_progress(context: FailureContext) -> Retry | None:
     """Repeat in a new process as long as each attempt saves a later checkpoint: memory leaks."""
     if not context.got_further or context.failed_before_training:
         return None
-    how = ", but got further: the same again from the last checkpoint"
+    how = f", but got further: the same again from {context.saved}"
     return context.retry("retry", how)
 
 

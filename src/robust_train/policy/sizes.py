@@ -28,8 +28,6 @@ class PolicySettings:
     asked: AttemptSpec
     # False if the user's own environment, or WSL, settles it
     may_use_expandable_segments: bool = True
-    # False for a script that is not given the accumulation
-    can_accumulate: bool = True
     # the trainer supports `training.gradient_checkpointing`
     can_checkpoint: bool = False
     # micro-batches that earlier launches found, by kind of device
@@ -66,27 +64,18 @@ class PolicySettings:
             prefetch_factor=training.prefetch_factor,
             expandable_segments=expandable_segments,
             has_batch=not is_script and config.has_batch,
+            accumulates=not is_script and config.can_accumulate,
             gradient_checkpointing=training.gradient_checkpointing,
         )
-        found = {
-            "can_accumulate": not is_script and config.can_accumulate,
-            "can_checkpoint": config.is_built_in,
-        }
-        settings = cls(config, asked, **{**found, **known})
+        known.setdefault("can_checkpoint", config.is_built_in)
+        settings = cls(config, asked, **known)
         return settings.supporting(used) if is_script else settings
 
     def supporting(self, features: Collection[str]) -> PolicySettings:
         """Return the settings of a trainer that reads these values of an attempt."""
-        asked = self.asked
         return replace(
             self,
-            asked=replace(
-                asked,
-                has_batch=asked.has_batch or "batch_size" in features,
-            ),
-            can_accumulate=(
-                self.can_accumulate or "gradient_accumulation_steps" in features
-            ),
+            asked=self.asked.supporting(features),
             can_checkpoint=self.can_checkpoint or "gradient_checkpointing" in features,
         )
 
@@ -99,7 +88,7 @@ class PolicySettings:
     def accumulates(self) -> bool:
         """Whether the accumulation makes up for a smaller micro-batch."""
         is_off = self.config.preserve_effective_batch_size is False
-        return self.can_accumulate and not is_off
+        return self.asked.accumulates and not is_off
 
     def refuses(self, spec: AttemptSpec) -> bool:
         """Return whether the user wants no attempt with this effective batch."""

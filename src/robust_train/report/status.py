@@ -102,7 +102,7 @@ def _where(state: RunState, now: float) -> list[str]:
     parts.append(f"attempt {attempt.number} on {spec.where}")
     if spec.has_batch:
         size = " → ".join(map(str, attempt.sizes))
-        steps = f"{spec.gradient_accumulation_steps}{by_processes(spec.ranks)}"
+        steps = f"{spec.accumulation}{by_processes(spec.ranks)}"
         parts.append(f"micro-batch {size} × {steps}")
     return parts
 

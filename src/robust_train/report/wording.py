@@ -136,8 +136,7 @@ def batch_in_words(spec: AttemptSpec) -> str:
     """Return ``micro-batch 16 × accumulation 4 × 2 processes``."""
     if not spec.has_batch:
         return "an unknown micro-batch"
-    accumulation = spec.gradient_accumulation_steps
-    steps = f" × accumulation {accumulation}" if accumulation != 1 else ""
+    steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
     return f"micro-batch {spec.batch_size}{steps}{by_processes(spec.ranks)}"
 
 

@@ -312,7 +312,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
     return ScriptValues(
         batch_size=training.batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
-        effective_batch_size=config.samples_per_step,
+        effective_batch_size=training.effective_batch_size or training.batch_size,
         learning_rate=f"{training.lr:.12g}",
         num_gpus=config.num_gpus,
         min_batch_size=config.min_batch_size,
