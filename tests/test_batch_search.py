@@ -25,9 +25,7 @@ from robust_train.readable import MIB
 same_machines = settings(derandomize=True)
 
 
-def search(
-    sizes: Sequence[int], needs: Callable[[int], int], rest: int, limit: int
-) -> tuple[int | None, list[Probe]]:
+def search(sizes, needs, rest, limit) -> tuple[int | None, list[Probe]]:
     """The search's answer on a machine where a size needs so many bytes, and its probes."""
     probes: list[Probe] = []
     limits = Limits(rest, limit)

@@ -432,9 +432,7 @@ def test_what_a_job_of_hydras_raised_is_read_without_raising_it():
     assert compat.returned_or_raised(job) is error
 
 
-def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(monkeypatch):
     import hydra
 
     for version, given in (("1.3.4", {"version_base": "1.3"}), ("1.4.0rc1", {})):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -42,9 +41,7 @@ def test_a_function_within_another_and_a_long_name_make_names_of_folders():
     assert folder_name("a/b c") == "a_b_c"
 
 
-def test_a_function_gives_its_name_to_its_job_and_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_function_gives_its_name_to_its_job_and_run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = launch(trainers.plain, {"isolation": "none"}).run_dir
     assert re.fullmatch(r"[\d-]+_trainers.plain_\d+", folder.name), folder

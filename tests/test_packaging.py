@@ -18,14 +18,9 @@ from world import ROOT, Ended, World
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    process = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(folder), str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "No matching distribution found for hatchling" in process.stderr:
-        pytest.skip("the build backend cannot be fetched: no network")
+    pytest.importorskip("hatchling", reason="the extra [test]")
+    make = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    process = subprocess.run([*make, "-w", folder, ROOT], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return next(folder.glob("*.whl"))
 
@@ -133,9 +128,7 @@ def test_init_writes_its_project_from_the_wheel(installed: Path, world: World):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(
-    tmp_path: Path, world: World
-):
+def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(tmp_path, world):
     """The wheel is made of the sdist, and installed beside this environment's dependencies."""
     for tool in ("build", "twine"):
         pytest.importorskip(tool, reason="the extra [test]")

@@ -15,8 +15,7 @@ import psutil
 
 import warm
 from robust_train.folder.checkpoints import SUFFIX
-from simulated_nvml import Machine
-from world import SUPPORT, Ended, World, wait_until
+from world import SUPPORT, Ended, wait_until
 
 BOUND_SECONDS = 90
 
@@ -119,9 +118,7 @@ KINDS = [
 class Day:
     """One job, what happens to it, and what is true afterwards."""
 
-    def __init__(
-        self, world: World, kind: Kind, *words: str, machine: Machine | None = None
-    ) -> None:
+    def __init__(self, world, kind, *words, machine=None):
         self.world = world
         self.kind = kind
         if machine is not None:

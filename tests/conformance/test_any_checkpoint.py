@@ -39,7 +39,7 @@ def trained(folder: Path, kind: str, batch_size: int, resume: str | None = None,
     ],
 )
 def test_from_any_step_the_samples_that_follow_and_the_weights_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, bool]
+    tmp_path, monkeypatch, kind, options
 ):
     pytest.importorskip(kind, reason=f"the extra [{kind}] is not installed")
     for name in ("READY_FILE", "WEIGHTS_FILE"):

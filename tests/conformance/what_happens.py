@@ -115,9 +115,7 @@ def sigstop(depth: int) -> Callable[[Day], None]:
     return event
 
 
-def troubled(
-    trouble: Callable[[Day], contextlib.AbstractContextManager[None]], words: str
-) -> Callable[[Day], None]:
+def troubled(trouble, words) -> Callable[[Day], None]:
     """The run folder's disk takes nothing until someone is notified of it, in these words."""
 
     def event(day: Day) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,13 +57,13 @@ class Fuse(nn.Module):
 
     def __init__(
         self,
-        where: str = "never",
-        at: int = 1,
-        fits: int = 2,
+        where="never",
+        at=1,
+        fits=2,
         *,
-        training: bool = True,
-        packed: int = 0,  # positions of a sample, where a batch is one row
-    ) -> None:
+        training=True,
+        packed=0,  # positions of a sample, where a batch is one row
+    ):
         super().__init__()
         self.where, self.at, self.fits, self.is_for_training = where, at, fits, training
         self.packed = packed
@@ -86,11 +85,11 @@ class Fitted:
 
     def __init__(
         self,
-        folder: Path,
-        model: nn.Module,
-        batch_size: int,
-        resume: Path | None = None,
-        asked: int | None = None,  # the micro-batch of the job's first attempt
+        folder,
+        model,
+        batch_size,
+        resume=None,
+        asked=None,  # the micro-batch of the job's first attempt
     ):
         self.cfg = OmegaConf.merge(CFG)
         self.cfg.training.batch_size = batch_size

@@ -98,14 +98,7 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
 
 
 def _train(
-    folder: Path,
-    cfg,
-    resume: Path | None = None,
-    backward=None,
-    asks=None,
-    stop_at=None,
-    reports=None,
-    **options,
+    folder, cfg, resume=None, backward=None, asks=None, stop_at=None, reports=None, **options
 ):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 

@@ -81,13 +81,7 @@ ORDERED = DataLoader(loader(7).dataset, 4)
 
 
 class Fitted(running_out.Fitted):
-    def __init__(
-        self,
-        folder: Path,
-        model: lightning.LightningModule,
-        batch_size: int = 4,
-        **options: object,
-    ) -> None:
+    def __init__(self, folder, model, batch_size=4, **options):
         from robust_train.integrations.lightning import fit
 
         super().__init__(folder, model, batch_size)
@@ -108,9 +102,7 @@ class Fitted(running_out.Fitted):
         )
 
 
-def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with_enough(
-    tmp_path,
-):
+def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with_enough(tmp_path):
     whole = Fitted(tmp_path, Net(Fuse()))
     assert whole.model.hooks == ["zero_grad", "step"] * 3
     # the third batch is the first of step 2; the last one has three samples

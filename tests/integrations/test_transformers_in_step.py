@@ -71,15 +71,15 @@ def samples(count: int = 21) -> list[dict]:
 class Fitted(running_out.Fitted):
     def __init__(
         self,
-        folder: Path,
-        model: torch.nn.Module,
-        batch_size: int = 4,
+        folder,
+        model,
+        batch_size=4,
         trainer=None,
         collator=None,
-        asked: int | None = None,
-        count: int = 21,
-        **options: object,
-    ) -> None:
+        asked=None,
+        count=21,
+        **options,
+    ):
         from robust_train.integrations.transformers import fit, training_arguments
 
         super().__init__(folder, model, batch_size, asked=asked)

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,9 +23,7 @@ def hide_processes_of_others() -> None:
 
 
 @contextlib.contextmanager
-def as_another_user(
-    act: Callable[[], object], *, as_root: Callable[[], object] = lambda: None
-) -> Iterator[int]:
+def as_another_user(act, *, as_root=lambda: None) -> Iterator[int]:
     """A process of another user that has done something, and lives as long as the block.
 
     ``as_root`` is what it does before it becomes that user.

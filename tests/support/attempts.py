@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
-from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec, Decision, RetryRule
+from robust_train.model.spec import Decision
 from robust_train.policy.decide import Offers, decide, with_rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 
 
 def policy(
-    batch_size: int = 64,
-    gradient_accumulation_steps: int = 1,
+    batch_size=64,
+    gradient_accumulation_steps=1,
     *,
-    num_workers: int = 0,
-    expandable_segments: bool = True,
-    may_use_expandable_segments: bool = True,
-    can_checkpoint: bool = False,
-    gradient_checkpointing: bool = False,
-    reports_start: bool = False,
-    rules: tuple[RetryRule, ...] = (),
-    **keys: Any,
+    num_workers=0,
+    expandable_segments=True,
+    may_use_expandable_segments=True,
+    can_checkpoint=False,
+    gradient_checkpointing=False,
+    reports_start=False,
+    rules=(),
+    **keys,
 ) -> PolicySettings:
     """What decisions depend on in a job with these keys; ``reports_start``: of our trainer."""
     target = "robust_train.vision.trainer.train" if reports_start else None
@@ -57,17 +55,17 @@ def gpu(index: int, free_gib: float, unusable: str | None = None) -> GpuInfo:
 
 
 def failed(
-    spec: AttemptSpec,
-    kind: FailureKind,
-    evidence: Evidence | None = None,
+    spec,
+    kind,
+    evidence=None,
     *,
-    message: str = "",
-    rank: int | None = None,
-    exit_code: int | None = None,
-    output: str = "",
-    stopped_for: str | None = None,
-    exceptions: tuple[str, ...] = (),
-    **record: Any,
+    message="",
+    rank=None,
+    exit_code=None,
+    output="",
+    stopped_for=None,
+    exceptions=(),
+    **record,
 ) -> Attempt:
     """An attempt that failed; ``record`` are fields of it."""
     text = message or f"a {kind.value} message"
@@ -84,12 +82,7 @@ def failed(
     )
 
 
-def decided(
-    settings: PolicySettings,
-    history: tuple[Attempt, ...],
-    gpus: tuple[GpuInfo, ...] = (),
-    held: tuple[GpuInfo, ...] = (),
-) -> Decision:
+def decided(settings, history, gpus=(), held=()) -> Decision:
     """What the launcher decides after these attempts."""
     known: tuple[Attempt, ...] = ()
     for attempt in history:

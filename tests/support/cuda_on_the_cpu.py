@@ -192,7 +192,7 @@ def cuda_on_the_cpu() -> Iterator[Gpu]:
         stack.enter_context(mock.patch.object(torch.cuda, "Event", event))
         empty = torch.empty
 
-        def take(*args: Any, **named: Any) -> torch.Tensor:  # in backward passes as well
+        def take(*args, **named) -> torch.Tensor:  # in backward passes as well
             if _is_gpu(named.get("device")):
                 gpu.answer()
                 gpu.take(args[0], named.get("dtype"))

@@ -9,18 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 
 import warm
 
 
 def run(
-    program: str,
-    *arguments: str,
-    cwd: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-    timeout_seconds: float = 90,
+    program, *arguments, cwd=None, environ=None, timeout_seconds=90
 ) -> subprocess.CompletedProcess[str]:
     """What ``python -c program arguments…`` does, in this process's environment or in ``environ``.
 

@@ -49,9 +49,7 @@ class SweepWorld:
         """Run a sweep to its end."""
         return self.world.run(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
 
-    def start(
-        self, trainer: str, *more: str, n_jobs: int | None = 2, **options: Any
-    ) -> subprocess.Popen[str]:
+    def start(self, trainer, *more, n_jobs=2, **options) -> subprocess.Popen[str]:
         """Start a sweep; the caller waits for it."""
         return self.world.start(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
 

@@ -7,18 +7,9 @@ import os
 import pty
 import select
 import subprocess
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 
-def run_at_a_terminal(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    ask: str = "",
-    answer: str = "",
-    cwd: Path | None = None,
-) -> tuple[int, str]:
+def run_at_a_terminal(command, environ, *, ask="", answer="", cwd=None) -> tuple[int, str]:
     """Exit code of a command in a terminal of its own, and all that it showed.
 
     Args:

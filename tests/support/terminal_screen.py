@@ -10,15 +10,11 @@ import re
 import struct
 import subprocess
 import termios
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 _PARTS = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07]*\x07|\x1b([78D])|(.)", re.S)
 
 
-def run_on_a_terminal(
-    command: Sequence[str], columns: int, lines: int, env: Mapping[str, str], **options: Any
-) -> tuple[int, bytes]:
+def run_on_a_terminal(command, columns, lines, env, **options) -> tuple[int, bytes]:
     """Run a command on a terminal of its own; its exit code and all that it wrote there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

@@ -114,9 +114,7 @@ def _show_where_they_stand_and_kill(pid: int) -> None:
             os.kill(one, signal.SIGKILL)
 
 
-def start(
-    argv: Sequence[str], cwd: Path, environ: Mapping[str, str], kind: str | None = None
-) -> Forked:
+def start(argv, cwd, environ, kind=None) -> Forked:
     """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it."""
     argv = [str(one) for one in argv]
     request = {"is": "command", "argv": argv, "cwd": str(cwd), "environ": dict(environ)}
@@ -128,22 +126,14 @@ def start(
     return Forked(fork, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    cwd: Path | None = None,
-    timeout: float = 120,
-    kind: str | None = None,
-) -> subprocess.CompletedProcess[str]:
+def run(argv, environ, cwd=None, timeout=120, kind=None) -> subprocess.CompletedProcess[str]:
     """Run ``python argv…`` to its end."""
     command = start(argv, cwd or Path.cwd(), environ, kind)
     stdout, stderr = command.communicate(timeout=timeout)
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
 
 
-def robust_train(
-    *arguments: str, environ: Mapping[str, str], cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def robust_train(*arguments, environ, cwd=None) -> subprocess.CompletedProcess[str]:
     """Run ``robust-train arguments…`` to its end."""
     return run(("-m", "robust_train.cli.main", *arguments), environ, cwd)
 

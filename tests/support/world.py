@@ -123,9 +123,7 @@ class World:
     def command(self, *arguments: str, script: str = "train_robust.py") -> list[str]:
         return [sys.executable, str(ROOT / script), *arguments, f"hydra.run.dir={self.run_dir}"]
 
-    def start(
-        self, *arguments: str, script: str = "train_robust.py", **options: Any
-    ) -> subprocess.Popen[str]:
+    def start(self, *arguments, script="train_robust.py", **options) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
         command = self.command(*arguments, script=script)
         if not self.alone and not options:
@@ -146,13 +144,7 @@ class World:
         stdout, stderr = process.communicate(timeout=240)
         return Ended(process.returncode, stdout, stderr, self.run_dir).with_code(code)
 
-    def run(
-        self,
-        *arguments: str,
-        script: str = "train_robust.py",
-        code: int | None = None,
-        **options: Any,
-    ) -> Ended:
+    def run(self, *arguments, script="train_robust.py", code=None, **options) -> Ended:
         """Run a command to its end, and assert its exit code, if one is given."""
         imports_torch = script == "train.py" or "isolation=none" in arguments
         if imports_torch and "-m" not in arguments and not self.alone and not options:

@@ -245,9 +245,7 @@ class Watched(Run):
         return super().progress(step, **more)
 
 
-def built_in(
-    folder: Path, rank: int, ranks: int, resume: Path | None, stop_at: int | None, *more: str
-):
+def built_in(folder, rank, ranks, resume, stop_at, *more):
     """One attempt of the built-in trainer at 24 samples a step; what this rank told and returned.
 
     The last step of an epoch has 8 samples, and the effective batch is the same for 1, 2, 4 ranks.
@@ -285,9 +283,7 @@ def built_in(
     }
 
 
-def attempt(
-    folder: Path, ranks: int, *more: str, resume: Path | None = None, stop_at: int | None = None
-):
+def attempt(folder, ranks, *more, resume=None, stop_at=None):
     """An attempt of the built-in trainer with so many ranks, set up as the launcher does."""
     return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at, *more))
 

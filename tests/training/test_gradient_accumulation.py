@@ -38,9 +38,7 @@ def scaled_precision(scale: float) -> Precision:
     return precision
 
 
-def step_with(
-    precision: Precision, max_grad_norm: float, loss_factor: int = 1
-) -> tuple[bool, nn.Module]:
+def step_with(precision, max_grad_norm, loss_factor=1) -> tuple[bool, nn.Module]:
     model = small_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     images, labels = batch_of(4)

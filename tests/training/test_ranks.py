@@ -67,9 +67,7 @@ def test_a_parameter_that_one_rank_uses_is_the_same_on_all(group: dict[str, Any]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back(
-    group: dict[str, Any], ranks: int
-):
+def test_where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back(group, ranks):
     for rank, seen in enumerate(members(group, ranks)):
         error, message, is_elsewhere, has_gradients = seen["exhausted"]
         assert error == "RankFailure"
@@ -106,9 +104,7 @@ def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any
         "another default device",
     ],
 )
-def test_ddp_is_found_at_any_depth_when_one_rank_runs_out_of_memory_in_backward(
-    group: dict[str, Any], how: str
-):
+def test_ddp_is_found_at_any_depth_when_one_rank_runs_out_of_memory_in_backward(group, how):
     for rank, seen in enumerate(members(group, 2)):
         repeats, difference_from_alone = seen["wrapped"][how]
         assert repeats == rank, "the other one waits"
@@ -117,9 +113,7 @@ def test_ddp_is_found_at_any_depth_when_one_rank_runs_out_of_memory_in_backward(
 
 @pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
 @pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
-def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(
-    group: dict[str, Any],
-):
+def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(group):
     """Two ranks stop after a step in which one ran out of memory, and four go on; against one that
     was left alone."""
     one, first, rest = group["one"][0], group["first"], group["rest"]
@@ -201,7 +195,7 @@ def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
     ranks=st.integers(1, 5),
 )
 def test_ranks_share_the_samples_of_the_step_that_one_process_would_make(
-    samples: int, size: int, accumulation: int, ranks: int
+    samples, size, accumulation, ranks
 ):
     alone = BatchPlan(samples, size * accumulation * ranks, 1, seed=3)
     plans = [BatchPlan(samples, size, accumulation, 3, ranks, rank) for rank in range(ranks)]

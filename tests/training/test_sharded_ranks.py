@@ -68,22 +68,16 @@ def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
-def test_clipped_gradients_of_adamws_steps_are_those_of_one_process(
-    ranks: list[dict[str, Any]], kind: str
-):
+def test_clipped_gradients_of_adamws_steps_are_those_of_one_process(ranks, kind):
     assert max(rank["from one process"][kind] for rank in ranks) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
-def test_a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit(
-    ranks: list[dict[str, Any]], kind: str
-):
+def test_a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit(ranks, kind):
     assert [rank["at the same split"][kind] for rank in ranks] == [0.0, 0.0]
 
 
-def test_real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(
-    ranks: list[dict[str, Any]],
-):
+def test_real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(ranks):
     for repeats, size, worst in (rank["short_of_memory"] for rank in ranks):
         assert repeats == 1
         assert size < 5
@@ -131,9 +125,7 @@ def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
         ("averages in replicas", "a collective of your own"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused_in_a_line(
-    ranks: list[dict[str, Any]], model: str, reason: str
-):
+def test_what_cannot_be_repeated_is_refused_in_a_line(ranks, model, reason):
     for rank in ranks:
         line = rank["refused"][model]
         assert line.startswith("run.backward: ")

@@ -18,7 +18,6 @@ from scipy.io import savemat
 
 from robust_train.attempt.run import Run
 from robust_train.config.checks import unchecked
-from robust_train.folder.checkpoints import Position
 from robust_train.vision import trainer
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
@@ -46,14 +45,7 @@ class WatchedRun(Run):
         stop_at_checkpoint: stop when this step's checkpoint is reported.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        resume: Path | None = None,
-        stop_at_step: int | None = None,
-        stop_at_checkpoint: int | None = None,
-    ) -> None:
+    def __init__(self, folder, *, resume=None, stop_at_step=None, stop_at_checkpoint=None):
         self.events: list[dict[str, Any]] = []
         super().__init__(
             run_dir=folder,
@@ -69,9 +61,7 @@ class WatchedRun(Run):
             self.request_stop()
         return was_told
 
-    def checkpoint_saved(
-        self, path: Path, step: int | None, position: Position | None = None
-    ) -> None:
+    def checkpoint_saved(self, path, step, position=None):
         super().checkpoint_saved(path, step, position)
         if step == self.stop_at_checkpoint:
             self.request_stop()
@@ -150,9 +140,7 @@ def write_cub200(root: Path, per_class: int = 4) -> Path:
     return root
 
 
-def write_image_folder(
-    root: Path, *, per_class: int = 8, parts: Sequence[str] = ("train", "test")
-) -> Path:
+def write_image_folder(root, *, per_class=8, parts=("train", "test")) -> Path:
     for part in parts:
         for label, name in enumerate(("cats", "dogs")):
             for index in range(per_class):

@@ -116,15 +116,8 @@ class Machine:
     alone = False
 
     def __init__(
-        self,
-        folder: Path,
-        libraries: Path,
-        gpus: list[Gpu] | None = None,
-        *,
-        driver: str = "570.86.15",
-        cuda: int = 0,
-        cuda_order: list[str] | None = None,
-    ) -> None:
+        self, folder, libraries, gpus=None, *, driver="570.86.15", cuda=0, cuda_order=None
+    ):
         self.folder = folder / "machine"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.libraries = libraries
@@ -283,9 +276,7 @@ class Machine:
         return [f"gpu.{index}.{key} {value}" for key, value in values.items()]
 
 
-def _memory(
-    total_mib: int, free_mib: int | None, reserved_mib: int, compute: list[tuple[int, int | None]]
-) -> dict[str, Any]:
+def _memory(total_mib, free_mib, reserved_mib, compute) -> dict[str, Any]:
     free = total_mib - reserved_mib if free_mib is None else free_mib
     return {
         "total": total_mib * MIB,

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,8 @@ class SharedDevice:
     """
 
     def __init__(
-        self,
-        state: Path,
-        returns_after_seconds: float = 0.05,
-        owner: int = -1,
-        tell: Callable[[str, int, str, int], None] = lambda event, owner, gpu, mib: None,
-    ) -> None:
+        self, state, returns_after_seconds=0.05, owner=-1, tell=lambda event, owner, gpu, mib: None
+    ):
         self.state = state
         self.held = state.with_name("held")
         self.lock = state.with_name("held.lock")
