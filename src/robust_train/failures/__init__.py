@@ -76,12 +76,7 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
     shortage = ""
     for report in reports_of(exception):
         stack = "" if report.exception is None else stack_of(report.exception)
-        found = refined(
-            match(report),
-            report.text,
-            report.types,
-            stack,
-        )
+        found = refined(match(report), report, stack)
         if found is None and named("UNCLEAR").matches(report):
             shortage = (
                 "host memory had run out just before" if host_memory_ran_out else ""

@@ -33,7 +33,7 @@ _TEXT_LIMIT = 200_000
 class ErrorReport:
     """One exception as far as it matters here."""
 
-    # names of its class and its base classes, without modules; empty where unknown
+    # names of its class and its base classes, bare and as `library.Name`; empty where unknown
     types: tuple[str, ...]
     text: str  # its message on one line, without stack frames
     headline: str  # the one line to show people
@@ -62,7 +62,11 @@ def _follow(
     if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
         return
     seen.add(id(exception))
-    types = tuple(cls.__name__ for cls in type(exception).__mro__)
+    types = tuple(
+        name
+        for cls in type(exception).__mro__
+        for name in _names(f"{cls.__module__}.{cls.__name__}")
+    )
     own = list(reports_in(_text_of(exception), types))
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
@@ -89,6 +93,15 @@ def _follow(
         )
     ):
         yield from _follow(exception.__context__, seen, in_group)
+
+
+def _names(path: str) -> tuple[str, ...]:
+    """Return a class's name, and with the library where the path has one."""
+    library, _, name = path.partition(".")
+    name = name.rpartition(".")[2]
+    if not name:
+        return (library,)
+    return (name,) if library == "builtins" else (name, f"{library}.{name}")
 
 
 def _text_of(exception: BaseException) -> str:
@@ -186,7 +199,7 @@ def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
     name = types[0] if types else ""
     headline = first = _first_line(lines)
     if prefix is not None:  # "MemoryError: …" inside of another exception's message
-        types = (*types, prefix.group(1).rpartition(".")[2])
+        types = (*types, *_names(prefix.group(1)))
     elif name not in ("", "RuntimeError") or not first:
         headline = f"{name}: {first}" if first else name
     return ErrorReport(
@@ -222,7 +235,7 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
         cause = _ROOT_CAUSE.search(text)
         shown = f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
         return ErrorReport(
-            (name,),
+            _names(final.group(1)),
             text.strip(),
             shown.strip()[:_LINE_LIMIT],
             unwrapped=one_line(message, ""),

@@ -183,7 +183,7 @@ def _reported_in(
     for report in reports:
         found = match(report)
         if report.types:
-            found = refined(found, report.text, report.types, stack)
+            found = refined(found, report, stack)
         if found is not None:
             return report, found
     return None

@@ -26,6 +26,12 @@ _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 _TORCH = frozenset(
     {"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None}
 )
+# what CUDA's and HIP's names and numbers of errors follow
+_CODE = (
+    r"\b(?:CUDA|HIP|CU)_?ERROR_?"
+    r"|\b(?:CUDA|HIP)\w* ?(?:runtime |driver )?(?:error|failure|err)(?: code)?\W{1,3}"
+    r"|\[(?=\d+\] Call to cu)"
+)
 _VOCABULARY = re.compile(r"(@\w+@) = (.*)")
 _HEADER = re.compile(
     r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)"
@@ -94,7 +100,7 @@ def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
 
 def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
     types = " ".join(line for line in lines if line.startswith("type ")).split()
-    words = [_either_order(line) for line in lines if not line.startswith("type ")]
+    words = [_words(line) for line in lines if not line.startswith("type ")]
     return Pattern(
         Match(
             FailureKind(header["kind"]),
@@ -107,8 +113,13 @@ def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
     )
 
 
-def _either_order(line: str) -> str:
-    """Return the expression for a line; ``a ~ b`` is both of them near to each other."""
+def _words(line: str) -> str:
+    """Return the expression for a line: ``a ~ b``, codes, or the expression itself."""
+    if line.startswith("code "):
+        # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
+        codes = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_?", code) for code in line.split()[1:])
+        either = "|".join(codes)
+        return rf"(?:{_CODE})(?:{either})\b"
     first, near, second = line.partition(" ~ ")
     if not near:
         return line

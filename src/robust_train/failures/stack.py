@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from robust_train.failures.error_reports import ErrorReport
 from robust_train.failures.patterns import Match
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.readable import shortened
@@ -26,8 +27,8 @@ _IN_A_LOADER = re.compile(
 )
 _MAKES_A_LOCK = re.compile(r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__")
 _IS_IN_NETWORK_CODE = re.compile(
-    r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore)"
-    r"[/\\]|[/\\](?:socket|ssl)\.py\""
+    r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore"
+    r"|grpc|paramiko|pymongo|redis|websockets?)[/\\]|[/\\](?:socket|ssl|rendezvous)\.py\""
 )
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
 _IN_WORKER = re.compile(
@@ -177,21 +178,22 @@ def memory_clue(stack: str) -> str | None:
 
 def refined(
     found: Match | None,
-    text: str,
-    types: tuple[str, ...],
+    report: ErrorReport,
     stack: str,
 ) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
+    types, text = report.types, report.text
     is_os_error = not {"OSError", "FileNotFoundError", "PermissionError"}.isdisjoint(
         types
     )
     if is_os_error and _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     if found is None:
-        # without telling words a time-out is the network's only if its code raised it
+        # without telling words it is the network's only if its code raised it, or waited for it
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text)
-        if timed_out and _IS_IN_NETWORK_CODE.search(stack):
+        where = stack if timed_out else stack.rpartition("File ")[2].partition("\n")[0]
+        if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(where):
             return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
         return None
     is_in_loader = _IN_A_LOADER.search(stack) is not None
