@@ -117,7 +117,9 @@ def _words(line: str) -> str:
     """Return the expression for a line: ``a ~ b``, codes, or the expression itself."""
     if line.startswith("code "):
         # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
-        codes = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_?", code) for code in line.split()[1:])
+        codes = (
+            re.sub(r"(?<=[a-z])(?=[A-Z])", "_?", code) for code in line.split()[1:]
+        )
         either = "|".join(codes)
         return rf"(?:{_CODE})(?:{either})\b"
     first, near, second = line.partition(" ~ ")
