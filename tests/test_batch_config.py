@@ -1,7 +1,5 @@
 """What ``training.batch_size``, the accumulation and the effective batch ask for."""
 
-from __future__ import annotations
-
 import pytest
 
 from robust_train.config.attempt import for_attempt, trainer_config

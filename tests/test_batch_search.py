@@ -1,9 +1,5 @@
 """Which sizes a search tries, and what it answers: against machines whose memory is known."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +21,7 @@ from robust_train.readable import MIB
 same_machines = settings(derandomize=True)
 
 
-def search(sizes, needs, rest, limit) -> tuple[int | None, list[Probe]]:
+def search(sizes, needs, rest, limit):
     """The search's answer on a machine where a size needs so many bytes, and its probes."""
     probes: list[Probe] = []
     limits = Limits(rest, limit)
@@ -41,12 +37,12 @@ def search(sizes, needs, rest, limit) -> tuple[int | None, list[Probe]]:
         probes.append(Probe(size, peak if peak <= limit else None))
 
 
-def largest_within(sizes: Sequence[int], needs: Callable[[int], int], most: float) -> int | None:
+def largest_within(sizes, needs, most):
     return max((size for size in sizes if needs(size) <= most), default=None)
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> tuple[int, int, int, int]:
+def machines(draw):
     """Bytes: at rest, of workspaces, per sample; and the limit, beside which noise is small."""
     rest = draw(st.integers(0, 4000)) * MIB
     workspace = draw(st.integers(0, 500)) * MIB
@@ -63,7 +59,7 @@ def test_where_memory_is_affine_the_answer_is_the_largest_but_for_the_margin(
     rest, workspace, per_sample, limit = machine
     sizes = micro_batch_sizes(effective, least)
 
-    def needs(size: int) -> int:
+    def needs(size):
         return rest + workspace + per_sample * size
 
     answer, _ = search(sizes, needs, rest, limit)
@@ -82,7 +78,7 @@ def test_among_all_numbers_of_samples_no_more_than_two_margins_are_left_unused(m
     rest, workspace, per_sample, limit = machine
     sizes = range(1, at_most + 1)
 
-    def needs(size: int) -> int:
+    def needs(size):
         return rest + workspace + per_sample * size
 
     answer, _ = search(sizes, needs, rest, limit)
@@ -107,7 +103,7 @@ def test_whatever_memory_does_a_failed_size_is_never_the_answer(
     wobbling = iter(noise)
     granule = granule_mib * MIB
 
-    def needs(size: int) -> int:
+    def needs(size):
         exact = workspace + per_sample * size * (1 + next(wobbling))
         return rest + -(-int(exact) // granule) * granule
 
@@ -123,7 +119,7 @@ def test_an_allocator_that_grows_in_steps_costs_no_more_than_another_margin(mach
     rest, workspace, per_sample, limit = machine
     sizes = micro_batch_sizes(effective, 1)
 
-    def needs(size: int) -> int:
+    def needs(size):
         return rest + workspace + -(-per_sample * size // (2 * MIB)) * 2 * MIB
 
     answer, _ = search(sizes, needs, rest, limit)

@@ -3,15 +3,12 @@
 Every test starts the real command. So short, the figures themselves mean nothing: none is compared.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -59,7 +56,7 @@ ELSEWHERE = {
 }
 
 
-def run(command: str, folder: Path, **variables: str) -> str:
+def run(command, folder, **variables):
     """Run a benchmark to its end; return what it printed."""
     script, *options = shlex.split(command)
     if "build_nvml" in (BENCHMARKS / script).read_text() and shutil.which("cc") is None:
@@ -77,24 +74,24 @@ def run(command: str, folder: Path, **variables: str) -> str:
     return ended.stdout
 
 
-def has(output: str, figures: str) -> bool:
+def has(output, figures):
     return re.search(figures.replace(" … ", r"[\s\S]*\s"), output) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SMALLEST)
-def test_a_benchmark_runs_and_prints_its_figures(command: str, tmp_path: Path) -> None:
+def test_a_benchmark_runs_and_prints_its_figures(command, tmp_path):
     output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="")
     assert has(output, SMALLEST[command]), output
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("command", ON_A_GPU)
-def test_one_that_needs_a_gpu_runs_on_one(command: str, tmp_path: Path) -> None:
+def test_one_that_needs_a_gpu_runs_on_one(command, tmp_path):
     output = run(command, tmp_path)
     assert has(output, ON_A_GPU[command]), output
 
 
-def test_every_benchmark_is_run_by_a_test() -> None:
+def test_every_benchmark_is_run_by_a_test():
     programs = {file.name for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
     assert programs == {command.split()[0] for command in (*SMALLEST, *ON_A_GPU)} | {*ELSEWHERE}

@@ -1,7 +1,5 @@
 """Private symbols of torch and others: what is relied on is there, and does what it is used for."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import inspect
@@ -36,7 +34,7 @@ DOCUMENTED = {"_exit", "_current_frames", "_fields"}  # of os, sys and named tup
 OVERRIDES = {"loading.py"}  # a class of OmegaConf's with methods of ours
 
 
-def names_in(path: Path) -> tuple[set[str], set[tuple[int, str]]]:
+def names_in(path):
     """The private names that a module defines, and those that it reads of other objects."""
     tree, own, read = ast.parse(path.read_text()), set(), set()
     for node in ast.walk(tree):
@@ -130,37 +128,40 @@ def test_a_change_can_be_hidden_from_the_version_counter():
     assert tensor.tolist() == [1, 1]
 
 
-def test_collectives_are_counted(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_collectives_are_counted(one_rank):
+    before = compat.collectives_begun(dist.group.WORLD)
+    dist.all_reduce(torch.ones(1))
+    assert compat.collectives_begun(dist.group.WORLD) == before + 1
+    wrapper = DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert compat.hook_and_delay(wrapper) == (False, False)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    before = compat.collectives_begun(dist.group.WORLD)
+    for _ in range(2):
+        compat.settle_buckets(wrapper)
+        assert compat.collectives_begun(dist.group.WORLD) > before, "once"
+    with wrapper.no_sync():
         before = compat.collectives_begun(dist.group.WORLD)
-        dist.all_reduce(torch.ones(1))
-        assert compat.collectives_begun(dist.group.WORLD) == before + 1
-        wrapper = DistributedDataParallel(torch.nn.Linear(2, 2))
-        assert compat.hook_and_delay(wrapper) == (False, False)
         wrapper(torch.ones(1, 2)).sum().backward()
-        before = compat.collectives_begun(dist.group.WORLD)
-        for _ in range(2):
-            compat.settle_buckets(wrapper)
-            assert compat.collectives_begun(dist.group.WORLD) > before, "once"
-        with wrapper.no_sync():
-            before = compat.collectives_begun(dist.group.WORLD)
-            wrapper(torch.ones(1, 2)).sum().backward()
-        assert compat.collectives_begun(dist.group.WORLD) == before
-        wrapper.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-        assert compat.hook_and_delay(wrapper) == (True, False)
-    finally:
-        dist.destroy_process_group()
+    assert compat.collectives_begun(dist.group.WORLD) == before
+    wrapper.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    assert compat.hook_and_delay(wrapper) == (True, False)
 
 
-def name_of(node: ast.expr) -> str:
+def name_of(node):
     if isinstance(node, ast.Attribute):
         return f"{name_of(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def calls_of_torch_cuda() -> list[tuple[str, ast.Call]]:
+def calls_of_torch_cuda():
     """Every call by its whole name in our sources, most of which no machine without a GPU runs."""
     paths = [*(ROOT / "src").glob("**/*.py"), *(ROOT / "benchmarks").glob("*.py")]
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
@@ -213,7 +214,7 @@ def test_allocator_settings_go_to_whichever_function_torch_has():
         assert seen == ["expandable_segments:True"]
 
 
-def step_of(optimizer: torch.optim.Optimizer) -> None:
+def step_of(optimizer):
     next(iter(optimizer.param_groups[0]["params"])).sum().backward()
     optimizer.step()
 
@@ -295,7 +296,7 @@ def test_hydra_composes_once_where_the_command_line_alone_says_whether_to_sweep(
         ("-cn=other", True),
     ],
 )
-def test_a_config_of_ones_own_may_say_whether_to_sweep(argument: str, may: bool):
+def test_a_config_of_ones_own_may_say_whether_to_sweep(argument, may):
     assert may_set_mode([argument]) is may
 
 
@@ -334,44 +335,39 @@ def test_the_allocators_history_is_called_as_torch_has_it():
     assert compat.allocator_history_is_recorded(fake) is True
 
 
-def test_the_collectives_of_a_sharded_model_are_seen(tmp_path):
+def test_the_collectives_of_a_sharded_model_are_seen(one_rank):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"):
         pytest.skip("a torch that cannot reset a sharded model")
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(2, 2)
-        fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
-        seen: list[bool] = []
+    model = torch.nn.Linear(2, 2)
+    fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    seen: list[bool] = []
 
-        @contextlib.contextmanager
-        def noted(is_gather, *_):
-            yield
-            seen.append(is_gather)
+    @contextlib.contextmanager
+    def noted(is_gather, *_):
+        yield
+        seen.append(is_gather)
 
-        gather, scatter = compat.noted_collectives(noted)
-        model.set_custom_all_gather(gather)
-        model.set_custom_reduce_scatter(scatter)
-        assert not compat.has_own_collectives(model)
-        assert not compat.sharding_has_begun(model)
-        model(torch.ones(1, 2)).sum().backward()
-        assert compat.sharding_has_begun(model)
-        # a pass that is left without its reduction, as in the middle of a step
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(1, 2)).sum().backward()
-        model.set_requires_gradient_sync(True)
-        model.zero_grad()
-        compat.reset_sharding(model)
-        model(torch.ones(1, 2)).sum().backward()
-        assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0], [1.0, 1.0]]
-        gathered = torch.zeros(2)  # one rank alone has no need of its own collectives
-        gather(gathered, torch.ones(2), dist.group.WORLD)
-        assert (seen, gathered.tolist()) == ([True], [1, 1])
-        model.set_custom_all_gather(type("OfAUser", (type(gather),), {})())
-        assert compat.has_own_collectives(model)
-    finally:
-        dist.destroy_process_group()
+    gather, scatter = compat.noted_collectives(noted)
+    model.set_custom_all_gather(gather)
+    model.set_custom_reduce_scatter(scatter)
+    assert not compat.has_own_collectives(model)
+    assert not compat.sharding_has_begun(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert compat.sharding_has_begun(model)
+    # a pass that is left without its reduction, as in the middle of a step
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    compat.reset_sharding(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    gathered = torch.zeros(2)  # one rank alone has no need of its own collectives
+    gather(gathered, torch.ones(2), dist.group.WORLD)
+    assert (seen, gathered.tolist()) == ([True], [1, 1])
+    model.set_custom_all_gather(type("OfAUser", (type(gather),), {})())
+    assert compat.has_own_collectives(model)
 
 
 def test_every_function_has_a_test_here():
@@ -382,20 +378,15 @@ def test_every_function_has_a_test_here():
 
 
 @pytest.fixture
-def shards(tmp_path: Path):
+def shards(one_rank, tmp_path):
     """A folder that torch.distributed.checkpoint has written for one rank, and what is in it."""
     tensors = pytest.importorskip("torch.distributed.tensor")
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        whole = {name: torch.randn(400, 3) for name in ("model.a", "model.b")}
-        content = {
-            "model": {name[-1]: tensors.DTensor.from_local(t, mesh) for name, t in whole.items()}
-        }
-        yield write_shards(dist.group.WORLD, content, tmp_path / "saved"), whole
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    whole = {name: torch.randn(400, 3) for name in ("model.a", "model.b")}
+    content = {
+        "model": {name[-1]: tensors.DTensor.from_local(t, mesh) for name, t in whole.items()}
+    }
+    return write_shards(dist.group.WORLD, content, tmp_path / "saved"), whole
 
 
 def test_what_torch_has_written_fills_tensors(shards):
@@ -442,7 +433,7 @@ def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(mo
             assert compat.for_hydra("1.2") == {"version_base": "1.2"}, "a project's own"
 
 
-def test_a_resolver_is_registered_without_a_warning(recwarn: pytest.WarningsRecorder):
+def test_a_resolver_is_registered_without_a_warning(recwarn):
     for value in (1, 2):
         compat.register_resolver("a_number_of_ours", lambda value=value: value)
         assert OmegaConf.create({"x": "${a_number_of_ours:}"}).x == value
@@ -487,7 +478,7 @@ def test_what_trl_logs_of_passes_is_lists_by_mode_and_name():
     assert compat.logged_of_passes(object()) == {}
 
 
-def test_private_names_of_transformers_are_there(tmp_path: Path):
+def test_private_names_of_transformers_are_there(tmp_path):
     transformers = pytest.importorskip("transformers")
 
     class Own(transformers.Trainer):
@@ -527,7 +518,7 @@ def test_private_names_of_transformers_are_there(tmp_path: Path):
     assert torch.save.__module__ == "torch.serialization", "all is as before"
 
 
-def test_private_names_of_lightning_are_there(tmp_path: Path):
+def test_private_names_of_lightning_are_there(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
     seen = []
 

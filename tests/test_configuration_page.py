@@ -1,7 +1,5 @@
 """YAML, the page of keys and what the launcher is handed say what the schema declares."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 
@@ -16,7 +14,7 @@ from robust_train.config.schema import RobustConfig
 
 
 @pytest.mark.parametrize(("path", "text"), written().items(), ids=lambda value: value[:40])
-def test_a_file_has_what_the_schema_declares(path: str, text: str):
+def test_a_file_has_what_the_schema_declares(path, text):
     """Else ``just keys`` was forgotten."""
     assert (ROOT / path).read_text() == text
 
@@ -60,7 +58,7 @@ def test_before_the_checks_a_value_that_they_refuse_is_the_default():
 
 
 @pytest.mark.parametrize("section", GROUPS)
-def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section: str):
+def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section):
     group, options = GROUPS[section]
     for option, cls in options.items():
         if option:

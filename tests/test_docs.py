@@ -1,7 +1,5 @@
 """README and docs: links resolve, examples run, commands parse, README stays short."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib
@@ -24,7 +22,6 @@ from robust_train import current_run
 from robust_train.cli.main import find, parse
 from robust_train.cli.run_script import overrides_of
 from robust_train.config.checks import checked
-from world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -35,11 +32,11 @@ PAGES = [
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 
 
-def _prose(page: Path) -> str:
+def _prose(page):
     return re.sub(r"`[^`\n]*`", "code", _FENCE.sub("", page.read_text()))
 
 
-def _anchors(page: Path) -> set[str]:
+def _anchors(page):
     """The anchors that GitHub gives a page's headings."""
     anchors: set[str] = set()
     for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.M):
@@ -50,12 +47,12 @@ def _anchors(page: Path) -> set[str]:
     return anchors
 
 
-def _name(page: Path) -> str:
+def _name(page):
     return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_relative_link_and_anchor_resolves(page: Path):
+def test_every_relative_link_and_anchor_resolves(page):
     dead = []
     for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
         if re.match(r"[a-z]+:", link):
@@ -67,19 +64,19 @@ def test_every_relative_link_and_anchor_resolves(page: Path):
     assert not dead
 
 
-def _blocks(page: Path, language: str) -> list[str]:
+def _blocks(page, language):
     found = _FENCE.findall(page.read_text())
     return [textwrap.dedent(code) for kind, code in found if kind == language]
 
 
-def _parsed(code: str) -> ast.Module:
+def _parsed(code):
     try:
         return ast.parse(code)
     except SyntaxError:  # a snippet may show the inside of a function
         return ast.parse(f"def snippet():\n{textwrap.indent(code, '    ')}")
 
 
-def _is_complete(code: str) -> bool:
+def _is_complete(code):
     """Whether a block defines or imports all names that it uses."""
     nodes = list(ast.walk(_parsed(code)))
     names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -104,7 +101,7 @@ COMPLETE = [
 
 
 @pytest.mark.parametrize("code", COMPLETE)
-def test_complete_examples_run(code: str, world: World):
+def test_complete_examples_run(code, world):
     if "hydra_main" in code:  # its project has folders beside it: only what it defines
         code = code.replace("__main__", "__elsewhere__")
     if "launch" in code:
@@ -122,7 +119,7 @@ def test_the_examples_are_found():
     assert named >= {"README.md", "docs/recovery.md", "docs/notebooks.md", "docs/bring-your-own.md"}
 
 
-def _target(module: str, name: str) -> object:
+def _target(module, name):
     """What a block imports from us; of an integration, whose library may be absent, its source."""
     if not module.startswith("robust_train.integrations"):
         return getattr(importlib.import_module(module), name)
@@ -133,7 +130,7 @@ def _target(module: str, name: str) -> object:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_python_block_uses_what_there_is(page: Path):
+def test_every_python_block_uses_what_there_is(page):
     """Names that it imports from us, what it calls of ``run``, and the arguments of both."""
     run = current_run()
     for code in _blocks(page, "python"):
@@ -161,7 +158,7 @@ def test_every_python_block_uses_what_there_is(page: Path):
                 }
 
 
-def _commands(page: Path) -> list[list[str]]:
+def _commands(page):
     """Every command of a page's shell blocks, as words."""
     found = []
     for code in _blocks(page, "bash"):
@@ -174,7 +171,7 @@ def _commands(page: Path) -> list[list[str]]:
     return found
 
 
-def _compose(config: str, words: list[str]) -> None:
+def _compose(config, words):
     """Compose a command's config; of a sweep, its first job's."""
     kept = []
     for one in OverridesParser.create().parse_overrides([w for w in words if w != "-m"]):
@@ -189,7 +186,7 @@ def _compose(config: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_command_parses(page: Path):
+def test_every_command_parses(page):
     recipes = re.findall(r"^([a-z-]+)(?: [a-z*]+)*:", (ROOT / "justfile").read_text(), re.M)
     for words in _commands(page):
         match words:
@@ -211,7 +208,7 @@ def test_readme_has_at_most_150_lines():
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=_name)
-def test_a_page_begins_with_whom_it_is_for(page: Path):
+def test_a_page_begins_with_whom_it_is_for(page):
     assert re.match(r"# .+\n\nFor ", page.read_text())
 
 
@@ -228,7 +225,7 @@ NO_VERB = {
 }
 
 
-def _described(node: ast.AST) -> bool:
+def _described(node):
     """Return whether a node is a function, whose docstring says what it does; no property."""
     if not isinstance(node, ast.FunctionDef):
         return False
@@ -264,7 +261,7 @@ def test_there_is_one_word_for_a_thing():
     assert found == []
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path):
+def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="the extra [docs]")
     pytest.importorskip("mkdocstrings", reason="the extra [docs]")
     built = subprocess.run(

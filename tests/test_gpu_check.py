@@ -1,7 +1,5 @@
 """``just gpu-check`` without a GPU says so in a line; how its table and exit code come about."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -31,7 +29,7 @@ SPEC.loader.exec_module(gpu_check)
 sys.path[:] = BEFORE  # it is a program, which puts its folder first
 
 
-def run(monkeypatch, *arguments: str) -> int:
+def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
     return gpu_check.main()
 
@@ -79,7 +77,7 @@ def test_what_differs_or_was_not_seen_is_marked_and_decides_about_the_exit_code(
 
 
 def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
-    def gpu(index: int, free_gib: int, *pids: int) -> GpuInfo:
+    def gpu(index, free_gib, *pids):
         processes = tuple(map(GpuProcess, pids))
         sizes = 80 * GIB, free_gib * GIB, 0
         return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", *sizes, processes=processes)
@@ -215,7 +213,7 @@ def test_a_job_that_is_checked_is_one_of_the_launchers(h200, monkeypatch):
     assert [check.mark for check in lost] == ["ok"] * 3
 
 
-def summary(*attempts: tuple[str, str, str]) -> dict:
+def summary(*attempts):
     rows = [
         {"outcome": outcome, "action": action, "gpu_uuid": uuid, "message": "illegal address"}
         for outcome, action, uuid in attempts
@@ -234,7 +232,7 @@ def test_an_attempt_after_a_fault_has_to_be_on_the_same_gpu(h200, monkeypatch):
 
 @pytest.mark.parametrize("others", [0, 5 * GIB])
 def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, monkeypatch, others):
-    def read(processes: bool) -> Inventory:
+    def read(processes):
         held = h200.allocated()
         used = others + (held and held + 480 * MIB)
         shown = dict.fromkeys(("total_bytes", "free_bytes"), 139 * GIB - used)
@@ -271,7 +269,7 @@ def test_what_doctor_runs_on_a_gpu_keeps_below_two_gib_and_leaves_nothing(h200, 
     assert h200.workspaces_cleared
 
 
-def doctor(monkeypatch, code: int, output: str) -> tuple[list[bool], dict[str, str]]:
+def doctor(monkeypatch, code, output):
     seen: dict[str, str] = {}
 
     def run(command, env, **named):
@@ -314,7 +312,7 @@ def test_every_probe_is_run_by_a_test_or_needs_the_driver():
     ] == []
 
 
-def rank_on_a_stand_in(rank: int, how: str, folder: str) -> None:
+def rank_on_a_stand_in(rank, how, folder):
     """One of the check's two processes."""
     gpu_check.GIB, gpu_check.SHRINK = MIB, 64
     with cuda_on_the_cpu():
@@ -398,10 +396,10 @@ def test_a_job_that_others_crowd_out_waits_for_room(h200, monkeypatch, cuda_mach
 class Timed:
     """A job that takes so many seconds a step."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         Path(os.environ["TIMED_FILE"]).write_text(str(seconds)) if seconds else None
 
-    def communicate(self) -> tuple[str, str]:
+    def communicate(self):
         return "", "no such model"
 
 

@@ -1,7 +1,5 @@
 """What a job is called that was given no name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -27,7 +25,7 @@ OWN = "trainer._target_=my_project.training.train"
         (["trainer=command", "trainer.argv=[python, src/fit.py, -x]"], "fit"),
     ],
 )
-def test_the_run_folder_is_named_by_what_trains(overrides: list[str], name: str):
+def test_the_run_folder_is_named_by_what_trains(overrides, name):
     GlobalHydra.instance().clear()
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", overrides, return_hydra_config=True)

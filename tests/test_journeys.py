@@ -5,10 +5,7 @@ modifiers: a clue (``fault:hardware``), or a figure (``oom:step=3``, memory in G
 an action and any of the words in :func:`in_words`, and after ``|`` words of its reason or warning.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +16,7 @@ from attempts import decided, failed, gpu, policy
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, FailureKind
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import AttemptSpec, Decision, GiveUp, RetryRule
+from robust_train.model.spec import GiveUp, RetryRule
 from robust_train.policy.decide import first_attempt
 from robust_train.readable import GIB
 
@@ -46,7 +43,7 @@ LEAK = {**ONE_SIZE, **NO_CPU, "num_workers": 0}
 TWO = {"num_gpus": 2, "batch_size": 8, "min_batch_size": 4}
 
 
-def rules(*given: RetryRule) -> dict[str, Any]:
+def rules(*given):
     return {"rules": given, "min_batch_size": 16}
 
 
@@ -350,7 +347,7 @@ what was stopped on request is no failure | NEVER
 """
 
 
-def rows_of(table: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def rows_of(table):
     """Yield rows: a name, its settings after ``|``, and in the lines below GPUs ``//`` journey."""
     for row in re.split(r"\n(?! )", re.sub(r"(?m)^#.*\n", "", table).strip()):
         heading, *lines = row.splitlines()
@@ -454,7 +451,7 @@ def test_each_failure_has_its_remedy(row, given):
             spec = decision.spec
 
 
-def machine(offers: str) -> tuple[tuple[GpuInfo, ...], ...]:
+def machine(offers):
     """The GPUs that could be taken, those that others have, and those that the job has left."""
     found: dict[str, list[GpuInfo]] = {"": [], "[": [], "(": []}
     for word in offers.replace("cpu", "").split():
@@ -466,7 +463,7 @@ def machine(offers: str) -> tuple[tuple[GpuInfo, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def attempt_of(spec: AttemptSpec, text: str) -> Attempt:
+def attempt_of(spec, text):
     """An attempt that failed as a row has it."""
     kind, *modifiers = text.split(":")
     evidence: dict[str, Any] = {}
@@ -518,7 +515,7 @@ def attempt_of(spec: AttemptSpec, text: str) -> Attempt:
     return failed(spec, KINDS[kind], Evidence(**evidence), **record)
 
 
-def in_words(decision: Decision) -> set[str]:
+def in_words(decision):
     """All that a row may say of a decision."""
     if isinstance(decision, GiveUp):
         return {"give", "up"}

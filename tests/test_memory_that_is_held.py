@@ -1,7 +1,5 @@
 """Memory that an inline attempt leaves behind, or cannot release."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

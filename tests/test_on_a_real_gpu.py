@@ -1,7 +1,5 @@
 """What only a real GPU can show; skipped where there is none."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from robust_train import find_best_device
 from robust_train.gpu.inventory import read_inventory
 from robust_train.readable import MIB
-from world import World, wait_until
+from world import wait_until
 
 pytestmark = pytest.mark.gpu
 
@@ -27,13 +25,13 @@ def test_nvml_and_torch_tell_the_same_of_the_gpu_that_was_chosen():
     assert abs(gpu.free_bytes - free) < 0.05 * total
 
 
-def test_the_attempt_sees_the_chosen_gpu_and_no_other(world: World):
+def test_the_attempt_sees_the_chosen_gpu_and_no_other(world):
     ended = world.train("sees_through_torch")
     assert ended.returncode == 0, ended.output
     assert ended.summary["result"] == {"uuid": ended.attempts[0]["gpu_uuid"], "count": 1}
 
 
-def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world: World):
+def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world):
     sweep = world.folder / "sweep"
     ended = world.train(
         "sees_through_torch",
@@ -49,7 +47,7 @@ def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world: World):
     assert [job["result"]["count"] for job in jobs] == [1, 1]
 
 
-def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world: World):
+def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world):
     ended = world.train("fills_two_gib_of_the_gpu", "training.batch_size=64", "max_retries=5")
     assert ended.returncode == 0, ended.output
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
@@ -59,7 +57,7 @@ def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world: World):
     assert "GPU Memory Summary (cuda:" in ended.output
 
 
-def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world: World):
+def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world):
     ended = world.run("dataset=digits", "memory.log_frequency=50")
     assert ended.returncode == 0, ended.output
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
@@ -67,8 +65,8 @@ def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world: World):
     assert "GPU memory: " in ended.output
 
 
-def test_nothing_is_left_on_the_gpu_when_a_job_ended(world: World):
-    def free() -> dict[str, int]:
+def test_nothing_is_left_on_the_gpu_when_a_job_ended(world):
+    def free():
         return {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
 
     before = free()

@@ -1,22 +1,19 @@
 """What another project gets from ``pip install robust-train``."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from world import ROOT, Ended, World
+from world import ROOT, Ended
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     pytest.importorskip("hatchling", reason="the extra [test]")
     make = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
@@ -25,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
+def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"robust_train/{p.relative_to(ROOT)}" for p in (ROOT / "configs").rglob("*.yaml")}
     assert configs <= names
@@ -44,7 +41,7 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel: Path):
 RELATIVE_LINK = re.compile(r"\]\((?![a-z]+:|#)")
 
 
-def test_no_link_of_the_package_page_is_relative(wheel: Path):
+def test_no_link_of_the_package_page_is_relative(wheel):
     with zipfile.ZipFile(wheel) as files:
         (metadata,) = (name for name in files.namelist() if name.endswith("/METADATA"))
         page = files.read(metadata).decode()
@@ -52,7 +49,7 @@ def test_no_link_of_the_package_page_is_relative(wheel: Path):
     assert not RELATIVE_LINK.search(page)
 
 
-def test_the_package_page_links_to_the_files_of_its_version(monkeypatch: pytest.MonkeyPatch):
+def test_the_package_page_links_to_the_files_of_its_version(monkeypatch):
     pytest.importorskip("hatchling", reason="the extra [test]")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     from package_page import absolute
@@ -78,7 +75,7 @@ def test_nothing_imports_the_built_in_trainer():
 
 
 @pytest.fixture
-def installed(wheel: Path, world: World) -> Path:
+def installed(wheel, world):
     """Where the wheel's content lies, and nothing else of ours."""
     folder = world.folder / "installed"
     zipfile.ZipFile(wheel).extractall(folder)
@@ -86,7 +83,7 @@ def installed(wheel: Path, world: World) -> Path:
     return folder
 
 
-def _run(world: World, folder: Path, *words: str | Path) -> str:
+def _run(world, folder, *words):
     process = subprocess.run(
         [str(word) for word in words],
         cwd=folder,
@@ -99,11 +96,11 @@ def _run(world: World, folder: Path, *words: str | Path) -> str:
     return process.stdout
 
 
-def _python(world: World, folder: Path, *words: str | Path) -> str:
+def _python(world, folder, *words):
     return _run(world, folder, sys.executable, *words)
 
 
-def test_another_hydra_project_builds_on_robust(installed: Path, world: World):
+def test_another_hydra_project_builds_on_robust(installed, world):
     project = world.folder / "project"
     shutil.copytree(ROOT / "examples" / "own_project", project)
     (project / "where.py").write_text("import robust_train\ndef is_it(cfg):\n")
@@ -117,7 +114,7 @@ def test_another_hydra_project_builds_on_robust(installed: Path, world: World):
 
 
 @pytest.mark.slow
-def test_init_writes_its_project_from_the_wheel(installed: Path, world: World):
+def test_init_writes_its_project_from_the_wheel(installed, world):
     _python(world, world.folder, "-m", "robust_train.cli.main", "init", "mine")
     written = {p.name for p in (world.folder / "mine").rglob("*") if p.is_file()}
     assert written == {"main.py", "training.py", "config.yaml", "justfile", "README.md"}

@@ -1,7 +1,5 @@
 """What holds for every decision of the policy, whatever fails; the single steps are journeys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,7 @@ from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure,
 from robust_train.model.spec import GiveUp, Retry
 from robust_train.policy.context import FailureContext, excluded_after
 from robust_train.policy.decide import first_attempt, on_gpus
-from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
+from robust_train.policy.sizes import next_smaller, sizes
 from robust_train.readable import GIB
 
 figures = st.integers(0, 80 * GIB)
@@ -34,7 +32,7 @@ machines = st.lists(st.floats(0.1, 80), max_size=4).map(
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> PolicySettings:
+def jobs(draw):
     batch = draw(st.integers(1, 256))
     return policy(
         batch,
@@ -179,7 +177,7 @@ def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
 
 
 @pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
-def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name: str):
+def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     """It saves as much as one that goes on, and a script need not report steps."""
     settings = policy(64, min_batch_size=64, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))

@@ -1,9 +1,5 @@
 """The table of what is recovered where says what tests prove, and nothing else."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from proved import PAGE, page, proofs, table
@@ -14,7 +10,7 @@ def test_the_page_says_what_the_tests_prove():
     assert page(proofs(), text) == text, "run: just proved"
 
 
-def test_marks_make_the_table(tmp_path: Path):
+def test_marks_make_the_table(tmp_path):
     marks = """
 @pytest.mark.proves("Lightning", "one GPU", "in the step")
 @pytest.mark.proves("Lightning", "FSDP2", "refused", "FSDP")
@@ -28,7 +24,7 @@ def test_a(): ...
 
 
 @pytest.mark.parametrize("wrong", ['"lightning", "one GPU", "refused", "x"', '"Lightning"'])
-def test_a_mark_with_an_unknown_word_is_refused(tmp_path: Path, wrong: str):
+def test_a_mark_with_an_unknown_word_is_refused(tmp_path, wrong):
     (tmp_path / "test_a.py").write_text(f"@pytest.mark.proves({wrong})\ndef test_a(): ...")
     with pytest.raises(ValueError, match=r"test_a\.py:1: "):
         proofs(tmp_path)

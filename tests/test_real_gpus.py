@@ -1,12 +1,9 @@
 """Tests never touch the GPUs of the machine they run on, but for those that ``-m gpu`` selects."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,14 +29,14 @@ def test_a_test_finds_no_driver():
 
 
 @pytest.fixture
-def driver(tmp_path: Path, nvml_libraries: Path) -> Machine:
+def driver(tmp_path, nvml_libraries):
     """A machine's own driver, which records who asks it; the second of its GPUs is idle."""
     colleague = [(4242, 20000)]
     gpus = [Gpu(utilization=90, compute=colleague), Gpu(free_mib=9000, reserved_mib=500)]
     return Machine(tmp_path, nvml_libraries, gpus)
 
 
-def run(driver: Machine, *arguments: str) -> str:
+def run(driver, *arguments):
     """Run pytest on the machine."""
     libraries = build_driver(driver.folder / "driver", driver)
     shown = {"LD_LIBRARY_PATH": str(libraries), "CUDA_VISIBLE_DEVICES": "0,1"}
@@ -59,14 +56,14 @@ def run(driver: Machine, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_no_test_asks_the_driver_of_its_machine(driver: Machine, workers: str):
+def test_no_test_asks_the_driver_of_its_machine(driver, workers):
     mine = f"{HERE}::test_a_test_finds_no_driver"
     assert "4 passed" in run(driver, "-n", workers, mine, A_JOB, IN_THIS_PROCESS, SIMULATED)
     assert not (driver.folder / "calls").exists()
 
 
 @pytest.mark.slow
-def test_tests_that_need_a_gpu_get_the_idlest(driver: Machine):
+def test_tests_that_need_a_gpu_get_the_idlest(driver):
     out = run(driver, "-n", "2", "-m", "gpu", f"{HERE}::test_the_mask_shows_the_idlest_gpu")
     assert "1 skipped" in out, "torch cannot use a simulated GPU"
     assert driver.calls("nvmlDeviceGetComputeRunningProcesses")
@@ -89,12 +86,12 @@ def test_the_mask_shows_the_idlest_gpu():
         ("", False),
     ],
 )
-def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected: str, are_wanted: bool):
+def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected, are_wanted):
     config = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=selected))
     assert real_gpus.are_wanted(config) is are_wanted
 
 
-def gpu(index: int, free_gib: int, **figures: object) -> GpuInfo:
+def gpu(index, free_gib, **figures):
     total = 80 * GIB
     sizes = {"total_bytes": total, "free_bytes": free_gib * GIB}
     sizes["used_bytes"] = total - sizes["free_bytes"]
@@ -113,7 +110,6 @@ def test_the_idlest_gpu_is_the_freest_on_which_no_one_computes():
         gpu(5, 76),
     ]
     best = idlest([*gpus, gpu(6, 79, processes=None)])
-    assert best is not None
     assert best.index == 6
     assert idlest(gpus).index == 4
     assert idlest(gpus[:4]) is None

@@ -1,7 +1,5 @@
 """OOMHandler, retry_on_oom and adaptive_batch_training, with real allocations that fail."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json
@@ -17,14 +15,14 @@ from robust_train import AttemptsExhausted, OOMHandler, adaptive_batch_training,
 from robust_train.memory.tensors import live_tensors
 
 
-def out_of_memory() -> None:
+def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
 def test_adaptive_batch_training_halves_until_it_fits_and_keeps_the_effective_batch():
     tried = []
 
-    def train(batch_size: int, gradient_accumulation_steps: int) -> str:
+    def train(batch_size, gradient_accumulation_steps):
         tried.append((batch_size, gradient_accumulation_steps))
         if batch_size > 32:
             out_of_memory()
@@ -41,7 +39,7 @@ def test_a_function_without_named_parameters_gets_the_batch_first():
 def test_what_is_not_memory_is_raised_at_once():
     calls = []
 
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         calls.append(batch_size)
         raise IndexError("index out of range")
 
@@ -64,11 +62,11 @@ def test_a_loop_of_ones_own_asks_the_handler():
 
 def test_retry_on_oom_changes_the_named_argument_of_functions_and_methods():
     class Experiment:
-        def __init__(self) -> None:
+        def __init__(self):
             self.sizes: list[int] = []
 
         @retry_on_oom(max_retries=3, batch_argument="size")
-        def train(self, lr: float, size: int = 64) -> float:
+        def train(self, lr, size=64):
             """What it does."""
             self.sizes.append(size)
             if size > 16:
@@ -85,7 +83,7 @@ def test_retry_on_oom_ends_after_max_retries():
     calls = []
 
     @retry_on_oom(max_retries=2)
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         calls.append(batch_size)
         out_of_memory()
 
@@ -111,7 +109,7 @@ def test_tensors_of_the_failed_pass_are_gone_before_the_next_try():
     held: list[weakref.ref[torch.Tensor]] = []
     alive_at_retry: list[bool] = []
 
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         alive_at_retry.append(any(ref() is not None for ref in held))
         activations = torch.zeros(batch_size, 1000)
         held.append(weakref.ref(activations))
@@ -154,7 +152,7 @@ print(json.dumps([result, tried]))
 class History:
     """Somebody's list of outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept: list[torch.Tensor] = []
 
 
@@ -169,7 +167,7 @@ def history():
 
 @pytest.mark.usefixtures("whole_heap")
 def test_memory_of_the_failed_try_that_is_still_held_is_described(history, caplog):
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         outputs = torch.zeros(batch_size, 2**14)
         if batch_size > 32:
             history.kept.append(outputs)
@@ -181,7 +179,7 @@ def test_memory_of_the_failed_try_that_is_still_held_is_described(history, caplo
 
 
 def test_nothing_is_said_where_nothing_is_held(caplog):
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         outputs = torch.zeros(batch_size, 2**14)
         if batch_size > 16:
             out_of_memory()
@@ -197,7 +195,7 @@ def test_a_retry_state_that_keeps_the_exception_keeps_none_of_its_memory():
     held: list[weakref.ref[torch.Tensor]] = []
     states: list[tenacity.RetryCallState] = []
 
-    def train(batch_size: int) -> str:
+    def train(batch_size):
         alive_at_start.append(any(ref() is not None for ref in held))
         activations = torch.zeros(batch_size, 1000)
         held.append(weakref.ref(activations))
@@ -207,9 +205,8 @@ def test_a_retry_state_that_keeps_the_exception_keeps_none_of_its_memory():
 
     handler = OOMHandler(initial_batch_size=16)
 
-    def recover(state: tenacity.RetryCallState) -> None:
+    def recover(state):
         states.append(state)
-        assert state.outcome is not None
         error = state.outcome.exception()
         assert error is not None
         assert handler.handle(error)
@@ -229,7 +226,7 @@ def test_gradients_that_the_failed_try_left_are_dropped_and_others_are_not():
     other(torch.ones(1, 4)).sum().backward()
     starts = []
 
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         starts.append(model.weight.grad)
         model(torch.ones(batch_size, 4)).sum().backward()
         if batch_size > 32:
@@ -259,7 +256,7 @@ def test_state_that_the_optimizer_s_first_step_has_half_made_is_removed():
     model = torch.nn.Linear(4, 4)
     optimizer = OutOfMemoryWhileMakingState(model.parameters())
 
-    def train(batch_size: int) -> float:
+    def train(batch_size):
         optimizer.zero_grad()
         loss = model(torch.ones(batch_size, 4)).sum()
         loss.backward()
@@ -330,19 +327,19 @@ def test_class_methods_and_static_methods_are_retried():
     class Experiment:
         @classmethod
         @retry_on_oom()
-        def train(cls, batch_size: int = 8) -> int:
+        def train(cls, batch_size=8):
             return batch_size if batch_size <= 4 else out_of_memory()  # type: ignore[return-value]
 
         @staticmethod
         @retry_on_oom()
-        def evaluate(*, batch_size: int) -> int:
+        def evaluate(*, batch_size):
             return batch_size if batch_size <= 2 else out_of_memory()  # type: ignore[return-value]
 
     assert Experiment.train() == 4
     assert Experiment.evaluate(batch_size=8) == 2
 
 
-def step_over(model: torch.nn.Module, x: torch.Tensor, batch_size: int) -> None:
+def step_over(model, x, batch_size):
     """Add the gradient of the sum over ``x``; memory runs out in the second part of more than 4."""
     for start in range(0, len(x), batch_size):
         if start and batch_size > 4:
@@ -403,7 +400,7 @@ def test_a_function_that_drops_the_gradients_it_finds_holds_none_but_its_own():
     model, alike = torch.nn.Linear(7, 1), []
 
     @retry_on_oom
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         model.zero_grad()
         alike.append(sum(tensor.shape == (1, 7) for tensor in live_tensors()))
         step_over(model, torch.randn(4, 7), batch_size)
@@ -419,7 +416,7 @@ def test_gradients_that_no_copy_was_kept_of_are_not_trained_on_in_silence():
     model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
 
     @retry_on_oom
-    def train(batch_size: int, adds: bool) -> None:
+    def train(batch_size, adds):
         if not adds:
             model.zero_grad()
         step_over(model, x, batch_size)
@@ -434,7 +431,7 @@ def test_a_call_whose_optimizer_steps_in_the_backward_pass_is_not_repeated():
     layer, calls = torch.nn.Linear(1, 1), []
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
-    def step(batch_size: int) -> None:
+    def step(batch_size):
         calls.append(batch_size)
         layer(torch.ones(batch_size, 1)).sum().backward()
         out_of_memory()
@@ -448,7 +445,7 @@ def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call
     model, x, seen = torch.nn.Linear(3, 1), torch.randn(16, 3), []
     step_over(model, x, 4)
 
-    def train(batch_size: int) -> None:
+    def train(batch_size):
         seen.append(model.weight.grad.clone())
         model.zero_grad(set_to_none=False)
         step_over(model, x, batch_size)

@@ -1,11 +1,8 @@
 """The benchmark of recovery still runs, and tells a kept batch from one that was changed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ STEPS = 6
 
 
 @pytest.mark.slow
-def test_in_step_recovery_repeats_one_step_and_a_hand_made_restart_begins_anew(tmp_path: Path):
+def test_in_step_recovery_repeats_one_step_and_a_hand_made_restart_begins_anew(tmp_path):
     results = tmp_path / "results.json"
     process = subprocess.run(
         [

@@ -1,7 +1,5 @@
 """``retry.rules``: what is refused, and how a pattern is searched; what rules do are journeys."""
 
-from __future__ import annotations
-
 import pytest
 
 from attempts import decided, failed, gpu, policy
@@ -30,7 +28,7 @@ from robust_train.policy.decide import first_attempt
         ("retry", ["retry.rules[0]=retry", "mapping"]),
     ],
 )
-def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule: object, words: list[str]):
+def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule, words):
     with pytest.raises(ConfigError) as refused:
         checked(complete({"retry": {"rules": [rule]}}))
     assert "\n" not in str(refused.value)
@@ -54,7 +52,7 @@ def test_a_script_has_exit_codes_and_no_exceptions():
             checked(complete({**script, "retry": {"rules": [rule]}}))
 
 
-def reason_with(output: str, *messages: str) -> str:
+def reason_with(output, *messages):
     """The reason of the decision after a bug, with rules to stop at these messages."""
     settings = policy(rules=tuple(RetryRule("stop", message=one) for one in messages))
     spec = first_attempt(settings, (gpu(0, 20),))

@@ -1,7 +1,5 @@
 """A command that stands still in a test says where."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

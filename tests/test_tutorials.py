@@ -1,7 +1,5 @@
 """The tutorials: their files in an empty folder, their commands run one after the other."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from world import ROOT, World
+from world import ROOT
 
 FILE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.M | re.S)
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
@@ -44,7 +42,7 @@ GALLERY = {
 }
 
 
-def run(world: World, commands: list[str], folder: Path) -> str:
+def run(world, commands, folder):
     """Run a page's commands in a folder; return what they show."""
     world.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
     world.environ["ROBUST_TRAIN_STATE_DIR"] = str(world.folder / "state")
@@ -63,7 +61,7 @@ def run(world: World, commands: list[str], folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", GALLERY)
-def test_the_first_command_of_a_page_of_the_gallery_works(example: str, world: World):
+def test_the_first_command_of_a_page_of_the_gallery_works(example, world):
     if example.startswith(("transformers", "lightning")):
         pytest.importorskip(example.partition("_")[0], reason="an extra")
     shutil.copytree(ROOT / "examples", world.folder / "examples")
@@ -76,7 +74,7 @@ def test_the_first_command_of_a_page_of_the_gallery_works(example: str, world: W
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SEEN)
-def test_a_tutorial_works_as_it_is_written(page: str, world: World):
+def test_a_tutorial_works_as_it_is_written(page, world):
     text = (ROOT / "docs" / page).read_text()
     for name, content in FILE.findall(text):
         (world.folder / name).write_text(content)

@@ -1,15 +1,9 @@
 """Kinds of jobs, and one of them as a test runs it; their trainers: ``conformance_trainers``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -44,7 +38,7 @@ SCRIPT = (
 RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
 
 
-def trainer(name: str) -> str:
+def trainer(name):
     return f"trainer._target_=conformance_trainers.{name}"
 
 
@@ -74,15 +68,15 @@ class Kind:
     splits: bool = True
 
     @property
-    def words(self) -> list[str]:
+    def words(self):
         return [*self.arguments, f"training.batch_size={self.batch_size}"]
 
     @property
-    def is_sweep(self) -> bool:
+    def is_sweep(self):
         return "-m" in self.arguments
 
 
-def in_ranks(one: Kind, how: str = "ranks", *words: str) -> Kind:
+def in_ranks(one, how="ranks", *words):
     """The same job in two ranks, which together learn what one does."""
     return replace(
         one,
@@ -95,7 +89,7 @@ def in_ranks(one: Kind, how: str = "ranks", *words: str) -> Kind:
     )
 
 
-def of_framework(name: str) -> Kind:
+def of_framework(name):
     return Kind(name, (trainer(name), *SMALL), needs=name, is_launched_like_others=True)
 
 
@@ -139,12 +133,12 @@ class Day:
         self.chain: list[int] = []
         """Process ids from the trainer outwards to the command."""
 
-    def newest(self) -> Path | None:
+    def newest(self):
         """The newest checkpoint that was reported whole."""
         manifests = sorted((self.run_dir / "checkpoints").glob(f"*{SUFFIX}"))
         return manifests[-1] if manifests else None
 
-    def start(self) -> None:
+    def start(self):
         """Start the command and wait until it trains and has saved; there it is held."""
         self.hold.touch()
         self.world.alone = self.kind.is_sweep
@@ -155,26 +149,25 @@ class Day:
         self.chain = [int(self.ready_file.read_text())]
         while self.chain[-1] != self.process.pid:
             parent = psutil.Process(self.chain[-1]).parent()
-            assert parent is not None
             self.chain.append(parent.pid)
 
-    def _trains(self) -> bool:
+    def _trains(self):
         assert self.process.poll() is None, self.process.communicate()
         return self.ready_file.exists() and self.newest() is not None
 
-    def end(self) -> Ended:
+    def end(self):
         """Let it go on, and wait for the command, which has a bound."""
         self.hold.unlink(missing_ok=True)
         return self._ended(self.process)
 
-    def meets(self, what: str) -> Ended:
+    def meets(self, what):
         """Run the command, whose first attempt meets this once it has saved."""
         self.world.environ["MEETS"] = what
         ended = self._ended(self.world.start(*self.words))
         del self.world.environ["MEETS"]
         return ended
 
-    def requests(self, verb: str) -> str:
+    def requests(self, verb):
         """Have the held job answer ``robust-train run …``; return what that printed."""
         argv = ("-m", "robust_train.cli.main", "run", verb, str(self.run_dir))
         asking = warm.start(argv, self.world.folder, self.world.environ)
@@ -185,19 +178,19 @@ class Day:
         assert asking.returncode == 0, stdout + stderr
         return stdout
 
-    def completes(self, *words: str) -> Ended:
+    def completes(self, *words):
         """Run the same command to its end."""
         return self._ended(self.world.start(*self.words, *words))
 
-    def _ended(self, process: subprocess.Popen[str]) -> Ended:
+    def _ended(self, process):
         stdout, stderr = process.communicate(timeout=BOUND_SECONDS)
         return Ended(process.returncode, stdout, stderr, self.run_dir)
 
-    def journal(self, event: str) -> list[dict[str, Any]]:
+    def journal(self, event):
         """The journal's events of this name."""
         return [one for one in self.events() if one["event"] == event]
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self):
         for line in (self.run_dir / "journal.jsonl").open():
             with contextlib.suppress(ValueError):  # torn where the disk was full
                 yield json.loads(line)

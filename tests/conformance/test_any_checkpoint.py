@@ -1,7 +1,5 @@
 """Frameworks' trainers go on from the checkpoint of any step, with another micro-batch as well."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from robust_train.config.checks import unchecked
 SAMPLES = 22  # an epoch's third step has six
 
 
-def trained(folder: Path, kind: str, batch_size: int, resume: str | None = None, **options):
+def trained(folder, kind, batch_size, resume=None, **options):
     """Train in this process; return the model and the run's events."""
     cfg = framework_config(batch_size, conformance_trainers.EFFECTIVE // batch_size)
     events: list[dict] = []

@@ -5,13 +5,11 @@ One table: kinds of jobs × events. Every test starts the real command. The defa
 :data:`DIAGONAL`, ``just test-all`` all of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -53,7 +51,7 @@ DIAGONAL = {
 and a second launcher have tests of their own in the default suite."""
 
 
-def leaves_nothing(day: Day) -> None:
+def leaves_nothing(day):
     """No process, lock or reservation is left."""
     for pid in day.pids:
         wait_until(lambda pid=pid: not is_running(pid), f"process {pid} ends")
@@ -62,7 +60,7 @@ def leaves_nothing(day: Day) -> None:
     assert "GPU-" not in queue.stdout.replace('"gpus"', ""), queue.stdout
 
 
-def processes_of(day: Day) -> Iterator[psutil.Process]:
+def processes_of(day):
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             # an environment cannot be read off a fork of a warm interpreter
@@ -71,7 +69,7 @@ def processes_of(day: Day) -> Iterator[psutil.Process]:
                 yield process
 
 
-def is_completed_by_the_same_command(day: Day) -> None:
+def is_completed_by_the_same_command(day):
     """From its newest whole checkpoint, unless it is complete."""
     summary = day.run_dir / "summary.json"
     if summary.exists() and json.loads(summary.read_text())["status"] == "completed":
@@ -85,7 +83,7 @@ def is_completed_by_the_same_command(day: Day) -> None:
     assert last["resume_checkpoint"] >= str(newest).removesuffix(SUFFIX)
 
 
-def has_one_story(day: Day) -> None:
+def has_one_story(day):
     """In the journal: attempts follow each other, from what was saved, to one completed end."""
     started, has_saved, job = 0, False, ""
     for event in day.events():
@@ -103,7 +101,7 @@ def has_one_story(day: Day) -> None:
     assert event["status"] == "completed"
 
 
-def has_the_weights(day: Day, expected: list[float], *, is_exact: bool) -> None:
+def has_the_weights(day, expected, *, is_exact):
     """Those of a job that nothing happened to; other sizes and ranks differ by rounding."""
     found = json.loads(day.weights_file.read_text())
     summary = json.loads((day.run_dir / "summary.json").read_text())
@@ -121,13 +119,13 @@ Undisturbed = Callable[[Kind], list[float]]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(tmp_path_factory):
     """The weights of a job of each kind that nothing happened to, on one rank without a GPU."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers: each kind runs once
 
-    def weights(kind: Kind) -> list[float]:
+    def weights(kind):
         name = kind.like or kind.name
         known = folder / f"undisturbed {name}"
         with FileLock(f"{known}.lock"):

@@ -1,7 +1,5 @@
 """What happens to a job, each as a function of it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -11,13 +9,13 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import pytest
-from jobs_of_each_kind import BOUND_SECONDS, Day, Kind
+from jobs_of_each_kind import BOUND_SECONDS, Day
 
 import warm
 from another_user import ANOTHER_USER, as_another_user
@@ -34,7 +32,7 @@ GRACE_SECONDS = 25.0
 TROUBLE = "trouble"
 
 
-def sigterm(day: Day) -> None:
+def sigterm(day):
     """To the command, as a scheduler sends it: the last step is saved."""
     day.process.terminate()
     ended = day.end()
@@ -45,7 +43,7 @@ def sigterm(day: Day) -> None:
         assert saved == ended.attempts[-1]["end_step"]
 
 
-def sigterm_then_half_the_batch(day: Day) -> None:
+def sigterm_then_half_the_batch(day):
     """Stopped; the next launch has half the micro-batch and twice the accumulation."""
     sigterm(day)
     half = day.kind.batch_size // 2
@@ -54,7 +52,7 @@ def sigterm_then_half_the_batch(day: Day) -> None:
     assert ended.attempts[-1]["resumed_from"] is not None
 
 
-def sigterm_then_one_rank(day: Day) -> None:
+def sigterm_then_one_rank(day):
     """Stopped; the next launch has one GPU for all that several have done."""
     sigterm(day)
     ended = day.completes("num_gpus=1", f"training.batch_size={day.kind.batch_size * 2}")
@@ -63,7 +61,7 @@ def sigterm_then_one_rank(day: Day) -> None:
     assert ended.attempts[-1]["resumed_from"] is not None
 
 
-def sigterm_then_a_new_job(day: Day) -> None:
+def sigterm_then_a_new_job(day):
     """Stopped; the user wants no more of it."""
     sigterm(day)
     ended = day.completes("resume=false")
@@ -71,7 +69,7 @@ def sigterm_then_a_new_job(day: Day) -> None:
     assert day.journal("attempt_started")[-1]["resume_checkpoint"] is None
 
 
-def sigterm_to_all(day: Day) -> None:
+def sigterm_to_all(day):
     """As a logout, ``pkill -f`` or a batch system sends it."""
     for pid in reversed(day.pids):
         with contextlib.suppress(ProcessLookupError):
@@ -79,15 +77,15 @@ def sigterm_to_all(day: Day) -> None:
     assert day.end().returncode == 143
 
 
-def sigkill_to_all(day: Day) -> None:
+def sigkill_to_all(day):
     for pid in day.pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     day.end()
 
 
-def sigkill(depth: int) -> Callable[[Day], None]:
-    def event(day: Day) -> None:
+def sigkill(depth):
+    def event(day):
         if depth >= len(day.chain):
             pytest.skip("this kind of job has fewer processes")
         os.kill(day.chain[depth], signal.SIGKILL)
@@ -100,8 +98,8 @@ def sigkill(depth: int) -> Callable[[Day], None]:
     return event
 
 
-def sigstop(depth: int) -> Callable[[Day], None]:
-    def event(day: Day) -> None:
+def sigstop(depth):
+    def event(day):
         if depth >= len(day.chain):
             pytest.skip("this kind of job has fewer processes")
         process = psutil.Process(day.chain[depth])
@@ -115,10 +113,10 @@ def sigstop(depth: int) -> Callable[[Day], None]:
     return event
 
 
-def troubled(trouble, words) -> Callable[[Day], None]:
+def troubled(trouble, words):
     """The run folder's disk takes nothing until someone is notified of it, in these words."""
 
-    def event(day: Day) -> None:
+    def event(day):
         told = day.world.folder / "told"
         with trouble(day):
             day.hold.unlink()
@@ -131,35 +129,35 @@ def troubled(trouble, words) -> Callable[[Day], None]:
 
 
 @contextlib.contextmanager
-def full(day: Day) -> Iterator[None]:
+def full(day):
     filler = fill(day.run_dir)
     yield
     filler.unlink()
 
 
 @contextlib.contextmanager
-def out_of_inodes(day: Day) -> Iterator[None]:
+def out_of_inodes(day):
     filler = use_up_inodes(day.run_dir)
     yield
     shutil.rmtree(filler)
 
 
 @contextlib.contextmanager
-def failing(day: Day) -> Iterator[None]:
+def failing(day):
     (day.world.folder / TROUBLE).write_text("eio")
     yield
     (day.world.folder / TROUBLE).unlink()
 
 
 @contextlib.contextmanager
-def on_a_bad_disk(day: Day) -> Iterator[None]:
+def on_a_bad_disk(day):
     """Its programs are those that users start: a fork of another would not see the trouble."""
     day.world.alone = True
     day.world.with_environ(troubled_disk(day.run_dir, day.world.folder / TROUBLE))
     yield
 
 
-def slow_disk(day: Day) -> None:
+def slow_disk(day):
     """To synchronise takes a second: stopped, the job has its summary within the grace."""
     (day.world.folder / TROUBLE).write_text("slow")
     day.process.terminate()
@@ -172,7 +170,7 @@ def slow_disk(day: Day) -> None:
     assert ended.summary["status"] == "interrupted"
 
 
-def unreadable_folder(day: Day) -> None:
+def unreadable_folder(day):
     """Killed; then what its checkpoints are cannot be read for a while."""
     sigkill_to_all(day)
     manifests = sorted((day.run_dir / "checkpoints").glob(f"*{SUFFIX}"))
@@ -189,19 +187,18 @@ def unreadable_folder(day: Day) -> None:
     assert again.returncode == 0, stdout + stderr
 
 
-def blocked_stdout(day: Day) -> None:
+def blocked_stdout(day):
     """No one reads what it prints, which is more than a pipe holds."""
     day.hold.unlink()
     assert day.process.wait(BOUND_SECONDS) == 0
     day.end()
 
 
-def second_launcher(day: Day) -> None:
+def second_launcher(day):
     """It is refused; that of a sweep joins, and ends with it."""
     second = day.world.start(*day.words)
     joins = day.kind.name == "sweep"
     if joins:
-        assert second.stdout is not None
         assert "joining the sweep" in second.stdout.readline()
     else:
         refused = day.world.end(second)
@@ -213,14 +210,14 @@ def second_launcher(day: Day) -> None:
         assert joined.returncode == 0, joined.output
 
 
-def requested_checkpoint(day: Day) -> None:
+def requested_checkpoint(day):
     answer = day.requests("checkpoint")
     ended = day.end()
     assert ended.returncode == 0, ended.output
     assert any(Path(one["path"]).name in answer for one in day.journal("checkpoint")), answer
 
 
-def requested_half_batch(day: Day) -> None:
+def requested_half_batch(day):
     day.requests("halve-batch")
     ended = day.end()
     assert ended.returncode == 0, ended.output
@@ -230,7 +227,7 @@ def requested_half_batch(day: Day) -> None:
     assert len(ended.attempts) == 1 or not day.kind.splits
 
 
-def neighbour(day: Day) -> None:
+def neighbour(day):
     """Another user waits for every lock he can, and plants files; stopped, the job goes on."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
@@ -239,7 +236,7 @@ def neighbour(day: Day) -> None:
     (record,) = (base / boot_name()).glob("record.*")
     job = json.loads((day.run_dir / "state.json").read_text())["id"]
 
-    def meddle() -> None:
+    def meddle():
         with pytest.raises(PermissionError):
             os.open("lock", os.O_RDONLY, dir_fd=run)
         fd = os.open(record.name, os.O_RDONLY, dir_fd=queue)
@@ -263,11 +260,11 @@ def neighbour(day: Day) -> None:
         assert ended.attempts[-1]["gpu_uuid"] is not None, "it has its GPU again"
 
 
-def state_of(day: Day) -> str:
+def state_of(day):
     return json.loads((day.run_dir / "state.json").read_text())["state"]
 
 
-def pruned(day: Day) -> None:
+def pruned(day):
     """By a sweep, as it trains; alone, the same command goes on with it."""
     request_pruning(day.run_dir, "worse than the median")
     wait_until(lambda: state_of(day) == "stopping", "the request is read")
@@ -279,7 +276,7 @@ def pruned(day: Day) -> None:
     assert saved == ended.attempts[-1]["end_step"] or not day.kind.splits
 
 
-def another_user_waits(day: Day) -> None:
+def another_user_waits(day):
     """Who holds no GPU and needs two; the job saves, leaves its own, and goes on after them."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
@@ -301,7 +298,7 @@ def another_user_waits(day: Day) -> None:
     assert second["outcome"] == "completed"
 
 
-def out_of_memory_in_a_step(day: Day) -> None:
+def out_of_memory_in_a_step(day):
     """The step is repeated in parts, by all ranks; no other step and no attempt is lost."""
     ended = day.meets("out of memory in a step")
     assert ended.returncode == 0, ended.output
@@ -314,7 +311,7 @@ def out_of_memory_in_a_step(day: Day) -> None:
     assert not day.journal("memory_held")
 
 
-def out_of_memory(day: Day) -> None:
+def out_of_memory(day):
     """Between two steps of the last rank: the next attempt of all has half the batch."""
     ended = day.meets("out of memory")
     assert ended.returncode == 0, ended.output
@@ -326,7 +323,7 @@ def out_of_memory(day: Day) -> None:
     assert first["ranks"] == 1 or "(rank 1)" in first["reason"]
 
 
-def losses_that_are_not_finite(day: Day) -> None:
+def losses_that_are_not_finite(day):
     """In all steps after the first checkpoint: back to it, past the data in between if it can."""
     ended = day.meets("losses that are not finite")
     assert ended.returncode == 0, ended.output
@@ -338,7 +335,7 @@ def losses_that_are_not_finite(day: Day) -> None:
     assert second["start_step"] <= first["failure"]["evidence"]["good_step"]
 
 
-def hang(day: Day) -> None:
+def hang(day):
     """Of the last rank: ended without progress, and tried again."""
     ended = day.meets("a hang")
     assert ended.returncode == 0, ended.output
@@ -348,7 +345,7 @@ def hang(day: Day) -> None:
     assert "conformance_trainers.py" in stalled["stacks"]
 
 
-def bug(day: Day) -> None:
+def bug(day):
     """Of the last rank: the job ends at once, with the trainer's own traceback."""
     ended = day.meets("a bug")
     assert ended.returncode == 1, ended.output
@@ -394,7 +391,7 @@ class Event:
         contextlib.nullcontext()
     )
 
-    def can_happen_to(self, kind: Kind) -> bool:
+    def can_happen_to(self, kind):
         if self.is_of_launcher and kind.is_launched_like_others:
             return False
         if self.is_of_processes and kind.ends_like_others:

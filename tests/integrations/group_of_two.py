@@ -3,8 +3,6 @@
 Run as a script with the framework's name and a folder; the processes are forks of one interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -38,13 +36,13 @@ KINDS = {
 class Collective(torch.nn.Module):
     """Averages something over the ranks in each pass, as losses for a log often are."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.training:
             dist.all_reduce(x.detach().mean())
         return x
 
 
-def trained(framework: str, kind: str, rank: int, folder: Path) -> dict[str, Any]:
+def trained(framework, kind, rank, folder):
     """Train three steps of two batches; on rank 1 memory runs out as ``kind`` says."""
     where = KINDS[kind]
     fits = 0 if kind == "exhausted" else 2
@@ -70,7 +68,7 @@ def trained(framework: str, kind: str, rank: int, folder: Path) -> dict[str, Any
     }
 
 
-def _transformers(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
+def _transformers(layer, run, folder, *, recovers):
     import transformers
 
     from robust_train.integrations.transformers_step import recover_in_steps
@@ -110,7 +108,7 @@ class Logs(of_lightning.Net):
         self.log("val", self._loss(batch).mean(), sync_dist=True)
 
 
-def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
+def _lightning(layer, run, folder, *, recovers):
     import lightning
 
     from robust_train.integrations.lightning_step import recover_in_steps
@@ -138,10 +136,10 @@ def _lightning(layer: Any, run: Run, folder: Path, *, recovers: bool) -> Any:
     return model, [*model.outputs[1::2], epoch, validated["val"]]
 
 
-def main() -> None:
+def main():
     framework, folder = sys.argv[1], Path(sys.argv[2])
 
-    def be_rank(rank: int) -> dict[str, Any]:
+    def be_rank(rank):
         with contextlib.redirect_stdout(sys.stderr):
             # the last one leaves the other rank in the middle of a pass
             return {kind: trained(framework, kind, rank, folder) for kind in KINDS}

@@ -1,7 +1,5 @@
 """The examples as jobs: run to the end, and under a limit of memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from hydra import compose, initialize_config_module
 import integration_trainers
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
-from world import Ended, World
+from world import World
 
 TWO_RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
 
@@ -34,7 +32,7 @@ class Example:
     at_step: int
     folder: Path
 
-    def run_here(self, monkeypatch: Any, *more: str) -> list[dict[str, Any]]:
+    def run_here(self, monkeypatch, *more):
         """Run it from start to end in this process; its events."""
         monkeypatch.setenv("EXAMPLE", self.target)
         events: list[dict[str, Any]] = []
@@ -46,7 +44,7 @@ class Example:
         run.finish_saving()  # as an attempt does
         return events
 
-    def run(self, how: str, name: str, *more: str) -> Ended:
+    def run(self, how, name, *more):
         """Run it by the real command; ``how`` is one of ``integration_trainers``."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
@@ -61,7 +59,7 @@ class Example:
         return world.run(f"trainer._target_=integration_trainers.{how}", *self.arguments, *more)
 
 
-def repeated_the_step(ended: Ended) -> None:
+def repeated_the_step(ended):
     """Assert that the job was one attempt, in which steps were split and none was lost."""
     assert ended.returncode == 0, ended.output
     (attempt,) = [a for a in ended.attempts if a["outcome"] != "interrupted"]
@@ -75,16 +73,16 @@ def repeated_the_step(ended: Ended) -> None:
     assert not events(ended.journal, "memory_held")
 
 
-def differ_by_rounding_alone(found: Any, expected: dict[str, Any], within: float = 1e-4) -> None:
+def differ_by_rounding_alone(found, expected, within=1e-4):
     """Assert that weights are the same but for rounding, of which Adam makes much in some."""
     for name, weight in expected.items():
         assert (found[name] - weight).norm() <= within * weight.norm(), name
 
 
-def events(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def events(journal, name):
     return [event for event in journal if event["event"] == name]
 
 
-def recorded(journal: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def recorded(journal, name):
     """The fields of the trainer's own events called ``name``."""
     return [e["fields"] for e in events(journal, "user") if e["event_name"] == name]

@@ -4,8 +4,6 @@ Run as a script with a folder. accelerate shards on GPUs only, so its state is s
 there; gloo does the rest. The ranks are forks of one interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -27,7 +25,7 @@ SAMPLES = 17
 """Two steps of eight, and one sample for two ranks."""
 
 
-def prepared(net: nn.Module, size: int, ranks: int) -> Any:
+def prepared(net, size, ranks):
     """The accelerator and what it prepares."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
@@ -45,7 +43,7 @@ def prepared(net: nn.Module, size: int, ranks: int) -> Any:
     return accelerator, *accelerator.prepare(net, optimizer, DataLoader(data, size, shuffle=True))
 
 
-def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None = None) -> Any:
+def attempt(folder, ranks, fuse, size, resume=None):
     """Train two epochs in parts of ``size``; on the last rank memory runs out as ``fuse`` says."""
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
@@ -54,7 +52,7 @@ def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None
     cfg.training.checkpoint_every_steps = 1
     votes = Votes(ranks) if ranks > 1 else None
 
-    def work(rank: int) -> dict[str, Any]:
+    def work(rank):
         events: list[dict[str, Any]] = []
         run = Run(
             run_dir=folder,
@@ -104,7 +102,7 @@ def attempt(folder: Path, ranks: int, fuse: Fuse, size: int, resume: Path | None
     return of_ranks(ranks, work) if ranks > 1 else of_forks(1, work)
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1])
     exhausted = attempt(folder / "two", 2, Fuse("backward", at=4, fits=0), 4)
     saved = Path(exhausted[0]["saved"][-1])

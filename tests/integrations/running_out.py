@@ -1,10 +1,5 @@
 """Memory that runs out at a pass that a test chooses, and what a trainer's run leaves."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -26,7 +21,7 @@ RUN_OUT = "can't allocate memory"
 CFG = framework_config(4, 2, checkpoint_every_steps=None, keep_checkpoints=2)
 
 
-def allocate(samples: int, fits: int) -> None:
+def allocate(samples, fits):
     """Take memory for so many samples where ``fits`` of them fit: a real failure if more do not.
 
     The limit is there for this moment alone, so that memory runs out here and nowhere else.
@@ -37,12 +32,12 @@ def allocate(samples: int, fits: int) -> None:
 
 class _Fuse(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, fits: int | None) -> torch.Tensor:
+    def forward(context, x, fits):
         context.fits = fits
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context, gradient):
         if context.fits is not None:
             allocate(len(gradient), context.fits)
         return gradient, None
@@ -69,7 +64,7 @@ class Fuse(nn.Module):
         self.packed = packed
         self.sizes: list[int] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.training is not self.is_for_training:
             return x
         samples = x.shape[1] // self.packed if self.packed else len(x)
@@ -106,10 +101,10 @@ class Fitted:
         self.run.micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
 
     @property
-    def weights(self) -> torch.Tensor:
+    def weights(self):
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
-    def changed(self, *, training: bool) -> list[tuple]:
+    def changed(self, *, training):
         return [
             (e["step"], e["before"], e["after"])
             for e in self.events
@@ -117,11 +112,11 @@ class Fitted:
         ]
 
 
-def differ_by_rounding_alone(found: torch.Tensor, expected: torch.Tensor) -> None:
+def differ_by_rounding_alone(found, expected):
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-def ends_the_attempt(fit: Callable[[int], Fitted], caplog: pytest.LogCaptureFixture) -> str:
+def ends_the_attempt(fit, caplog):
     """Assert that memory that runs out is said to end the attempt in one line, which is returned,
     that it does, and that the next one goes through with half the micro-batch."""
     with pytest.raises((RuntimeError, MemoryError)) as raised:

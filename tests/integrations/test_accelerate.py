@@ -1,7 +1,5 @@
 """A loop with accelerate as an attempt: ``examples/accelerate_digits``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -23,7 +21,7 @@ accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+def example(tmp_path_factory):
     return Example(
         "examples.accelerate_digits.train.train",
         (
@@ -40,7 +38,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     )
 
 
-def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
+def weights(journal):
     from safetensors.torch import load_file
 
     last = events(journal, "checkpoint")[-1]
@@ -48,7 +46,7 @@ def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
     return load_file(Path(last["path"]) / "model.safetensors")
 
 
-def same_weights(one: list[dict], other: list[dict]) -> None:
+def same_weights(one, other):
     for name, weight in weights(one).items():
         torch.testing.assert_close(weights(other)[name], weight, rtol=1e-4, atol=1e-6)
 
@@ -72,7 +70,7 @@ def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(example, isol
 @pytest.mark.proves("accelerate", "FSDP2", "in the step")
 @pytest.mark.proves("accelerate", "FSDP2", "new attempt")
 @pytest.mark.slow
-def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process(tmp_path: Path):
+def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process(tmp_path):
     """Steps are repeated, and an attempt that ran out at every size is followed by one at half."""
     folder = Path(__file__).parent
     program = (folder / "ranks_sharded_by_accelerate.py").read_text()
@@ -137,7 +135,7 @@ def _train(
     return accelerator.unwrap_model(model).weight.detach(), seen, reports
 
 
-def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.FixtureRequest):
+def test_autocast_reaches_the_parts_of_a_step(tmp_path, request):
     exact, _, _ = _train(tmp_path / "float32", framework_config(2, 4))
     # accelerate keeps its settings for as long as the process lives
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -149,7 +147,7 @@ def test_autocast_reaches_the_parts_of_a_step(tmp_path: Path, request: pytest.Fi
     torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)
 
 
-def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Path):
+def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path):
     leftover = tmp_path / "checkpoints" / ".step-00000002.tmp"
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"half")
@@ -158,19 +156,19 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path: Pa
     assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
 
 
-def test_an_accumulation_of_accelerates_own_is_refused(tmp_path: Path):
+def test_an_accumulation_of_accelerates_own_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"set training.gradient_accumulation_steps"):
         _train(tmp_path, framework_config(8), gradient_accumulation_steps=2)
 
 
-def test_machines_that_would_write_the_same_files_are_refused(tmp_path: Path, monkeypatch):
+def test_machines_that_would_write_the_same_files_are_refused(tmp_path, monkeypatch):
     wanted = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"save_on_each_node=True: .* which they share"):
         _train(tmp_path, framework_config(8), project_config=wanted)
 
 
-def test_a_loader_of_micro_batches_is_refused(tmp_path: Path):
+def test_a_loader_of_micro_batches_is_refused(tmp_path):
     from robust_train.integrations.accelerate import RobustLoop
 
     loader = DataLoader(TensorDataset(torch.zeros(20, 1)), 8)

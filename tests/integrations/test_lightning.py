@@ -1,7 +1,5 @@
 """Lightning's Trainer as an attempt: ``examples/lightning_digits``."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -31,7 +29,7 @@ lightning = pytest.importorskip("lightning", reason="the extra [lightning] is no
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+def example(tmp_path_factory):
     return Example(
         "examples.lightning_digits.train.train",
         (
@@ -46,7 +44,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     )
 
 
-def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
+def weights(journal):
     last = events(journal, "checkpoint")[-1]
     assert last["step"] == 12
     return torch.load(last["path"], weights_only=True)["state_dict"]
@@ -67,7 +65,7 @@ def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(example,
 
 
 class _Line(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.seen: list[float] = []
@@ -82,7 +80,7 @@ class _Line(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _trainer(folder: Path, **more):
+def _trainer(folder, **more):
     quiet = {
         "accelerator": "cpu",
         "devices": 1,
@@ -96,12 +94,12 @@ def _trainer(folder: Path, **more):
     return lightning.Trainer(**{**quiet, **more})
 
 
-def _loader(batch_size: int, samples: int = 22, **more):
+def _loader(batch_size, samples=22, **more):
     data = TensorDataset(torch.arange(float(samples))[:, None])
     return DataLoader(data, batch_size, shuffle=True, **more)
 
 
-def _fit(folder: Path, cfg, loader=None, trainer=None, resume=None, model=None, seen=None):
+def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, seen=None):
     from robust_train.integrations.lightning import fit
 
     torch.manual_seed(0)
@@ -118,7 +116,7 @@ def _fit(folder: Path, cfg, loader=None, trainer=None, resume=None, model=None, 
     return model, result, reports
 
 
-def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path: Path):
+def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
     cfg = framework_config(8)
     whole, _, reports = _fit(
         tmp_path / "whole", cfg, trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8)
@@ -135,7 +133,7 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path: Path):
         assert rest.seen == whole.seen[-len(rest.seen) :]
 
 
-def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path: Path):
+def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
     cfg = framework_config(4)
     cfg.training.checkpoint_every_steps = None
     only_weights = lightning.pytorch.callbacks.ModelCheckpoint(
@@ -192,7 +190,7 @@ def test_what_would_change_the_effective_batch_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path: Path, caplog):
+def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path, caplog):
     from robust_train.integrations.lightning import adopted_fit
 
     trainer = _trainer(tmp_path, devices=2, strategy="ddp_fork")
@@ -207,7 +205,7 @@ def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path: Path,
 class _Data(lightning.LightningDataModule):
     """Has a batch size of its own."""
 
-    def __init__(self, batch_size: int = 8, *, is_hyperparameter: bool = False) -> None:
+    def __init__(self, batch_size=8, *, is_hyperparameter=False):
         super().__init__()
         if is_hyperparameter:
             self.save_hyperparameters("batch_size")
@@ -230,7 +228,7 @@ def _trains_with_its_data_s_batch(cfg, run):
     return [data.batch_size, trainer.accumulate_grad_batches, model.layer.weight.item()]
 
 
-def test_the_batch_size_of_a_data_module_is_the_job_s_where_none_is_given(tmp_path: Path):
+def test_the_batch_size_of_a_data_module_is_the_job_s_where_none_is_given(tmp_path):
     cfg = {"device": "cpu", "isolation": "none", "min_batch_size": 1}
     job = _trains_with_its_data_s_batch
     whole = launch(job, cfg | {"fails": False}, run_dir=tmp_path / "whole")
@@ -259,7 +257,7 @@ class _LimitedValidation(_Line):
         self.log("value", self.layer(batch[0]).mean())
 
 
-def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path: Path):
+def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
     from robust_train.integrations.lightning import fit
 
     results = []
@@ -278,7 +276,7 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path: Path):
     assert results[0][0] == 16
 
 
-def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_path: Path):
+def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_path):
     from robust_train.integrations.lightning import fit
 
     for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
@@ -299,7 +297,7 @@ def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_p
 class _HoldsAModule(_Line):
     """Saves modules and partials among its hyperparameters, as templates do."""
 
-    def __init__(self, net, optimizer) -> None:
+    def __init__(self, net, optimizer):
         super().__init__()
         self.save_hyperparameters()
         self.layer = net
@@ -308,7 +306,7 @@ class _HoldsAModule(_Line):
         return self.hparams.optimizer(self.parameters())
 
 
-def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp_path: Path):
+def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp_path):
     def model():
         torch.manual_seed(0)
         return _HoldsAModule(_Line().layer, functools.partial(torch.optim.SGD, lr=0.1))
@@ -320,7 +318,7 @@ def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp
     assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
-def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path: Path):
+def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path):
     whole, _, reports = _fit(tmp_path / "whole", framework_config(8, epochs=2), model=_Manual())
     saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
     assert list(saved) == [2, 4, 6, 8, 10, 12], "two steps in each of three batches"
@@ -386,7 +384,7 @@ def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(tmp_pat
     assert (found["devices"], found["num_nodes"], found["strategy"]) == (3, 2, "ddp")
 
 
-def test_a_loader_with_a_batch_size_of_its_own_is_refused(tmp_path: Path):
+def test_a_loader_with_a_batch_size_of_its_own_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"makes batches of 5, but this attempt uses 4"):
         _fit(tmp_path, framework_config(4), _loader(5))
 
@@ -402,7 +400,7 @@ class _Validated(_Line):
             self.run.request_stop()
 
 
-def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path: Path):
+def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
     from robust_train.integrations.lightning import fit
     from robust_train.model.errors import Interrupted
 

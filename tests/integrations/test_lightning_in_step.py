@@ -1,9 +1,6 @@
 """Lightning's Trainer repeats the step in which memory runs out, in smaller parts."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +20,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 
 class Net(lightning.LightningModule):
-    def __init__(self, fuse: Fuse) -> None:
+    def __init__(self, fuse):
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), fuse, torch.nn.Linear(8, 2))
@@ -71,7 +68,7 @@ class Net(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def loader(count: int = 23, size: int = 4) -> DataLoader:
+def loader(count=23, size=4):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, 4, generator=generator)
     return DataLoader(TensorDataset(x, x[:, :2] ** 2), size, shuffle=True)
@@ -121,20 +118,20 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
         assert split.trainer.global_step == whole.trainer.global_step
 
 
-def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(tmp_path: Path):
+def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(tmp_path):
     whole = Fitted(tmp_path, Net(Fuse()))
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
     assert split.changed(training=True) == [(3, 3, 1)]
     differ_by_rounding_alone(split.weights, whole.weights)
 
 
-def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path: Path):
+def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path):
     in_step = InStep(Run(run_dir=tmp_path), "Lightning")
     assert in_step.samples_of({"x": torch.zeros(4, 2), "scale": 0.5}) is None
     assert in_step.samples_of({"x": torch.zeros(4, 2)}) == 4
 
 
-def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
+def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path):
     fuse = Fuse(training=False)
     whole = Fitted(tmp_path, Net(fuse))
     assert fuse.sizes == [4, 4, 3, 3], "it is validated once"
@@ -157,7 +154,7 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
 class _Measured(Net):
     """Logs torchmetrics objects in every way that projects do, and extremes of batches."""
 
-    def __init__(self, fuse: Fuse) -> None:
+    def __init__(self, fuse):
         super().__init__(fuse)
         for stage in ("train", "val"):
             self.add_module(f"{stage}_loss", torchmetrics.MeanMetric())
@@ -171,7 +168,7 @@ class _Measured(Net):
             self.add_module(f"{stage}_auroc", torchmetrics.AUROC("binary"))
         self.steps: list[dict[str, float]] = []
 
-    def _measure(self, stage: str, batch) -> torch.Tensor:
+    def _measure(self, stage, batch):
         x, y = batch
         found = self.layers(x)
         loss = functional.mse_loss(found, y)
@@ -241,7 +238,7 @@ class _TooMuchToKeep(torchmetrics.MeanSquaredError):
 
 
 class _LargelyMeasured(Net):
-    def __init__(self, fuse: Fuse) -> None:
+    def __init__(self, fuse):
         super().__init__(fuse)
         self.metric = _TooMuchToKeep()
 
@@ -256,7 +253,7 @@ class _LargelyMeasured(Net):
         self.outputs.append(float(self.trainer.callback_metrics["mse_step"]))
 
 
-def test_metric_objects_that_get_more_than_is_kept_count_each_sample_once(tmp_path: Path):
+def test_metric_objects_that_get_more_than_is_kept_count_each_sample_once(tmp_path):
     whole, split = (
         Fitted(tmp_path, _LargelyMeasured(fuse)) for fuse in (Fuse(), Fuse("forward", 3, fits=2))
     )
@@ -278,7 +275,7 @@ class _Manual(Net):
     on_train_batch_end = None
 
 
-def test_evaluation_is_repeated_under_manual_optimization_too(tmp_path: Path):
+def test_evaluation_is_repeated_under_manual_optimization_too(tmp_path):
     whole, split = (
         Fitted(tmp_path, _Manual(fuse), gradient_clip_val=None)
         for fuse in (Fuse(training=False), Fuse("forward", 3, fits=2, training=False))
@@ -318,7 +315,7 @@ class _Scaled(Net):
     on_train_batch_end = None
 
 
-def _is_run_by(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _is_run_by(strategy, monkeypatch):
     """Trainers look like that strategy's: neither runs without a GPU."""
     kind = getattr(lightning.pytorch.strategies, strategy)
     inner = lightning_step.why_not
@@ -329,7 +326,7 @@ def _is_run_by(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_step, "why_not", why_not)
 
 
-def _captures_graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _captures_graphs(kind, monkeypatch):
     segments = [{"segment_pool_id": (0, 1)}]
     monkeypatch.setattr(engine.cuda, "started_torch", lambda: torch)
     monkeypatch.setattr(engine.cuda, "memory_segments", lambda torch: segments)

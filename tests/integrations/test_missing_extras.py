@@ -1,20 +1,17 @@
 """The message for people who have not installed a framework."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 
 import pytest
 
 from robust_train.model.errors import ConfigError
-from world import World
 
 FRAMEWORKS = ("lightning", "transformers", "accelerate")
 
 
 @pytest.mark.parametrize("missing", FRAMEWORKS)
-def test_our_module_says_in_one_line_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch):
+def test_our_module_says_in_one_line_what_to_install(missing, monkeypatch):
     for name in [m for m in sys.modules if m.startswith((missing, "robust_train.integrations"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -25,7 +22,7 @@ def test_our_module_says_in_one_line_what_to_install(missing: str, monkeypatch: 
     assert "\n" not in str(refused.value)
 
 
-def test_the_real_command_ends_in_that_line(world: World):
+def test_the_real_command_ends_in_that_line(world):
     hidden = world.folder / "hidden" / "lightning"
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").write_text(

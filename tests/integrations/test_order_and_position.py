@@ -1,7 +1,5 @@
 """Which samples come next, and what Lightning's counters say of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +13,7 @@ from robust_train.model.errors import UserError
 COUNTERS = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
 
-def _progress() -> dict:
+def _progress():
     return {"total": dict(COUNTERS), "current": dict(COUNTERS)}
 
 
@@ -40,7 +38,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(length, epoch, skip, seed, no
 
 
 def test_a_sampler_with_a_generator_of_its_own_is_ordered_as_well():
-    def order(noise: int) -> SampleOrder:
+    def order(noise):
         own = torch.Generator().manual_seed(noise)
         return SampleOrder(WeightedRandomSampler([1.0] * 50, 50, generator=own), seed=7)
 
@@ -52,7 +50,7 @@ def test_a_sampler_with_a_generator_of_its_own_is_ordered_as_well():
 
 
 def test_a_loaders_workers_draw_the_same_numbers_in_a_resumed_epoch():
-    def numbers(noise: int, epoch: int) -> list[float]:
+    def numbers(noise, epoch):
         torch.manual_seed(noise)
         loader = DataLoader(_Random(), 2, shuffle=True, num_workers=2)
         take_over(loader, name="loader", shares=StepShares(2), seed=1).begin(epoch)
@@ -63,10 +61,10 @@ def test_a_loaders_workers_draw_the_same_numbers_in_a_resumed_epoch():
 
 
 class _Random(torch.utils.data.Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.rand(1)
 
 
@@ -84,7 +82,7 @@ class _Endless(torch.utils.data.IterableDataset):
         (DataLoader(range(3), 4, drop_last=True), "3 samples make no step of 4"),
     ],
 )
-def test_a_loader_that_nobody_can_go_on_with_is_refused_in_one_line(loader, said: str):
+def test_a_loader_that_nobody_can_go_on_with_is_refused_in_one_line(loader, said):
     with pytest.raises(UserError, match=said) as refused:
         take_over(loader, name="train_dataloader", shares=StepShares(4), seed=0)
     assert str(refused.value).startswith("train_dataloader: ")

@@ -1,7 +1,5 @@
 """A loop with FSDP2 as a job: ``examples/fsdp2_digits``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from jobs import TWO_RANKS, Example, differ_by_rounding_alone, events
@@ -10,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+def example(tmp_path_factory):
     return Example(
         "examples.fsdp2_digits.train.train",
         (
@@ -24,7 +22,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     )
 
 
-def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
+def weights(journal):
     return torch.load(events(journal, "checkpoint")[-1]["path"], weights_only=True)["model"]
 
 

@@ -1,7 +1,5 @@
 """transformers' Trainer as an attempt: ``examples/transformers_sonnets``."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 
@@ -25,7 +23,7 @@ pytest.importorskip("accelerate", reason="the extra [transformers] is not instal
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+def example(tmp_path_factory):
     return Example(
         "examples.transformers_sonnets.train.train",
         (
@@ -42,7 +40,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     )
 
 
-def weights(journal: list[dict]) -> dict[str, torch.Tensor]:
+def weights(journal):
     from safetensors.torch import load_file
 
     last = events(journal, "checkpoint")[-1]
@@ -75,7 +73,7 @@ def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(example,
 class _Line(torch.nn.Module):
     """Takes the count of a step's items, as causal language models do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.seen: list[float] = []
@@ -87,7 +85,7 @@ class _Line(torch.nn.Module):
         return {"loss": errors.sum() / (num_items_in_batch or len(x))}
 
 
-def _fit(folder: Path, cfg, resume: Path | None = None, asks=None, **more):
+def _fit(folder, cfg, resume=None, asks=None, **more):
     from robust_train.integrations.transformers import fit, training_arguments
 
     torch.manual_seed(0)
@@ -131,7 +129,7 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monke
     assert turned_on == [model]
 
 
-def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path: Path):
+def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
     whole, result, reports = _fit(tmp_path / "whole", framework_config(8), max_steps=4)
     last = Path([e["path"] for e in reports if e["event"] == "checkpoint"][-1])
     rest, again, _ = _fit(tmp_path / "rest", framework_config(4, 2), last, max_steps=4)
@@ -165,7 +163,7 @@ def test_whether_to_resume_is_what_rank_0_found_on_the_disk(tmp_path, is_rank_0s
     assert again[0]["step"] == (1 if is_rank_0s else 0)
 
 
-def test_another_effective_batch_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_another_effective_batch_is_logged(tmp_path, caplog):
     _, _, reports = _fit(tmp_path / "job", framework_config(8))
     first = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
     _fit(tmp_path / "other", framework_config(3, 2), first)
@@ -195,14 +193,14 @@ def test_what_would_change_the_training_is_refused_in_one_line(tmp_path, monkeyp
 class _AsksToStop(transformers.TrainerCallback):
     """As the launcher does on SIGTERM, in the middle of an evaluation."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run):
         self.run = run
 
     def on_prediction_step(self, args, state, control, **others):
         self.run.request_stop()
 
 
-def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path: Path):
+def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
     from robust_train.integrations.transformers import fit, training_arguments
     from robust_train.model.errors import Interrupted
 

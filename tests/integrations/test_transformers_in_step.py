@@ -1,13 +1,10 @@
 """transformers' Trainer repeats the step in which memory runs out, in smaller parts."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import operator
 import re
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +32,7 @@ from robust_train.model.errors import Spoiled  # noqa: E402
 class Tagger(torch.nn.Module):
     """Labels each position; with ``sums`` it divides by the step's items."""
 
-    def __init__(self, fuse: Fuse, *, sums: bool) -> None:
+    def __init__(self, fuse, *, sums):
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(
@@ -56,7 +53,7 @@ class IgnoresTheCount(Tagger):
         return super().forward(x, labels)
 
 
-def samples(count: int = 21) -> list[dict]:
+def samples(count=21):
     """Sequences with many positions without loss, and not as many in each."""
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -139,11 +136,11 @@ class _Diverges(Tagger):
         return {**found, "loss": factor * found["loss"]}
 
 
-def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path: Path, monkeypatch):
+def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path, monkeypatch):
     """The Trainer's own filter would log a mean in its place."""
     made = Run.__init__
 
-    def with_divergence(run: Run, *args: object, **named: object) -> None:
+    def with_divergence(run, *args, **named):
         made(run, *args, **named)
         run.guard.divergence = DivergenceConfig()
 
@@ -198,7 +195,7 @@ def test_a_halved_batch_leaves_the_weight_of_a_loss_that_ignores_the_count(
     assert f"first {8 // asked} × {asked}, now that there are 4 × 2" in lines[0]
 
 
-def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_path: Path):
+def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_path):
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True), 8)
     fuse = Fuse(training=False)
     halved = Fitted(tmp_path, Tagger(fuse, sums=True), 2, asked=8)
@@ -224,7 +221,7 @@ class _ShiftsItself(Tagger):
         return {"loss": functional.cross_entropy(*shifted), "logits": logits}
 
 
-def test_parts_of_a_loss_that_shifts_its_labels_itself_weigh_as_it_counts(tmp_path: Path):
+def test_parts_of_a_loss_that_shifts_its_labels_itself_weigh_as_it_counts(tmp_path):
     job = {"collator": transformers.default_data_collator, "optim": "sgd"}
     whole = Fitted(tmp_path, _ShiftsItself(Fuse(), sums=False), **job)
     split = Fitted(tmp_path, _ShiftsItself(Fuse("forward", 1, fits=1), sums=False), **job)
@@ -261,8 +258,8 @@ class _NotesPasses(transformers.Trainer):
 
 
 @pytest.mark.parametrize("sums", [True, False])
-def test_figures_of_passes_are_logged_as_if_no_part_had_been(tmp_path: Path, sums: bool):
-    def logged(fuse: Fuse) -> list[list[float]]:
+def test_figures_of_passes_are_logged_as_if_no_part_had_been(tmp_path, sums):
+    def logged(fuse):
         fitted = Fitted(tmp_path, Tagger(fuse, sums=sums), trainer=_NotesPasses)
         assert bool(fitted.changed(training=fuse.is_for_training)) is (fuse.where != "never")
         entries = fitted.trainer.state.log_history
@@ -302,7 +299,7 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_never_repeated(tmp_path
     assert "has a hook for its gradient (register_post_accumulate_grad_hook)" in line
 
 
-def test_two_samples_without_labels_show_a_mean_too(tmp_path: Path):
+def test_two_samples_without_labels_show_a_mean_too(tmp_path):
     model = IgnoresTheCount(Fuse(), sums=True)
     trainer = transformers.Trainer(
         model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
@@ -320,7 +317,7 @@ class Shifting(Tagger):
 @pytest.mark.parametrize(
     ("kind", "name"), [(Tagger, "labels"), (Shifting, "labels"), (Shifting, "shift_labels")]
 )
-def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path: Path, kind, name: str):
+def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path, kind, name):
     trainer = transformers.Trainer(
         kind(Fuse(), sums=True),
         transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
@@ -335,7 +332,7 @@ def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path: Path, k
     assert everywhere - count == (5 if (kind, name) == (Shifting, "labels") else 1)
 
 
-def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path):
+def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path):
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True))
     fuse = Fuse("forward", 1, fits=2, training=False)
     split = Fitted(tmp_path, Tagger(fuse, sums=True))
@@ -349,7 +346,7 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path: Path
     assert (one.label_ids == other.label_ids).all()
 
 
-def _ends_where_its_parts_communicate(folder: Path) -> list[str]:
+def _ends_where_its_parts_communicate(folder):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     in_step_of.ranks = SimpleNamespace(here=lambda: "others")
     lines: list[str] = []
@@ -369,7 +366,7 @@ def _ends_where_its_parts_communicate(folder: Path) -> list[str]:
     return []
 
 
-def test_an_evaluation_whose_parts_communicate_ends_the_attempt(tmp_path: Path):
+def test_an_evaluation_whose_parts_communicate_ends_the_attempt(tmp_path):
     """Other ranks evaluate the batch once: a collective of one that repeats it has no partner."""
     ((line, message, sizes),) = of_forks(1, lambda _: _ends_where_its_parts_communicate(tmp_path))
     assert "calls the collective allreduce_" in line
@@ -398,7 +395,7 @@ def _packed(features):
     return {key: torch.cat([one[key] for one in features])[None] for key in features[0]}
 
 
-def _looks_as_if(where: str, values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def _looks_as_if(where, values, monkeypatch):
     """Let the integration see other values; the packages and the GPU are not there."""
 
     def recover(trainer, run):
@@ -451,7 +448,7 @@ def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
         _looks_as_if(*seen, monkeypatch)
     packed = 6 if options.get("collator") is _packed else 0
 
-    def fit(size: int) -> Fitted:
+    def fit(size):
         model = Tagger(Fuse("forward", 3, packed=packed), sums=False)
         return Fitted(tmp_path, model, batch_size=size, **options)
 

@@ -1,7 +1,5 @@
 """Two processes in a framework's own trainer: one of them runs out of memory in a step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ import preloaded
 @pytest.mark.proves("transformers", "several GPUs", "refused", "a collective inside a micro-batch")
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path: Path, framework: str):
+def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path, framework):
     folder = Path(__file__).parent
     program = (folder / "group_of_two.py").read_text()
     ended = preloaded.run(program, framework, str(tmp_path), cwd=folder)

@@ -1,7 +1,5 @@
 """A job of Lightning's manual optimization."""
 
-from __future__ import annotations
-
 import torch
 from running_out import Fuse
 from torch import nn

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from robust_train.model.errors import UserError
+from robust_train.model.errors import Interrupted
 
 PATIENCE_SECONDS = 60
 
@@ -22,6 +22,13 @@ def _wait_for(path: Path) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path.name} never came")
         time.sleep(0.01)
+
+
+def _save(run, name, step=1) -> None:
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / name
+    path.touch()
+    run.checkpoint_saved(path, step)
 
 
 def objective(cfg):
@@ -53,10 +60,6 @@ def fails_at_2(cfg):
     return float(cfg.training.seed)
 
 
-def is_refused(cfg):
-    raise UserError("no weights here")
-
-
 def is_killed_at_2(cfg):
     if cfg.training.seed == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,17 +81,12 @@ def works_until_told(cfg, run):
     number = cfg.training.seed
     if run.resume_checkpoint is not None:
         return f"went on from {Path(run.resume_checkpoint).name}"
-    run.checkpoint_dir.mkdir(exist_ok=True)
     run.progress(1)
     assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
     (_place(cfg) / f"working-{number}").write_text(str(os.getpid()))
     while not run.stop_requested:
         time.sleep(0.01)
-    path = run.checkpoint_dir / "when-told"
-    path.touch()
-    run.checkpoint_saved(path, 1)
-    from robust_train.model.errors import Interrupted
-
+    _save(run, "when-told")
     raise Interrupted
 
 
@@ -104,10 +102,6 @@ def never_stops(cfg):
     (_place(cfg) / f"working-{cfg.training.seed}").write_text(str(os.getpid()))
     while True:
         time.sleep(0.01)
-
-
-def number_of_the_job(cfg, run):
-    return float(run.run_dir.name)
 
 
 def first_waits_for_the_third(cfg, run):
@@ -126,15 +120,10 @@ def works_until_told_in_every_third(cfg, run):
         return float(number)
     if run.resume_checkpoint is not None:
         return 100.0 + number
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    path = run.checkpoint_dir / "when-told"
-    path.touch()
-    run.checkpoint_saved(path, 1)
+    _save(run, "when-told")
     (_place(cfg) / f"working-{number}").touch()
     while not run.stop_requested:
         time.sleep(0.01)
-    from robust_train.model.errors import Interrupted
-
     raise Interrupted
 
 
@@ -152,19 +141,14 @@ def waits_for_two_at_work(cfg, run):
 def reports_its_rate(cfg, run):
     """40 steps; at each, the value is the step times the learning rate. Stops when told. With a
     rate of 2 the second seed fails."""
-    from robust_train.model.errors import Interrupted
-
     if (float(cfg.training.lr), cfg.training.seed) == (2.0, 2):
         raise ValueError("two is not for me")
-    run.checkpoint_dir.mkdir(exist_ok=True)
     for step in range(1, 41):
         value = step * float(cfg.training.lr)
         run.progress(step, total_steps=40)
         run.report(value)
         if run.stop_requested:
-            path = run.checkpoint_dir / f"step-{step}"
-            path.touch()
-            run.checkpoint_saved(path, step)
+            _save(run, f"step-{step}", step)
             raise Interrupted
         time.sleep(0.05)
     return value
@@ -173,10 +157,7 @@ def reports_its_rate(cfg, run):
 def saves_and_fails_at_2(cfg, run):
     if cfg.training.seed == 2:
         raise ValueError("two is not for me")
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    path = run.checkpoint_dir / "last"
-    path.touch()
-    run.checkpoint_saved(path, 1)
+    _save(run, "last")
     return float(cfg.training.lr) + cfg.training.seed - 1
 
 
@@ -185,15 +166,10 @@ def works_until_told_at_1(cfg, run):
     number = int(run.run_dir.name)
     if run.resume_checkpoint is not None:
         return 100.0 + number
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    path = run.checkpoint_dir / "when-told"
-    path.touch()
-    run.checkpoint_saved(path, 1)
+    _save(run, "when-told")
     (_place(cfg) / f"working-{number}").touch()
     while number < 2 and not (_place(cfg) / "go-on").exists():
         if run.stop_requested:
-            from robust_train.model.errors import Interrupted
-
-            raise Interrupted
+                    raise Interrupted
         time.sleep(0.01)
     return float(number)

@@ -263,17 +263,6 @@ def splits_within_a_budget(cfg, run):
     return {"repeats": sum(size > budget for size in sizes), "part": sizes[-1]}
 
 
-def cpu_waits_for_go(cfg):
-    """Runs out of memory on a GPU at once; on the CPU it trains until told that it is done."""
-    gpu = os.environ["CUDA_VISIBLE_DEVICES"] or "cpu"
-    with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
-        file.write(f"{gpu}\n")
-    if gpu != "cpu":
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    while not Path(os.environ["GO_FILE"]).exists():
-        time.sleep(0.01)
-
-
 def tells_its_memory(cfg, run):
     """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
     figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
@@ -282,17 +271,3 @@ def tells_its_memory(cfg, run):
         time.sleep(0.01)
     if run.attempt == 1:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def tells_what_it_holds(cfg, run):
-    """One of several ranks: tells of its GPU's memory, waits to be told, says what all saw."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    run.send(MemoryReported("here", reserved=(run.rank + 1) * 1024**3))
-    while not Path(os.environ["GO_FILE"]).exists():
-        time.sleep(0.01)
-    seen = [None] * run.world_size
-    dist.all_gather_object(seen, (cfg.device, os.environ["CUDA_VISIBLE_DEVICES"]))
-    dist.destroy_process_group()
-    return seen

@@ -3,8 +3,6 @@
 Run as a script; the processes are forks of one interpreter, so torch is imported once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,7 +34,7 @@ STEPS = ((13, 7), (2, 3), (16, 1))
 class Net(nn.Module):
     """Wide for a moment, so that a batch needs memory; statistics, and a parameter never used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, 8)
@@ -45,7 +43,7 @@ class Net(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
         self.only_of_first = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.first(x)
         if self.training:
             self.mean.lerp_(hidden.detach().mean(dim=0), 0.5)
@@ -53,13 +51,13 @@ class Net(nn.Module):
         return self.last(wide[:, :8])
 
 
-def data(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def data(samples, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 4, generator=generator)
     return x, x.sum(dim=1, keepdim=True)
 
 
-def train(batcher: MicroBatcher, net: nn.Module, rank: int, ranks: int, *, own: bool = False):
+def train(batcher, net, rank, ranks, *, own=False):
     """Three steps; returns weights, statistics, losses and how often a step was repeated."""
     model = net if ranks == 1 else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -95,7 +93,7 @@ def train(batcher: MicroBatcher, net: nn.Module, rank: int, ranks: int, *, own: 
     }
 
 
-def exhausted(batcher: MicroBatcher, net: Net) -> list[object]:
+def exhausted(batcher, net):
     try:
         train(batcher, net, dist.get_rank(), dist.get_world_size())
     except Exception as error:
@@ -104,7 +102,7 @@ def exhausted(batcher: MicroBatcher, net: Net) -> list[object]:
     return []
 
 
-def refused(batcher: MicroBatcher) -> str:
+def refused(batcher):
     model = nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))
     try:
         batcher.backward(lambda batch: model(batch[0]).mean(), data(2, 0), model)
@@ -128,16 +126,16 @@ class RunsOutInBackward(torch.autograd.Function):
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(RunsOutInBackward.apply(self.first(x).tanh()))
 
 
-def wrapped(how: str, rank: int, ranks: int) -> object:
+def wrapped(how, rank, ranks):
     """A step of 16 samples with a wrapper that is not the outermost module, or is not named."""
     net = Deep()
     # a bucket for each parameter: one that is passed over pairs all that follow wrongly
@@ -197,7 +195,7 @@ WAYS = (
 )
 
 
-def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
+def be_rank(rank, ranks, folder):
     store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     seen: dict[str, object] = {"at_ease": train(MicroBatcher(), Net(), rank, ranks)}
@@ -220,7 +218,7 @@ def be_rank(rank: int, ranks: int, folder: str) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def runs_out_once(is_meant: bool):
+def runs_out_once(is_meant):
     """Have a pass of more than six samples run out of memory in its last layer."""
 
     def must_fit(module, inputs, output):
@@ -239,7 +237,7 @@ class Watched(Run):
 
     stop_at: int | None = None
 
-    def progress(self, step: int, **more: object) -> bool:
+    def progress(self, step, **more):
         if step == self.stop_at:
             self.request_stop()
         return super().progress(step, **more)
@@ -288,13 +286,13 @@ def attempt(folder, ranks, *more, resume=None, stop_at=None):
     return of_ranks(ranks, lambda rank: built_in(folder, rank, ranks, resume, stop_at, *more))
 
 
-def differ_in_the_checkpoint(folder: Path, saved: Path) -> list[object]:
+def differ_in_the_checkpoint(folder, saved):
     """What two ranks do with a checkpoint of which the second has half."""
     half = folder.parent / "half" / saved.name
     half.parent.mkdir()
     half.write_bytes(saved.read_bytes()[: saved.stat().st_size // 2])
 
-    def resume(rank: int) -> str:
+    def resume(rank):
         identity.PAUSES_SECONDS = (0.1,)
         try:
             built_in(folder, rank, 2, half if rank else saved, 1)
@@ -305,11 +303,11 @@ def differ_in_the_checkpoint(folder: Path, saved: Path) -> list[object]:
     return of_ranks(2, resume)
 
 
-def main() -> None:
+def main():
     folder = sys.argv[1]
     alone = train(MicroBatcher(), Net(), 0, 1)
 
-    def share_steps(rank: int) -> object:
+    def share_steps(rank):
         seen = {4: be_rank(rank, 4, folder)}
         if rank < 2:
             seen[2] = be_rank(rank, 2, folder)

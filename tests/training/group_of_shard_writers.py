@@ -3,8 +3,6 @@
 Usage: group_of_shard_writers.py FOLDER
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -13,14 +11,13 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from forked_ranks import of_forks
 from robust_train.attempt import checkpoints
@@ -36,7 +33,7 @@ from robust_train.vision.sharding import folder_writer, shard, shares
 class Job:
     """A sharded model after one step, and its checkpoints in ``run_dir``."""
 
-    def __init__(self, run_dir: Path, *, keep: int = 5) -> None:
+    def __init__(self, run_dir, *, keep=5):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 3000), nn.BatchNorm1d(3000), nn.Linear(3000, 1))
         shard(self.model)
@@ -45,46 +42,46 @@ class Job:
         run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
         self.folder = CheckpointFolder(run, keep=keep, write_folder=folder_writer())
 
-    def train(self, seed: int) -> None:
+    def train(self, seed):
         torch.manual_seed(seed)
         self.model(torch.randn(8, 4)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def content(self, step: int) -> dict[str, Any]:
+    def content(self, step):
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         return {"step": step, "model": model, "optimizer": optimizer, "nested": [(step,)]}
 
-    def read(self, path: Path) -> tuple[str, int] | None:
+    def read(self, path):
         share = shares(self.model, self.optimizer)
         found = read_newest(path, ["step"], share=share, gather=of_all_ranks)
         return None if found is None else (found[0].name, found[1]["step"])
 
 
-def sums(content: dict[str, Any]) -> list[float]:
+def sums(content):
     """One number for each tensor, the same for shards and whole ones."""
     states = content["optimizer"]["state"]
     tensors = [*content["model"].values(), *(t for k in sorted(states) for t in states[k].values())]
     return [float(_whole(tensor).double().abs().sum()) for tensor in tensors]
 
 
-def _whole(tensor: Any) -> Tensor:
+def _whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def read_alone(path: Path) -> Any:
+def read_alone(path):
     """What a process without shards reads, on the first rank."""
     return read_newest(path, ["step"]) if dist.get_rank() == 0 else None
 
 
-def names(folder: CheckpointFolder) -> list[str]:
+def names(folder):
     dist.barrier()
     found = sorted(item.name for item in folder.path.iterdir()) if folder.path.exists() else []
     dist.barrier()
     return found
 
 
-def with_one_copy(run_dir: Path) -> dict[str, Any]:
+def with_one_copy(run_dir):
     """The second rank has no memory for a copy, so it writes before it trains on."""
     if dist.get_rank():
         checkpoints.LARGEST_COPY, share = 0.0, checkpoints.LARGEST_COPY
@@ -94,7 +91,7 @@ def with_one_copy(run_dir: Path) -> dict[str, Any]:
     return seen
 
 
-def in_the_background(run_dir: Path) -> dict[str, Any]:
+def in_the_background(run_dir):
     job = Job(run_dir)
     content = job.content(1)
     before = sums(content)
@@ -119,7 +116,7 @@ def in_the_background(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def of_one_step(run_dir: Path) -> dict[str, Any]:
+def of_one_step(run_dir):
     """The same step twice, then a later one."""
     job = Job(run_dir, keep=2)
     for step in (1, 1):
@@ -131,14 +128,14 @@ def of_one_step(run_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def files_limited_to(size: int) -> Iterator[None]:
+def files_limited_to(size):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def without_space(run_dir: Path) -> dict[str, Any]:
+def without_space(run_dir):
     """The second rank cannot write its shards, then the first one, nor what only it writes."""
     job, said = Job(run_dir), []
     job.folder.save(job.content(1), 1)
@@ -154,11 +151,11 @@ def without_space(run_dir: Path) -> dict[str, Any]:
     return {"said": said, "left": left, "then": names(job.folder)}
 
 
-def out_of_memory(run_dir: Path) -> dict[str, Any]:
+def out_of_memory(run_dir):
     """The second rank runs out of memory while it writes its shards."""
     job, save = Job(run_dir), torch.save
 
-    def no_room(*args: Any) -> None:
+    def no_room(*args):
         raise MemoryError("no room for a shard")
 
     if dist.get_rank() == 1:
@@ -174,7 +171,7 @@ def out_of_memory(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def _flip(file: Path, at: float) -> None:
+def _flip(file, at):
     data = bytearray(file.read_bytes())
     data[int(len(data) * at)] ^= 0xFF
     file.write_bytes(data)
@@ -185,7 +182,7 @@ class RunsCode:
         return os.write, (1, b"\ncode of a foreign file was run\n")
 
 
-def damaged(run_dir: Path) -> dict[str, Any]:
+def damaged(run_dir):
     """A checkpoint is damaged in one way after the other; an older one is whole."""
     job = Job(run_dir)
     job.folder.save(job.content(1), 1)
@@ -223,7 +220,7 @@ def damaged(run_dir: Path) -> dict[str, Any]:
     return seen
 
 
-def on_other_disks(run_dir: Path) -> dict[str, Any]:
+def on_other_disks(run_dir):
     """The second rank does not see the folder that the first one has."""
     job = Job(run_dir)
     job.folder.save(job.content(1), 1)
@@ -238,7 +235,7 @@ def on_other_disks(run_dir: Path) -> dict[str, Any]:
         said = str(error)
     identity.PAUSES_SECONDS = pauses
 
-    def shown_late(value: Any) -> list[Any]:
+    def shown_late(value):
         """Gather; the second rank sees the folder after it has looked once."""
         found = of_all_ranks(value)
         if dist.get_rank() and not elsewhere.exists():
@@ -250,7 +247,7 @@ def on_other_disks(run_dir: Path) -> dict[str, Any]:
     return {"said": said, "late": None if late is None else late[1]["step"]}
 
 
-def from_a_file(run_dir: Path) -> dict[str, Any]:
+def from_a_file(run_dir):
     """Shards from a file of whole tensors, as one process writes it."""
     job = Job(run_dir)
     content = job.content(1)
@@ -265,7 +262,6 @@ def from_a_file(run_dir: Path) -> dict[str, Any]:
         CheckpointFolder(Run(run_dir=run_dir), keep=1).save(content, 1)
     dist.barrier()
     found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
-    assert found is not None
     states = found[1]["optimizer"]["state"]
     tensors = [
         *found[1]["model"].values(),
@@ -278,7 +274,7 @@ def from_a_file(run_dir: Path) -> dict[str, Any]:
     return {"same": sums(found[1]) == before, "held": held, "file": path.stat().st_size}
 
 
-def killed(run_dir: Path) -> dict[str, Any]:
+def killed(run_dir):
     """The first rank dies when all shards are there and the folder has no name."""
     job = Job(run_dir)
     job.folder.save(job.content(1), 1)
@@ -295,7 +291,7 @@ def killed(run_dir: Path) -> dict[str, Any]:
     return {"said": "nothing"}
 
 
-def be_rank(rank: int, folder: Path) -> dict[str, Any]:
+def be_rank(rank, folder):
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     parts = (in_the_background, with_one_copy, of_one_step, without_space, out_of_memory, damaged)
@@ -305,7 +301,7 @@ def be_rank(rank: int, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def die(rank: int, folder: Path) -> dict[str, Any]:
+def die(rank, folder):
     store = dist.FileStore(str(folder / "second store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     return killed(folder / "killed")

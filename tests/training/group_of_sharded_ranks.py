@@ -3,8 +3,6 @@
 Usage: group_of_sharded_ranks.py FOLDER few|thorough
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -32,7 +30,6 @@ from training_world import write_image_folder
 from memory_limit import MIB, lift_limit, limit_growth
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.rewind import Models
 from robust_train.step.splitting import bounds
 from robust_train.vision.sharding import share_buffers
 
@@ -64,7 +61,7 @@ class Backward(torch.autograd.Function):
 class Block(nn.Module):
     """Runs out of memory where it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
         self.bomb: str | None = None  # where it runs out
@@ -73,7 +70,7 @@ class Block(nn.Module):
         self.is_once = False
         self.activation = 16
 
-    def must_fit(self, where: str, samples: int) -> None:
+    def must_fit(self, where, samples):
         self.at -= self.bomb == where
         if self.bomb == where and self.at <= 0 and samples > self.most:
             self.bomb = None if self.is_once else where
@@ -85,12 +82,12 @@ class Block(nn.Module):
         return x + Backward.apply(hidden[:, :16], self)
 
 
-def network() -> nn.Sequential:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), *(Block() for _ in range(3)), nn.Linear(16, 3))
 
 
-def sharded(mesh, **options) -> nn.Sequential:
+def sharded(mesh, **options):
     model = network()
     for part in model:
         if isinstance(part, Block):
@@ -98,12 +95,12 @@ def sharded(mesh, **options) -> nn.Sequential:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def data() -> tuple[torch.Tensor, torch.Tensor]:
+def data():
     generator = torch.Generator().manual_seed(1)
     return torch.randn(13, 4, generator=generator), torch.randn(13, 3, generator=generator)
 
 
-def step(batcher: MicroBatcher, model: nn.Module, mine: slice):
+def step(batcher, model, mine):
     x, y = data()
     passes = []
 
@@ -116,7 +113,7 @@ def step(batcher: MicroBatcher, model: nn.Module, mine: slice):
     return loss, int(len(passes) > needed)
 
 
-def validate(batcher: MicroBatcher, model: nn.Module, mine: slice) -> torch.Tensor:
+def validate(batcher, model, mine):
     weight = next(model.parameters())
     weight.grad = before = torch.ones_like(weight)
     with torch.no_grad():
@@ -126,14 +123,14 @@ def validate(batcher: MicroBatcher, model: nn.Module, mine: slice) -> torch.Tens
     return outputs
 
 
-def gradients_of_one() -> dict[str, torch.Tensor]:
+def gradients_of_one():
     model = network()
     x, y = data()
     nn.functional.mse_loss(model(x), y).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def worst_gradient(model: nn.Module) -> float:
+def worst_gradient(model):
     expected = gradients_of_one()
     return max(
         (parameter.grad.full_tensor() - expected[name]).abs().max().item()
@@ -141,7 +138,7 @@ def worst_gradient(model: nn.Module) -> float:
     )
 
 
-def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
+def every_place(rank, mesh, is_thorough):
     """Memory runs out once in each place, on each rank, in the first step and in a later one."""
     seen = []
     places = list(itertools.product((True, False), ("forward", "backward"), (1, 3), (0, 1), (0, 1)))
@@ -176,7 +173,7 @@ def every_place(rank: int, mesh, is_thorough: bool) -> list[dict[str, object]]:
     return seen
 
 
-def sharded_as(mesh, kind: str) -> nn.Sequential:
+def sharded_as(mesh, kind):
     options = {"mp_policy": MixedPrecisionPolicy(BF16, F32)} if kind == "bf16" else {}
     model = sharded(mesh, **options)
     if kind == "checkpointing":
@@ -185,7 +182,7 @@ def sharded_as(mesh, kind: str) -> nn.Sequential:
     return model
 
 
-def gradient_of_one_process(model: nn.Module, kind: str, size: int) -> None:
+def gradient_of_one_process(model, kind, size):
     """Give ``model`` the gradient of a step; bf16's rounding is that of parts of ``size``."""
     x, y = data()
     if kind != "bf16":
@@ -204,7 +201,7 @@ def gradient_of_one_process(model: nn.Module, kind: str, size: int) -> None:
                 mine.grad = its.grad.float() / 2 + (0 if mine.grad is None else mine.grad)
 
 
-def differs_from_one_process(rank: int, mesh, kind: str) -> float:
+def differs_from_one_process(rank, mesh, kind):
     """How far the clipped gradients of AdamW's steps are from those of one process, the step in
     which memory runs out and those after it included."""
     model, one = sharded_as(mesh, kind), network()
@@ -224,10 +221,10 @@ def differs_from_one_process(rank: int, mesh, kind: str) -> float:
     return worst
 
 
-def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
+def differs_at_the_same_split(rank, mesh, kind):
     """How far a step that is repeated at the same size is from one that is not."""
 
-    def train(fails: bool) -> torch.Tensor:
+    def train(fails):
         model = sharded_as(mesh, kind)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         batcher = MicroBatcher(batch_size=4, min_batch_size=4)
@@ -244,7 +241,7 @@ def differs_at_the_same_split(rank: int, mesh, kind: str) -> float:
     return (train(False) - train(True)).abs().max().item()
 
 
-def without_resharding(rank: int, mesh) -> list[list[object]]:
+def without_resharding(rank, mesh):
     """Weights stay gathered between the parts of a step, so that these send different things."""
     seen = []
     for where, part in itertools.product(("forward", "backward"), (1, 2)):
@@ -279,7 +276,7 @@ class Averages(nn.Module):
         return x
 
 
-def short_of_memory(rank: int, mesh) -> list[object]:
+def short_of_memory(rank, mesh):
     model = sharded(mesh)
     for part in model:
         if isinstance(part, Block):
@@ -303,7 +300,7 @@ def short_of_memory(rank: int, mesh) -> list[object]:
     return [repeated, batcher.size, worst]
 
 
-def exhausted(rank: int, mesh) -> list[object]:
+def exhausted(rank, mesh):
     model = sharded(mesh)
     model[2].bomb, model[2].most = ("backward" if rank == 0 else None), 0
     try:
@@ -314,7 +311,7 @@ def exhausted(rank: int, mesh) -> list[object]:
     return []
 
 
-def refused(model: Models) -> str:
+def refused(model):
     try:
         net = model[0] if isinstance(model, list) else model
         MicroBatcher(batch_size=8).backward(lambda part: net(part[0]).mean(), data(), model)
@@ -323,7 +320,7 @@ def refused(model: Models) -> str:
     return "not refused"
 
 
-def refusals(mesh) -> dict[str, str]:
+def refusals(mesh):
     own, other = sharded(mesh), network()
     own[1].set_custom_all_gather(DefaultAllGather())
     own[2].set_custom_all_gather(OwnAllGather())
@@ -354,14 +351,14 @@ def refusals(mesh) -> dict[str, str]:
         FSDPModule.reset_iter_state = reset
 
 
-def statistics(rank: int) -> list[float]:
+def statistics(rank):
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(rank)
     share_buffers(norm)
     return norm.running_mean.tolist()
 
 
-def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
+def be_rank(rank, folder, is_thorough):
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -379,7 +376,7 @@ def be_rank(rank: int, folder: str, is_thorough: bool) -> dict[str, object]:
     return seen
 
 
-def by_the_built_in_trainer(folder: Path) -> dict[str, object]:
+def by_the_built_in_trainer(folder):
     """Attempts of it with several numbers of ranks, sharded or not, against one left alone."""
     sharding = "training.sharding=fsdp"
     write_image_folder(folder / "images", per_class=14)  # 26 to train on: 24 and 2 for three

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import errno
 import logging
 import pickle
 import shutil
-import subprocess
 import threading
 import traceback
 from pathlib import Path
@@ -45,12 +42,12 @@ print("STEPS", run.last_step, "CHECKPOINTS", len(run.of("checkpoint")))
 """
 
 
-def folder_of(run_dir: Path, keep: int = 5) -> CheckpointFolder:
+def folder_of(run_dir, keep=5):
     """Checkpoints of a run without a launcher."""
     return CheckpointFolder(Run(run_dir=run_dir), keep=keep)
 
 
-def in_a_limited_process(folder: Path, limit_bytes: int) -> subprocess.CompletedProcess[str]:
+def in_a_limited_process(folder, limit_bytes):
     ended = preloaded.run(LIMITED, str(folder), str(limit_bytes), cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     return ended
@@ -116,7 +113,6 @@ def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
     assert of_job(folder.path, "") == [], "a checkpoint gets its manifest between two steps"
     folder.report_written(wait=True)
     newest = newest_checkpoint(folder.path, "")
-    assert newest is not None
     content = torch.load(newest.path, weights_only=True)
     assert content["weights"].sum() == content["nested"][0][0].sum() == 0
     folder.save_from_copy({"weights": weights}, 2)
@@ -153,7 +149,6 @@ def test_a_damaged_file_is_passed_over_for_the_newest_intact_one(tmp_path, damag
     else:
         path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"")
     found = read_newest(path)
-    assert found is not None
     assert found[0].name == "step-00000020.pt"
     assert found[1]["step"] == 20
 
@@ -179,7 +174,6 @@ def test_a_foreign_file_is_passed_over_without_running_its_code(
     foreign = folder.path / "step-00000030.pt"
     torch.save(content, foreign)
     found = read_newest(foreign, required=["step"])
-    assert found is not None
     assert found[1] == {"step": 20}
     assert why in caplog.text
     assert "code of a foreign file" not in capfd.readouterr().out

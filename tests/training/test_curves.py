@@ -1,20 +1,17 @@
 """Where the built-in trainer draws: the real libraries, offline, where they are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from robust_train.model.errors import ConfigError
 from robust_train.vision.keys import check_config
-from world import World, wait_until
+from world import wait_until
 
 JOB = (
     "training.epochs=8",
@@ -39,17 +36,17 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_brings_
     )
 
 
-def test_a_logger_that_does_not_exist_is_refused_before_any_attempt(world: World):
+def test_a_logger_that_does_not_exist_is_refused_before_any_attempt(world):
     world.run("logger=wanbd").was_refused(
         ["logger=wanbd: accepted are tensorboard, wandb, mlflow, none; did you mean wandb?"]
     )
 
 
-def killed_once(world: World, *arguments: str) -> None:
+def killed_once(world, *arguments):
     """Run a job whose attempt is killed in its fourth epoch."""
     process = world.start(*JOB, *arguments)
 
-    def state() -> dict[str, int]:
+    def state():
         try:
             return json.loads((world.run_dir / "state.json").read_text())
         except (OSError, ValueError):
@@ -65,7 +62,7 @@ def killed_once(world: World, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_was_killed_is_one_run_in_mlflow(world: World, tmp_path: Path):
+def test_a_job_that_was_killed_is_one_run_in_mlflow(world, tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="needs robust-train[mlflow]")
     server = f"sqlite:///{tmp_path / 'mlflow.db'}"
     killed_once(world.with_environ({"MLFLOW_TRACKING_URI": server}), "logger=mlflow")
@@ -79,7 +76,7 @@ def test_a_job_that_was_killed_is_one_run_in_mlflow(world: World, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_job_that_was_killed_is_one_run_in_wandb(world: World):
+def test_a_job_that_was_killed_is_one_run_in_wandb(world):
     pytest.importorskip("wandb", reason="needs robust-train[wandb]")
     killed_once(world.with_environ({"WANDB_MODE": "offline"}), "logger=wandb")
     folders = sorted((world.run_dir / "wandb").glob("offline-run-*"))

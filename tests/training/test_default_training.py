@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import re
 import subprocess
@@ -31,7 +29,7 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def short(tmp_path_factory):
     """Two epochs of the default job with a log line every ten steps."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -49,14 +47,14 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(run, result, messages)
 
 
-def test_the_result_names_the_accuracy_and_the_weights(short: Ended):
+def test_the_result_names_the_accuracy_and_the_weights(short):
     assert short.result["test_accuracy"] > 0.5
     assert f"Test accuracy: {100 * short.result['test_accuracy']:.2f} %" in short.messages
     assert Path(short.result["checkpoint"]).is_file()
     assert "Effective batch size: 64" in short.messages
 
 
-def test_the_memory_milestones_come_in_the_order_of_the_run(short: Ended):
+def test_the_memory_milestones_come_in_the_order_of_the_run(short):
     assert [e["milestone"] for e in short.run.of("memory")] == [
         "start",
         "model moved to cpu",
@@ -66,13 +64,13 @@ def test_the_memory_milestones_come_in_the_order_of_the_run(short: Ended):
     ]
 
 
-def test_without_a_terminal_there_is_a_log_line_every_so_many_steps(short: Ended):
+def test_without_a_terminal_there_is_a_log_line_every_so_many_steps(short):
     lines = [m for m in short.messages if re.match(r"step \d+/46: loss \d", m)]
     assert [line.split("/")[0] for line in lines] == ["step 10", "step 20", "step 30", "step 40"]
     assert sum(m.startswith("epoch ") and "accuracy" in m for m in short.messages) == 2
 
 
-def test_progress_has_the_last_step_and_the_total(short: Ended):
+def test_progress_has_the_last_step_and_the_total(short):
     assert short.run.last_step == 46
     assert "loss" in short.run.of("progress")[0]["metrics"]
     assert all(e["total_steps"] == 46 and "lr" in e["metrics"] for e in short.run.of("progress"))
@@ -86,7 +84,7 @@ def test_a_launcher_that_shows_the_steps_leaves_no_line_for_each(tmp_path, caplo
     assert not [m for m in caplog.messages if m.startswith("step ")]
 
 
-def report_steps(run: WatchedRun, steps: range, *, every: int, total: int) -> None:
+def report_steps(run, steps, *, every, total):
     """Report ``steps`` as a training loop does, without training."""
     with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
         reporter.begin(EpochPosition(step=steps[0] - 1), total)
@@ -94,13 +92,13 @@ def report_steps(run: WatchedRun, steps: range, *, every: int, total: int) -> No
             reporter.step(EpochPosition(step=step), torch.tensor(1.0), samples=1, lr=0.1)
 
 
-def scalars(folder: Path) -> EventAccumulator:
+def scalars(folder):
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return events
 
 
-def test_tensorboard_gets_loss_learning_rate_and_validation(short: Ended):
+def test_tensorboard_gets_loss_learning_rate_and_validation(short):
     events = scalars(short.run.run_dir)
     assert set(events.Tags()["scalars"]) == {"train/loss", "train/lr", "val/accuracy", "val/loss"}
     assert [e.step for e in events.Scalars("train/loss")] == [1, 10, 20, 30, 40]

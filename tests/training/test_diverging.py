@@ -1,7 +1,5 @@
 """Real jobs with a planted fault end as without it where they can, and say so where they cannot."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,23 +14,22 @@ from robust_train.attempt.run import Run
 from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import newest_checkpoint, of_job, record_checkpoint, rotate
 from robust_train.model.errors import Spoiled
-from world import Ended, World
 
 TRAINER = "trainer._target_=diverging_trainers.train"
 
 
-def trained(world: World, fault: str, how: str, *overrides: str) -> Ended:
+def trained(world, fault, how, *overrides):
     job = (TRAINER, f"+fault={fault}", f"+how={how}", "device=cpu", "training.lr=0.01")
     return world.run(*job, *overrides)
 
 
-def without_launcher(folder: Path, fault: str, how: str, lr: float = 0.01) -> list[float]:
+def without_launcher(folder, fault, how, lr=0.01):
     """What the same training ends with where nothing looks at its losses."""
     cfg = SimpleNamespace(fault=fault, how=how, training=SimpleNamespace(lr=lr))
     return diverging_trainers.train(cfg, Run(run_dir=folder / "reference"))
 
 
-def outcomes(ended: Ended) -> list[str]:
+def outcomes(ended):
     return [attempt["outcome"] for attempt in ended.attempts]
 
 
@@ -135,7 +132,7 @@ def test_the_built_in_trainer_leaves_updates_out_and_goes_on_with_a_lower_rate(w
 # --- the rules ---
 
 
-def after(losses: list[float], plan: DivergenceConfig) -> Losses:
+def after(losses, plan):
     seen = Losses()
     for step, loss in enumerate(losses, start=1):
         seen = seen.after(step, loss, plan)
@@ -159,7 +156,7 @@ def test_spikes_count_where_they_are_asked_for_and_last():
     assert after([*noise, *[5.0] * 20], DivergenceConfig()).diverged(DivergenceConfig()) is None
 
 
-def saved(folder: Path, *checkpoints: tuple[int, str]) -> None:
+def saved(folder, *checkpoints):
     for step, loss in checkpoints:
         path = folder / f"step-{step}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -188,7 +185,6 @@ def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
     saving.job = "j"
     saved(saving.folder, (10, "finite"), (20, "finite"), (30, "finite"), (40, "diverged"))
     before = saving.spoiled(good_step=25, since=0.0, how="diverged")
-    assert before is not None
     assert before.step == 20
     assert [one.loss for one in of_job(saving.folder, "j")] == [
         "proven",
@@ -222,7 +218,7 @@ def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_pat
     before = model.weight.clone()
     bad = torch.full((4, 2), float("nan"))
 
-    def train() -> None:
+    def train():
         for step in range(1, 9):
             run.backward(lambda x: model(x).mean(), bad, model)
             run.step(optimizer)

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.update import update
@@ -20,25 +17,25 @@ from robust_train.vision.step import (
 CPU = torch.device("cpu")
 
 
-def small_model() -> SmallCnn:
+def small_model():
     torch.manual_seed(0)
     model = SmallCnn(channels=1, image_size=8, num_classes=3, width=8, dropout=0.0)
     return model.double().train()
 
 
-def batch_of(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(samples):
     generator = torch.Generator().manual_seed(samples)
     images = torch.randn(samples, 1, 8, 8, generator=generator, dtype=torch.float64)
     return images, torch.randint(3, (samples,), generator=generator)
 
 
-def scaled_precision(scale: float) -> Precision:
+def scaled_precision(scale):
     precision = Precision(CPU, mixed=False)
     precision.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     return precision
 
 
-def step_with(precision, max_grad_norm, loss_factor=1) -> tuple[bool, nn.Module]:
+def step_with(precision, max_grad_norm, loss_factor=1):
     model = small_model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     images, labels = batch_of(4)
@@ -55,7 +52,7 @@ def step_with(precision, max_grad_norm, loss_factor=1) -> tuple[bool, nn.Module]
     return done.moved, model
 
 
-def moved(model: nn.Module) -> float:
+def moved(model):
     before = small_model().float()
     squares = [
         ((new - old).detach() ** 2).sum()

@@ -1,7 +1,5 @@
 """A real CUDA out-of-memory error inside a step; skipped where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

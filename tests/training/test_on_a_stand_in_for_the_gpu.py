@@ -1,9 +1,5 @@
 """The built-in trainer's code for a GPU, from start to resumption, on a stand-in for one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -24,7 +20,7 @@ OVERRIDES = (
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path: Path, caplog):
+def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path, caplog):
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", overrides=[*OVERRIDES])
     caplog.set_level("INFO")

@@ -1,10 +1,7 @@
 """``training.batch_size=auto`` inside an attempt: what is found, and that nothing else changes."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -106,17 +103,17 @@ def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
 class Model(nn.Module):
     """Buffers that change, draws in the forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layers(x * random.random())
 
 
-def three_steps(tmp_path: Path, search: BatchSearch | None) -> tuple[list[torch.Tensor], list[int]]:
+def three_steps(tmp_path, search):
     """Weights, buffers, optimizer state and the next draws after three steps of a user's loop."""
     torch.manual_seed(1)
     random.seed(1)
@@ -235,7 +232,7 @@ def test_find_batch_size_restores_everything_and_says_when_nothing_fits():
     random.seed(3)
     tried = []
 
-    def try_batch(size: int) -> None:
+    def try_batch(size):
         tried.append(size)
         model(torch.randn(size, 5)).sum().backward()
 
@@ -249,7 +246,7 @@ def test_find_batch_size_restores_everything_and_says_when_nothing_fits():
     random.seed(3)
     assert after == (torch.rand(()), random.random())
 
-    def never(size: int) -> None:
+    def never(size):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     with pytest.raises(AttemptsExhausted, match="none fits into"):
@@ -305,7 +302,7 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
 
     full = Full(torch.device("cpu"), 1.0)
 
-    def tried(*reserved: int) -> list[int]:
+    def tried(*reserved):
         sizes: list[int] = []
         search_size(sizes.append, StepStart(Watch(), []), (1, 2), full, *reserved)
         return sizes

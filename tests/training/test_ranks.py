@@ -1,10 +1,7 @@
 """Several processes share an optimizer step: real gloo groups of four and of two."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +17,7 @@ from robust_train.vision.images import BatchPlan
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def group(tmp_path_factory):
     """What four processes have seen, two of them also as a group of two; and one alone."""
     program = Path(__file__).with_name("group_of_ranks.py").read_text()
     folder = tmp_path_factory.mktemp("group")
@@ -31,12 +28,12 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen
 
 
-def members(group: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+def members(group, ranks):
     return [seen[str(ranks)] for seen in group["ranks"][:ranks]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_trains_as_one_does(group: dict[str, Any], ranks: int):
+def test_any_number_of_ranks_trains_as_one_does(group, ranks):
     alone = group["alone"]
     for seen in members(group, ranks):
         shared = seen["at_ease"]
@@ -48,7 +45,7 @@ def test_any_number_of_ranks_trains_as_one_does(group: dict[str, Any], ranks: in
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_that_runs_out_on_one_rank_splits_the_step_of_all(group: dict[str, Any], ranks: int):
+def test_memory_that_runs_out_on_one_rank_splits_the_step_of_all(group, ranks):
     seen = [member["short_of_memory"] for member in members(group, ranks)]
     assert [one["repeats"] for one in seen] == [[int(n == 1), 0, 0] for n in range(ranks)]
     sizes = {one["size"] for one in seen}
@@ -60,7 +57,7 @@ def test_memory_that_runs_out_on_one_rank_splits_the_step_of_all(group: dict[str
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_parameter_that_one_rank_uses_is_the_same_on_all(group: dict[str, Any], ranks: int):
+def test_a_parameter_that_one_rank_uses_is_the_same_on_all(group, ranks):
     values = {member["own"]["only_of_first"] for member in members(group, ranks)}
     assert len(values) == 1
     assert values != {1.0}
@@ -76,14 +73,14 @@ def test_where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back(group,
         assert has_gradients is False
 
 
-def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group: dict[str, Any]):
+def test_a_wish_for_smaller_parts_on_one_rank_reaches_all(group):
     assert {member["wished"] for member in members(group, 4)} == {2}
 
 
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "SyncBatchNorm")
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "static_graph")
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "communication hooks")
-def test_a_model_that_communicates_in_its_passes_is_refused(group: dict[str, Any]):
+def test_a_model_that_communicates_in_its_passes_is_refused(group):
     assert {m["refused"].split(" gathers")[0] for m in members(group, 4)} == {
         "run.backward: 1 (SyncBatchNorm)"
     }
@@ -131,7 +128,7 @@ def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed
         assert epoch["metrics"]["val_loss"] == pytest.approx(alone["metrics"]["val_loss"], abs=1e-4)
 
 
-def test_ranks_that_would_resume_different_checkpoints_say_so(group: dict[str, Any]):
+def test_ranks_that_would_resume_different_checkpoints_say_so(group):
     """As on nodes whose disks differ: each would train another step's samples."""
     for line in group["other disk"]:
         assert "different checkpoints" in line
@@ -149,7 +146,7 @@ REPORTS = st.builds(
 )
 
 
-def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
     monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
@@ -161,7 +158,7 @@ def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch: pytest.Monk
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=5))
-def test_one_agreement_holds_for_all(reports: list[RankReport]):
+def test_one_agreement_holds_for_all(reports):
     agreed = agree(reports)
     failed = [rank for rank, one in enumerate(reports) if one.ran_out is not None]
     assert (agreed.ran_out is None) == (not failed)

@@ -1,14 +1,10 @@
 """``run.save``, ``run.load`` and ``run.batches``: an own loop goes on with the very next batch."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +47,7 @@ if __name__ == "__main__":
 """
 
 
-def trained(folder: Path, how: str, job: str = JOB) -> Any:
+def trained(folder, how, job=JOB):
     (folder / "job.py").write_text(job)
     command = [sys.executable, "job.py", how]
     ended = subprocess.run(
@@ -101,14 +97,14 @@ def test_a_loop_goes_on_past_the_batch_that_spoilt_its_weights(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     return Run(run_dir=tmp_path)
 
 
 class Loader:
     """Counts by itself, as torchdata's ``StatefulDataLoader`` does."""
 
-    def __init__(self, extra: Any = None) -> None:
+    def __init__(self, extra=None):
         self.at, self.extra = 0, extra
 
     def __iter__(self):
@@ -116,10 +112,10 @@ class Loader:
             self.at += 1
             yield self.at
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"at": self.at, "extra": self.extra}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 

@@ -1,10 +1,7 @@
 """A model sharded by FSDP2 whose memory runs out on one of two ranks: real gloo groups."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from robust_train.model.errors import ConfigError
 from robust_train.vision.sharding import shard
 
 
-def seen_by_ranks(folder: Path, how: str) -> dict[str, Any]:
+def seen_by_ranks(folder, how):
     program = Path(__file__).with_name("group_of_sharded_ranks.py").read_text()
     ended = preloaded.run(program, str(folder), how, cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
@@ -25,16 +22,16 @@ def seen_by_ranks(folder: Path, how: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen(tmp_path_factory):
     return seen_by_ranks(tmp_path_factory.mktemp("ranks"), "few")
 
 
 @pytest.fixture
-def ranks(seen: dict[str, Any]) -> list[dict[str, Any]]:
+def ranks(seen):
     return seen["ranks"]
 
 
-def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
+def must_give_the_gradients_of_one_process(ranks):
     for rank in ranks:
         for place in rank["places"]:
             assert place["repeats"] == place["expected"], place
@@ -45,13 +42,13 @@ def must_give_the_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.proves("functions (`run.backward`)", "FSDP2", "in the step")
-def test_a_step_is_repeated_wherever_memory_runs_out(ranks: list[dict[str, Any]]):
+def test_a_step_is_repeated_wherever_memory_runs_out(ranks):
     assert len(ranks[0]["places"]) == 4
     must_give_the_gradients_of_one_process(ranks)
 
 
 @pytest.mark.slow
-def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_path: Path):
+def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_path):
     seen = seen_by_ranks(tmp_path, "thorough")
     assert len(seen["ranks"][0]["places"]) == 32
     must_give_the_gradients_of_one_process(seen["ranks"])
@@ -84,13 +81,13 @@ def test_real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(ranks):
         assert worst < 1e-6
 
 
-def test_weights_that_stay_gathered_between_parts_change_nothing(ranks: list[dict[str, Any]]):
+def test_weights_that_stay_gathered_between_parts_change_nothing(ranks):
     for rank in ranks:
         for place, repeats, worst in rank["without resharding"]:
             assert (repeats, worst < 1e-6) == (1, True), place
 
 
-def test_where_one_rank_cannot_go_on_both_end(ranks: list[dict[str, Any]]):
+def test_where_one_rank_cannot_go_on_both_end(ranks):
     assert [rank["exhausted"] for rank in ranks] == [[0, False, False], [0, True, False]]
 
 
@@ -133,11 +130,11 @@ def test_what_cannot_be_repeated_is_refused_in_a_line(ranks, model, reason):
         assert "or do without run.backward" in line
 
 
-def test_all_ranks_score_with_the_statistics_of_the_first(ranks: list[dict[str, Any]]):
+def test_all_ranks_score_with_the_statistics_of_the_first(ranks):
     assert [rank["statistics"] for rank in ranks] == [[0.0, 0.0]] * 2
 
 
-def test_an_older_torch_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch):
+def test_an_older_torch_is_refused_in_a_line(monkeypatch):
     monkeypatch.delattr("torch.distributed.fsdp.FSDPModule.reset_iter_state")
     with pytest.raises(ConfigError, match=r"update torch, or write training\.sharding=ddp"):
         shard(torch.nn.Linear(2, 2))

@@ -1,7 +1,5 @@
 """Batches of any structure, divided."""
 
-from __future__ import annotations
-
 import itertools
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ class Slotted:
     x: numpy.ndarray
 
 
-def leaves(samples: int) -> st.SearchStrategy:
+def leaves(samples):
     """Things with ``samples`` samples, each known by its number."""
     numbers = list(range(samples))
     return st.sampled_from(
@@ -44,7 +42,7 @@ def leaves(samples: int) -> st.SearchStrategy:
     )
 
 
-def nested(samples: int) -> st.SearchStrategy:
+def nested(samples):
     things = leaves(samples)
     tensors = things.filter(lambda item: isinstance(item, torch.Tensor))
     constants = st.sampled_from([None, 3, "text", torch.tensor(2.0)])

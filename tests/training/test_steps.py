@@ -1,7 +1,5 @@
 """An optimizer step that goes on when memory runs out in the middle of it."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import random
@@ -24,7 +22,7 @@ from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
 
 
-def out_of_memory() -> None:
+def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -728,7 +726,7 @@ def test_a_fault_of_the_device_is_raised_though_the_step_s_start_cannot_be_resto
 
     poisoned = Poisoned()
 
-    def loss_of(part) -> None:
+    def loss_of(part):
         model(part)
         poisoned.__enter__()
         raise fault

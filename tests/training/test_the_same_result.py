@@ -1,7 +1,5 @@
 """What memory that runs out, or a process that dies, does to the result: nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,18 +1,13 @@
 """The world of the trainer's tests: composed configs, runs, data sets in their true formats."""
 
-from __future__ import annotations
-
 import random
 import socket
 import urllib.request
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 from PIL import Image
 from scipy.io import savemat
 
@@ -23,13 +18,13 @@ from robust_train.vision import trainer
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
 
 
-def config(*overrides: str) -> DictConfig:
+def config(*overrides):
     """The config of ``train.py`` on the CPU."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         return compose("config", overrides=["device=cpu", *overrides])
 
 
-def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
+def train(cfg, run):
     """Call the built-in trainer with the plans that an attempt sets."""
     run.configure(unchecked(cfg))
     return trainer.train(cfg, run)
@@ -55,7 +50,7 @@ class WatchedRun(Run):
         self.stop_at_step = stop_at_step
         self.stop_at_checkpoint = stop_at_checkpoint
 
-    def progress(self, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
+    def progress(self, step, *, total_steps=None, **scalars):
         was_told = super().progress(step, total_steps=total_steps, **scalars)
         if step == self.stop_at_step:
             self.request_stop()
@@ -66,31 +61,31 @@ class WatchedRun(Run):
         if step == self.stop_at_checkpoint:
             self.request_stop()
 
-    def of(self, event: str) -> list[dict[str, Any]]:
+    def of(self, event):
         return [e for e in self.events if e["event"] == event]
 
     @property
-    def last_checkpoint(self) -> Path:
+    def last_checkpoint(self):
         return Path(self.of("checkpoint")[-1]["path"])
 
 
-def trained_weights(result: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def trained_weights(result):
     """The weights that a finished run has left."""
     content = torch.load(result["checkpoint"], weights_only=True)
     return content["model"]
 
 
-def run_to_end(cfg: DictConfig, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+def run_to_end(cfg, folder, **options):
     return trained_weights(train(cfg, WatchedRun(folder, **options)))
 
 
-def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+def difference(one, other):
     """The largest difference of any weight."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def write_photograph(path: Path, label: int, seed: int, size: tuple[int, int] = (48, 40)) -> None:
+def write_photograph(path, label, seed, size=(48, 40)):
     """A JPEG whose colour tells its class."""
     rng = random.Random(seed)
     base = random.Random(1000 + label)
@@ -106,7 +101,7 @@ def write_photograph(path: Path, label: int, seed: int, size: tuple[int, int] = 
     image.save(path, quality=90)
 
 
-def write_flowers102(root: Path, per_class: int = 4, classes: Sequence[int] = (1, 2, 102)) -> Path:
+def write_flowers102(root, per_class=4, classes=(1, 2, 102)):
     """``root/flowers-102`` as torchvision unpacks it: half of each class for training."""
     folder = root / "flowers-102"
     parts: dict[str, list[int]] = {"trnid": [], "valid": [], "tstid": []}
@@ -123,7 +118,7 @@ def write_flowers102(root: Path, per_class: int = 4, classes: Sequence[int] = (1
     return root
 
 
-def write_cub200(root: Path, per_class: int = 4) -> Path:
+def write_cub200(root, per_class=4):
     """``root/CUB_200_2011`` as the archive unpacks: half of each class for training."""
     folder = root / "CUB_200_2011"
     lines: dict[str, list[str]] = {"images": [], "image_class_labels": [], "train_test_split": []}
@@ -140,16 +135,16 @@ def write_cub200(root: Path, per_class: int = 4) -> Path:
     return root
 
 
-def write_image_folder(root, *, per_class=8, parts=("train", "test")) -> Path:
+def write_image_folder(root, *, per_class=8, parts=("train", "test"), size=(48, 40)):
     for part in parts:
         for label, name in enumerate(("cats", "dogs")):
             for index in range(per_class):
                 seed = 10_000 * (part == "test") + 100 * label + index
-                write_photograph(root / part / name / f"{index}.jpg", label, seed)
+                write_photograph(root / part / name / f"{index}.jpg", label, seed, size)
     return root
 
 
-def use_proxy(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def use_proxy(monkeypatch, port):
     """Every request over HTTP goes to a local port."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
@@ -159,7 +154,7 @@ def use_proxy(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(urllib.request, "_opener", None)
 
 
-def cut_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_network(monkeypatch):
     """Every request over HTTP is refused."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
