@@ -170,6 +170,6 @@ def works_until_told_at_1(cfg, run):
     (_place(cfg) / f"working-{number}").touch()
     while number < 2 and not (_place(cfg) / "go-on").exists():
         if run.stop_requested:
-                    raise Interrupted
+            raise Interrupted
         time.sleep(0.01)
     return float(number)
