@@ -88,13 +88,11 @@ def test_texts_in_a_chart_cannot_leave_it():
     page = render(
         "sweep.html.j2",
         title=HOSTILE,
-        sweep=SweepStory(HOSTILE, HOSTILE, True, HOSTILE, {}, ()),
+        sweep=SweepStory(HOSTILE, HOSTILE, True, HOSTILE, ()),
         hours=HOSTILE,
         values=[],
-        shares=[],
         rows=[],
         loss=Chart(HOSTILE, plot, [Key(HOSTILE, HOSTILE)], marks, HOSTILE),
-        advice=[],
     )
     assert page.count("<script>") == 1, "our own"
     assert "<img" not in page

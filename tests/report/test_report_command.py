@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from journals import Journal, write_failed, write_recovered, write_sweep
 from robust_train.cli.main import main
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
+from robust_train.sweep.record import SweepTable
 
 
 @pytest.fixture
@@ -117,6 +117,6 @@ def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path: Path, cap
 
 def test_the_page_of_a_sweep_that_died_is_made_from_its_jobs(tmp_path: Path):
     write_sweep(tmp_path)
-    os.remove(tmp_path / "sweep.json")
+    SweepTable("sweep-id", "basic").write(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     assert "The end of the sweep is not recorded" in (tmp_path / "report.html").read_text()

@@ -173,3 +173,16 @@ def works_until_told_at_1(cfg, run):
             raise Interrupted
         time.sleep(0.01)
     return float(number)
+
+
+def counts_to_20(cfg, run):
+    """20 steps with a checkpoint at each; the value depends on the rate alone."""
+    path = run.checkpoint_dir / "last"
+    first = int(path.read_text()) if run.resume_checkpoint is not None else 0
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    for step in range(first + 1, 21):
+        time.sleep(0.02)
+        path.write_text(str(step))
+        run.checkpoint_saved(path, step)
+        run.progress(step)
+    return -abs(float(cfg.training.lr) - 0.002)

@@ -91,7 +91,7 @@ class SweepWorld:
         mark = self.place / "ran"
         return mark.read_text().split() if mark.exists() else []
 
-    def returned(self) -> dict[str, list[Any]]:
+    def returned(self) -> list[str]:
         """What the sweeper got, where :data:`RECORDING` was among the arguments."""
         return json.loads((self.world.folder / "returned.json").read_text())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -12,55 +14,54 @@ from omegaconf import open_dict
 
 from robust_train.cli import jobs
 from robust_train.model.errors import ConfigError
+from robust_train.sweep import checks
 from robust_train.sweep.checks import check_jobs
 
 
 @pytest.fixture
 def composed(monkeypatch):
-    """The jobs that were composed to be checked."""
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as when Hydra calls us
+    """Hydra as it is when it calls us."""
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    monkeypatch.setattr(checks, "_MOST_SECONDS", math.inf)  # however slow this machine is
     setup_globals()
     GlobalHydra.instance().clear()
     with initialize_config_module("robust_train.configs", version_base="1.3"):
-        loader, seen = GlobalHydra.instance().config_loader(), []
-        compose = loader.load_sweep_config
-        monkeypatch.setattr(
-            loader, "load_sweep_config", lambda *own: seen.append(own) or compose(*own)
-        )
-        yield seen
+        yield
 
 
 @pytest.mark.parametrize(
-    ("overrides", "params", "refusal", "checks"),
+    ("overrides", "params", "refusal"),
     [
         # what Hydra knows of each job may be used, as its seed too
-        (["training.lr=1,2", "job_name='of_${hydra:job.num}'"], {}, None, 2),
-        (["training.lr=1,2", "job_name='of_${hydra:runtime.output_dir}'"], {}, None, 2),
-        (["training.lr=1,2", "seed='${hydra:job.num}'"], {}, None, 2),
+        (["training.lr=1,2", "job_name='of_${hydra:job.num}'"], {}, None),
+        (["training.lr=1,2", "job_name='of_${hydra:runtime.output_dir}'"], {}, None),
+        (["training.lr=1,2", "seed='${hydra:job.num}'"], {}, None),
         # values that only go together are no mistake, nor jobs that are impossible by themselves
-        (["training.batch_size=32,64", "training.effective_batch_size=32,64"], {}, None, None),
-        (["training.batch_size=64,32", "training.effective_batch_size=96,64"], {}, None, None),
-        (["min_batch_size=8,4", "training.batch_size=4,8", "seed=1,2,3"], {}, None, None),
-        (["isolation=none,process", "num_gpus=2,1", "training.lr=0.1,0.2"], {}, None, None),
-        # a value that goes with none of another key's is; checked once, or with two jobs at most
-        (["training.lr=hello,0.1"], {}, "training.lr=hello", 1),
-        (["training.lr=0.1,hello"], {}, "training.lr=hello", 2),
-        (["training.lr=0.1,hello", "seed=1,2,3"], {}, "training.lr=hello", 3),
-        (["training.lr=0.1,0.2", "seed=range(100)", "device=moon"], {}, "device=moon", 2),
+        (["training.batch_size=32,64", "training.effective_batch_size=32,64"], {}, None),
+        (["training.batch_size=64,32", "training.effective_batch_size=96,64"], {}, None),
+        (["min_batch_size=8,4", "training.batch_size=4,8", "seed=1,2,3"], {}, None),
+        (["isolation=none,process", "num_gpus=2,1", "training.lr=0.1,0.2"], {}, None),
+        # what a key cannot be
+        (["training.lr=hello,0.1"], {}, "training.lr=hello"),
+        (["training.lr=0.1,hello"], {}, "training.lr=hello"),
+        (["training.lr=0.1,hello", "seed=range(100)"], {}, "training.lr=hello"),
+        (["model=none,cnn,cmn"], {}, "model=cmn: no such option"),
+        # what no job can have
+        (["training.lr=0.1,0.2", "seed=range(100)", "device=moon"], {}, "device=moon"),
         (
-            ["seed=1,2", "training.batch_size=64,32", "training.effective_batch_size=96,32"],
-            *({}, "training.batch_size=64", None),
+            ["seed=1,2", "training.batch_size=64", "training.effective_batch_size=96,32"],
+            *({}, "training.batch_size=64"),
         ),
         (
             ["dataset=image_folder", "dataset.root='~nobody-here/x'", "training.lr=1,2"],
-            *({}, "dataset.root=~nobody-here/x: no such folder", None),
+            *({}, "dataset.root=~nobody-here/x: no such folder"),
         ),
         # values of a file count too
-        (["training.effective_batch_size=16"], {"training.batch_size": "8,16"}, None, None),
-        (["seed=1,2"], {"training.lr": "0.1,hello"}, "training.lr=hello", None),
+        (["training.effective_batch_size=16"], {"training.batch_size": "8,16"}, None),
+        (["seed=1,2"], {"training.lr": "0.1,hello"}, "training.lr=hello"),
     ],
 )
-def test_a_value_that_no_job_can_use_is_refused(composed, overrides, params, refusal, checks):
+def test_a_sweep_that_cannot_be_run_is_refused(composed, overrides, params, refusal):
     loader = GlobalHydra.instance().config_loader()
     config = loader.load_configuration("robust", overrides, run_mode=RunMode.MULTIRUN)
     with open_dict(config):
@@ -72,4 +73,3 @@ def test_a_value_that_no_job_can_use_is_refused(composed, overrides, params, ref
         with pytest.raises(ConfigError) as error:
             check_jobs(config, jobs.check)
         assert refusal in str(error.value)
-    assert checks in (None, len(composed))

@@ -22,7 +22,7 @@ def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
         "fails_at_2", "training.seed=1,2,3", RECORDING, f"hydra/launcher={launcher}"
     )
     assert ended.returncode == 1, ended.output
-    assert sweeps.returned()["values"] == ["1.0", "nan", "3.0"]
+    assert sweeps.returned() == ["1.0", "nan", "3.0"]
     assert sweeps.column("status") == ["completed", "failed", "completed"]
     assert sweeps.column("result") == [1.0, None, 3.0]
     assert sweeps.column("exit_code") == [0, 1, 0]
@@ -35,7 +35,7 @@ def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
     assert [row["result"] for row in rows] == ["1.0", "", "3.0"]
     assert "training.seed=2" in rows[1]["overrides"]
     lines = ended.stdout.splitlines()
-    assert any(line.split()[:3] == ["1", "training.seed=2", "failed"] for line in lines)
+    assert any(line.split()[:2] == ["1", "failed"] for line in lines)
     assert any(line.startswith("2 of 3 completed, 1 failed") for line in lines)
     assert lines[-1].startswith("to go on: ")
     assert lines[-1].endswith(f"robust-train resume {sweeps.folder}")
@@ -50,7 +50,7 @@ def test_a_failed_job_is_nan_for_the_sweeper_and_a_row_in_every_table(
 def test_a_job_whose_process_is_killed_is_listed_and_the_others_go_on(sweeps: SweepWorld):
     ended = sweeps.sweep("is_killed_at_2", "training.seed=1,2,3", RECORDING)
     assert ended.returncode == 1, ended.output
-    assert sweeps.returned()["values"] == ["1.0", "nan", "3.0"]
+    assert sweeps.returned() == ["1.0", "nan", "3.0"]
     assert sweeps.column("status") == ["completed", "died", "completed"]
     assert "SIGKILL" in sweeps.jobs[1]["reason"]
 
@@ -61,17 +61,16 @@ def test_a_job_that_can_write_nothing_is_not_taken_for_one_that_was_not_started(
     sweeps.folder.mkdir()
     (sweeps.folder / "0").touch()  # no folder can be made there
     ended = sweeps.sweep("fails_at_2", "training.seed=1")
-    assert ended.returncode == 1, ended.output
-    assert sweeps.column("status") == ["died"]
-    assert "0 of 1 completed, 1 died" in ended.stdout
+    assert ended.returncode == 2, ended.output
+    assert sweeps.column("status") == ["refused"]
+    assert "0 of 1 completed, 1 refused" in ended.stdout
 
 
 @pytest.mark.parametrize(
     ("swept", "reason"),
     [
-        ("training.batch_size=8,16,0", "training.batch_size=0"),
-        ("model=none,cnn,cmn", "model=cmn: no such option"),
-        ("hydra.sweep.subdir=.", "hydra.sweep.subdir=.: a job needs a run folder of its own"),
+        ("training.lr=0.1,hello", "training.lr=hello"),
+        ("hydra.sweep.subdir=.", "hydra.sweep.subdir=.: each job needs a run folder of its own"),
         ("hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs=0: must be 1 or more"),
     ],
 )
@@ -106,7 +105,7 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps: SweepWorl
     )
     assert ended.returncode == 1, ended.output
     assert sweeps.column("status") == ["interrupted", "failed", "not_started", "not_started"]
-    assert sweeps.returned()["values"] == ["nan"] * 4
+    assert sweeps.returned() == ["nan"] * 4
     assert sweeps.summary(0)["checkpoint"] is not None
     assert json.loads((sweeps.folder / "0" / "job.json").read_text())["launches"] == 0
     assert not (sweeps.folder / "2").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_res
         folder.mkdir()
         own = (f"training.lr={number // 2}", f"training.seed={number % 2}", "model=cnn")
         code = int(status == "failed")
-        SweepJob(number, own, "id", status, code, reason="why").write(folder)
+        record = SweepJob(number, own, "id", status, code, reason="why")
+        replace(record, result=value if status == "completed" else None).write(folder)
         journal = Journal(folder)
         journal(0, STARTED)
         journal.start(1)

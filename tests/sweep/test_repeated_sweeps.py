@@ -21,7 +21,7 @@ def test_completed_jobs_are_not_run_again_and_failed_ones_are(sweeps: SweepWorld
     assert sweeps.sweep("fails_at_2", "training.seed=1,2,3", *arguments).returncode == 1
     ended = sweeps.sweep("fails_at_2", "training.seed=1,2", *arguments)
     assert ended.returncode == 1, ended.output
-    assert sweeps.returned()["values"] == ["1.0", "nan"]
+    assert sweeps.returned() == ["1.0", "nan"]
     assert sweeps.column("job") == [0, 1], "those of the earlier, larger sweep are not in the table"
     assert sweeps.column("status") == ["completed", "failed"]
     assert sweeps.column("reused") == [True, False]
@@ -50,9 +50,9 @@ def test_another_sweep_in_the_folder_of_a_live_one_is_refused(sweeps: SweepWorld
     second = sweeps.sweep("objective", "training.seed=1,2")
     assert second.returncode == 2, second.output
     (line,) = second.stderr.splitlines()
-    assert line.startswith(f"sweep folder {sweeps.folder} is in use by the sweep of ")
+    assert line.startswith(f"folder {sweeps.folder} is in use by the job of ")
     assert f", pid {first.pid}, since " in line
-    assert "choose another hydra.sweep.dir" in line
+    assert "hydra.sweep.dir=" in line
     assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")
     first.kill()
     first.communicate()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -80,6 +84,40 @@ def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps: S
     assert _study(sweeps)[2].value == 102.0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_ten_kills_at_random_change_nothing(sweeps: SweepWorld):
+    """Serially, so that a seeded sampler sees the same results before each trial."""
+    found, rng = [], random.Random(7)
+    for kills in (0, 10):
+        sweeps.folder = sweeps.world.folder / f"killed-{kills}"
+        arguments = _search(sweeps, "counts_to_20", 6, "max_launches=0", n_jobs=1)
+        for _ in range(kills):
+            launcher = sweeps.world.start(*arguments)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(rng.uniform(1, 6))
+            launcher.kill()
+            launcher.communicate()
+        ended = sweeps.world.run(*arguments)
+        assert ended.returncode == 0, ended.output
+        assert sweeps.column("status") == ["completed"] * 6
+        found.append([(trial.params, trial.value) for trial in _study(sweeps)])
+        assert len(found[-1]) == 6, "as many as asked"
+    assert found[0] == found[1]
+
+
+def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps: SweepWorld):
+    """The second reports a third of what the first did, at each step."""
+    ended = sweeps.sweep("reports_its_rate", "training.lr=3,1", "sweep_patience=3", n_jobs=1)
+    assert ended.returncode == 0, ended.output
+    assert sweeps.column("status") == ["completed", "pruned"]
+    assert sweeps.column("exit_code") == [0, 0]
+    assert sweeps.jobs[1]["reason"] == "worse than another job at 3 reports in a row"
+    summary = sweeps.summary(1)
+    assert (summary["status"], Path(summary["checkpoint"]).name[:5]) == ("pruned", "step-")
+    assert sweeps.jobs[1]["step"] < 40
+
+
 def _share(sweeps: SweepWorld, *arguments: str) -> tuple[Ended, Ended]:
     """Two launchers; the jobs of the first wait until the second has one."""
     first = sweeps.world.start(*arguments)
@@ -116,7 +154,6 @@ def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps: SweepWorld):
     assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
     failed = next(trial for trial in trials if trial.state.name == "FAIL")
     assert "two is not for me" in failed.user_attrs["reason"]
-    assert "best: trial" in ended.output
 
 
 @pytest.mark.slow
@@ -236,7 +273,7 @@ def test_who_is_out_of_patience(tmp_path, own, others, behind):
 @pytest.mark.parametrize(
     ("mode", "seen"), [("max", {1: 0.9, 3: 0.7}), ("min", {2: 0.8, 3: 0.7}), (None, None)]
 )
-def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, mode, seen):
+def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog, mode, seen):
     SweepJob(4, ()).write(tmp_path)
     journal = Journal(tmp_path / "journal.jsonl")
     for event in (
@@ -247,7 +284,7 @@ def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, mode, 
         journal.write(event)
     reports = Reports(tmp_path, mode)
     assert reports.values == {4: seen or {1: 0.9, 2: 0.8, 3: 0.7}}
-    assert reports.has_left_out is (mode is not None)
+    assert ("is not looked at" in caplog.text) is (mode is not None)
 
 
 @pytest.mark.slow

@@ -18,18 +18,9 @@ from robust_train.files import set_aside
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.launcher.hydra_state import OF_HYDRA
 from robust_train.sweep import session
-from robust_train.sweep.gpu_queue import ending_of_process, jobs_at_once
-from robust_train.sweep.job_process import start_job
-from robust_train.sweep.record import (
-    SweepJob,
-    decide,
-    differing,
-    exit_code_of,
-    read_record,
-    read_row,
-    screen_table,
-    tally,
-)
+from robust_train.sweep.gpu_queue import jobs_at_once, start_job
+from robust_train.sweep.record import SweepJob, begun, exit_code_of, read_record, read_row
+from robust_train.sweep.table import differing, screen_table, tally
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -37,27 +28,40 @@ RECORD = SweepJob(0, ("training.lr=1e-3", "model=cnn"), "first")
 SAME = RECORD.overrides
 
 
+DONE = replace(RECORD, status="completed", exit_code=0, result=0.5)
+
+
 @pytest.mark.parametrize(
-    ("earlier", "completed", "overrides", "sweep", "resume", "start"),
+    ("earlier", "overrides", "sweep", "resume", "starts"),
     [
-        (None, False, ["a=1"], "second", True, "run"),
-        (None, False, ["a=1"], "second", False, "afresh"),
-        (RECORD, True, SAME, "second", True, "reuse"),
-        (RECORD, False, SAME, "second", True, "run"),
-        (RECORD, True, SAME, "second", False, "afresh"),
-        (RECORD, True, ["training.lr=1e-2", "model=cnn"], "second", True, "afresh"),
-        (RECORD, False, ["training.lr=1e-3"], "second", True, "afresh"),
+        (None, ["a=1"], "second", True, "resumed"),
+        (None, ["a=1"], "second", False, "afresh"),
+        (DONE, SAME, "second", True, "reused"),
+        (replace(DONE, status="pruned"), SAME, "second", True, "reused"),
+        (RECORD, SAME, "second", True, "resumed"),
+        (DONE, SAME, "second", False, "afresh"),
+        (DONE, ["training.lr=1e-2", "model=cnn"], "second", True, "afresh"),
+        (RECORD, ["training.lr=1e-3"], "second", True, "afresh"),
         # the order does not matter, nor what only says how to resume
-        (RECORD, True, [SAME[1], "sweep_resume=true", SAME[0]], "second", True, "reuse"),
+        (DONE, [SAME[1], "sweep_resume=true", SAME[0]], "second", True, "reused"),
         # put back into the queue by a scheduler: goes on although a new launch would not
-        (RECORD, False, SAME, "first", False, "run"),
+        (RECORD, SAME, "first", False, "resumed"),
     ],
 )
 def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
-    earlier, completed, overrides, sweep, resume, start
+    earlier, overrides, sweep, resume, starts
 ):
-    own = SweepJob(0, tuple(overrides), sweep)
-    assert decide(earlier, own, completed=completed, resume=resume) == start
+    own = SweepJob(3, tuple(overrides), sweep)
+    record, stays = begun(own, earlier, resume=resume)
+    assert stays is (starts != "afresh")
+    is_reused = starts == "reused"
+    assert record == (replace(own, **END_OF[earlier.status]) if is_reused else own)
+
+
+END_OF = {
+    status: {"status": status, "exit_code": 0, "result": 0.5, "reused": True}
+    for status in ("completed", "pruned")
+}
 
 
 @pytest.mark.parametrize(
@@ -151,13 +155,21 @@ def test_the_exit_code_is_that_of_the_first_job_that_failed_by_itself(ends, code
 
 
 @pytest.mark.parametrize(
-    ("returncode", "status", "reason"),
-    [(-15, "interrupted", "SIGTERM"), (-36, "died", "killed by signal 36"), (7, "died", "code 7")],
+    ("returncode", "status", "exit_code", "reason"),
+    [
+        (0, "completed", 0, None),
+        (-15, "interrupted", 143, "SIGTERM"),
+        (-36, "died", 1, "killed by signal 36"),
+        (7, "died", 7, "code 7"),
+        (None, "died", 1, "without a summary"),
+    ],
 )
-def test_a_job_of_which_only_the_process_is_known_has_an_end(returncode, status, reason):
-    found = ending_of_process(returncode)
-    assert found[0] == status
-    assert reason in str(found[2])
+def test_a_job_of_which_only_the_process_is_known_has_an_end(
+    tmp_path, returncode, status, exit_code, reason
+):
+    found = read_row(tmp_path, RECORD, returncode)
+    assert (found.status, found.exit_code) == (status, exit_code)
+    assert reason is None or reason in found.reason
 
 
 def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_ignored(tmp_path: Path):
@@ -169,11 +181,8 @@ def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_igno
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_job_without_a_summary_is_listed_as_such(tmp_path: Path):
-    RECORD.write(tmp_path)
-    died = read_row(tmp_path)
-    assert (died.status, died.exit_code) == ("died", 1)
-    rows = [died, replace(RECORD, status="completed"), replace(RECORD, status="not_started")]
+def test_the_tally_names_each_end():
+    rows = [replace(RECORD, status=status) for status in ("died", "completed", "not_started")]
     assert tally(rows) == "1 of 3 completed, 1 died, 1 not started"
 
 
@@ -183,18 +192,14 @@ def test_the_table_shows_only_in_what_the_jobs_differ():
     assert differing([first]) == ["model=cnn lr=0 seed=1"]
 
 
-def test_a_table_fits_its_terminal_and_keeps_what_runs_and_what_failed():
+def test_the_live_table_has_the_jobs_that_run():
     statuses = {4: ("failed", 1), 7: ("running", None)}
     rows = [
-        SweepJob(n, (f"lr=0.{n} " + "name=x " * 15,), "", *statuses.get(n, ("completed", 0)))
+        SweepJob(n, (f"lr=0.{n}", "seed=1"), "", *statuses.get(n, ("completed", 0)))
         for n in range(10)
     ]
-    lines = screen_table(rows, {7: 0.5}, (80, 6))
-    assert [line.split()[0] for line in lines[1:-1]] == ["0", "4", "7"]
-    assert max(map(len, lines)) <= 80
-    assert " 0.5 " in lines[3]
-    assert lines[-1] == "10 jobs: 8 completed, 1 failed, 1 running (7 not shown)"
-    assert len(screen_table(rows, {}, (80, -5))) == 3
+    _, line = screen_table(rows, {7: 0.5})
+    assert line.split() == ["7", "running", "-", "-", "-", "-", "0.5", "-", "lr=0.7"]
 
 
 def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):

@@ -54,9 +54,10 @@ class GpuQueueLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run a sweeper's batch of jobs; return the results in order."""
         from robust_train.sweep.gpu_queue import GpuQueue
+        from robust_train.sweep.sweeper import launch
 
         queue = GpuQueue(*self._arguments, self._n_jobs)
-        return queue.launch(job_overrides, initial_job_idx)
+        return launch(queue, job_overrides, initial_job_idx)
 
 
 class RobustSweeper(Sweeper):
@@ -73,7 +74,7 @@ class RobustSweeper(Sweeper):
         config: DictConfig,
     ) -> None:
         """Take what Hydra gives once, and check the settings."""
-        from robust_train.sweep.points import SweeperSettings
+        from robust_train.sweep.sweeper import SweeperSettings
 
         settings: Any = OmegaConf.to_container(OmegaConf.create(self._settings))
         checked = SweeperSettings(**settings)

@@ -33,7 +33,7 @@ from robust_train.model.errors import (
     UserError,
 )
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
-from robust_train.sweep.record import INTERRUPTED, REFUSED
+from robust_train.sweep.record import Status
 from robust_train.sweep.session import session
 
 _CODES: dict[type, int] = {
@@ -91,8 +91,8 @@ def _job(
 ) -> Any:
     """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
     job = session.job
-    if job is not None and not job.runs:
-        return job.objective
+    if job is not None and job.record is not None and not job.runs:
+        return job.record.objective
     try:
         if job is not None and job.refusal is not None:
             raise ConfigError(job.refusal)
@@ -115,7 +115,7 @@ def _job(
         # printed here, because Hydra puts lines of its own around what a job raises
         session.refuse(error)
         session.job_ended(
-            REFUSED,
+            Status.REFUSED,
             error.exit_code,
             str(error),
         )
@@ -127,7 +127,7 @@ def _job(
             remove_refused(Path(hydra.runtime.output_dir))
     except JobInterrupted as error:
         session.job_ended(
-            INTERRUPTED,
+            Status.INTERRUPTED,
             error.exit_code,
             str(error) or "interrupted",
         )

@@ -34,13 +34,8 @@ from robust_train.model.events import Json
 from robust_train.readable import as_clock, duration, mib, percent, shortened
 from robust_train.report.facts import GOODPUT, share_of
 from robust_train.report.story import goodput_in
-from robust_train.sweep.record import (
-    SWEEP_FILE,
-    best_first,
-    read_rows,
-    read_table,
-    short_result,
-)
+from robust_train.sweep.record import SWEEP_FILE, read_rows, read_table
+from robust_train.sweep.table import best_first, short_result
 
 _COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 USUALLY = 20

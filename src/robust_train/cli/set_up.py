@@ -84,7 +84,8 @@ def report(arguments: Namespace) -> Answer:
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
     from robust_train.report.story import story_of
-    from robust_train.sweep.page import is_sweep, sweep_page, sweep_story_of
+    from robust_train.sweep.page import sweep_page, sweep_story_of
+    from robust_train.sweep.record import SWEEP_FILE
 
     folder = Path(arguments.path)
     if os.path.isfile(folder):
@@ -99,12 +100,12 @@ def report(arguments: Namespace) -> Answer:
             raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     if not os.path.isdir(folder):
         raise CommandFailed(f"{folder}: no such folder", EXIT_BAD_CONFIG)
-    of_a_sweep = is_sweep(folder)
+    of_a_sweep = os.path.isfile(folder / SWEEP_FILE)
     of_a_run = [folder / name for name in ("journal.jsonl", "summary.json")]
     if not of_a_sweep and not any(map(os.path.exists, of_a_run)):
         problem = (
             "neither a run folder (with journal.jsonl) "
-            "nor a sweep folder (with jobs' folders)"
+            f"nor a sweep folder (with {SWEEP_FILE})"
         )
         raise CommandFailed(f"{folder}: {problem}", EXIT_BAD_CONFIG)
     jobs = sweep_story_of(folder).jobs if of_a_sweep and not arguments.json else ()

@@ -275,8 +275,9 @@ def _is_held_by_0_2(fd: int) -> bool:
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:
     return (
-        f"run folder {run_dir} is in use by {_name_of(holder)}; choose another (hydra.run.dir=…, "
-        f"or --run-dir of robust-train run), or stop that job: robust-train stop {run_dir}"
+        f"folder {run_dir} is in use by {_name_of(holder)}; choose another (hydra.run.dir=…, a "
+        "sweep's hydra.sweep.dir=…, or --run-dir of robust-train run), or stop that job: "
+        f"robust-train stop {run_dir}"
     )
 
 

@@ -19,34 +19,34 @@ from robust_train.config.composition import complete
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.model.errors import ConfigError
 
-_MOST_CHECKS, _MOST_SECONDS = 50, 5.0
+_MOST_JOBS, _MOST_SECONDS = 50, 5.0
 Check = Callable[[DictConfig], None]
 
 
 def check_jobs(config: DictConfig, check: Check | None) -> None:
-    """Check that each value of each swept key goes with some values of the other keys: a few
-    seconds at most, and before a job starts. Raises ConfigError: no job can use a value."""
-    swept = list(_overrides(config))
+    """Check jobs in which each value of each key occurs, a few seconds at most. Raises ConfigError:
+    a key cannot have a value, or no such job can be run."""
+    columns = list(_overrides(config))
     until = time.monotonic() + _MOST_SECONDS
-    each = [
-        [*swept[:n], [value], *swept[n + 1 :]]
-        for n, own in enumerate(swept)
-        for value in (own if len(own) > 1 else ())
-    ]
-    for columns in each[:_MOST_CHECKS] or [swept]:
-        apart = [tuple(values[k % len(values)] for values in columns) for k in (0, 1)]
-        all_jobs = itertools.islice(itertools.product(*columns), _MOST_CHECKS)
-        jobs, problems = dict.fromkeys([*apart, *all_jobs]), list[str]()
-        for job in itertools.takewhile(lambda _: time.monotonic() < until, jobs):
-            try:
-                _check_one(config, list(job), check)
-                break
-            except ConfigError as error:
-                problems.append(str(error))
-                # in every job, or whatever the values of all other keys
-                in_every_job = len(problems) == len(jobs) < _MOST_CHECKS
-                if in_every_job or problems == [str(error)] * 2:
-                    raise
+    most = min(max(map(len, columns), default=1), _MOST_JOBS)
+    each = [tuple(own[n % len(own)] for own in columns) for n in range(most)]
+    others = itertools.islice(itertools.product(*columns), _MOST_JOBS)
+    problems: list[ConfigError] = []
+    can_run = False
+    for number, job in enumerate(dict.fromkeys([*each, *others]), start=1):
+        if time.monotonic() > until:
+            return
+        found = _problem_of(config, list(job), check)
+        if found is None:
+            can_run = True
+        else:
+            problems.append(found)
+        # the first two differ in all that is swept
+        is_everywhere = list(map(str, problems)) == [str(found)] * 2
+        if number >= most if can_run else is_everywhere:
+            break
+    if problems and not can_run:
+        raise problems[0]
 
 
 def _overrides(config: DictConfig) -> Iterator[list[str]]:
@@ -60,35 +60,29 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
         # a glob: the sweeper's to choose
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
-            ends: Any = override.value()
-            if not override.is_sweep_override():
-                yield [line]
-                continue
-            values: Iterable[object] = (
-                (ends.start, ends.end)
-                if isinstance(ends, IntervalSweep)
-                else override.sweep_string_iterator()
-            )
-            key, first = (
-                override.get_key_element(),
-                itertools.islice(values, _MOST_CHECKS),
-            )
-            if own := [f"{key}={value}" for value in first]:
-                yield own
+            values: Iterable[object] = ()
+            if isinstance(ends := override.value(), IntervalSweep):
+                values = (ends.start, ends.end)
+            elif override.is_sweep_override():
+                values = override.sweep_string_iterator()
+            key = override.get_key_element()
+            own = [f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)]
+            yield own or [line]
 
 
-def _check_one(
+def _problem_of(
     config: DictConfig,
     overrides: list[str],
     check: Check | None,
-) -> None:
+) -> ConfigError | None:
+    """Return why a job cannot be run. Raises ConfigError: no job with one of its values can."""
     try:
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain(error, "robust", overrides)) from error
     if check is None and not unchecked(cfg).detach:
-        return  # a project's main may complete it
+        return None  # a project's main may complete it
     before = HydraConfig.instance().cfg
     try:
         with open_dict(cfg):
@@ -98,8 +92,12 @@ def _check_one(
             HydraConfig.instance().set_config(cfg)
             del cfg["hydra"]
         cfg = complete(cfg)
-        checked(cfg)
-        if check is not None:
-            check(cfg)
+        try:
+            checked(cfg)
+            if check is not None:
+                check(cfg)
+        except ConfigError as error:
+            return error
     finally:
         HydraConfig.instance().cfg = before
+    return None

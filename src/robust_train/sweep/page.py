@@ -15,26 +15,21 @@ from robust_train.folder.lock import is_held
 from robust_train.model.json import as_json
 from robust_train.readable import duration, number, percent
 from robust_train.report.charts import Chart, Point, curves_of_jobs, value_over
-from robust_train.report.facts import Advice, Story, Use
-from robust_train.report.html import FILE_NAME, render, shares, try_to_save
+from robust_train.report.facts import Story
+from robust_train.report.html import FILE_NAME, render, try_to_save
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
-from robust_train.sweep.points import STUDY_FILE
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
-    COMPLETED,
-    ENDED,
-    PRUNED,
-    SWEEP_FILE,
+    STUDY_FILE,
+    Status,
     SweepJob,
     SweepTable,
-    best_first,
-    differing,
     job_folders,
     read_row,
     read_table,
-    tally,
 )
+from robust_train.sweep.table import best_first, differing, tally
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
@@ -51,6 +46,11 @@ class JobStory:
     def label(self) -> str:
         """Its number for people."""
         return "?" if self.row.job is None else str(self.row.job)
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether its curves are pale."""
+        return self.row.status == Status.PRUNED
 
     @property
     def hours(self) -> float:
@@ -71,7 +71,6 @@ class SweepStory:
     folder: str  # its path
     is_over: bool  # its end is recorded
     sentence: str  # what happened
-    seconds: Mapping[str, float]  # of each use of time, added up over the jobs
     jobs: tuple[JobStory, ...]  # the best first
 
     def as_json(self) -> Any:
@@ -81,15 +80,6 @@ class SweepStory:
         return strict_json(as_json(content | {"jobs": jobs}))
 
 
-def is_sweep(folder: Path) -> bool:
-    """Return whether a folder is that of a sweep."""
-    if os.path.exists(folder / "journal.jsonl"):
-        return False
-    return os.path.exists(folder / SWEEP_FILE) or any(
-        os.path.exists(job / "journal.jsonl") for job in job_folders(folder)
-    )
-
-
 def write_sweep_report(folder: Path) -> None:
     """Write ``report.html`` into a sweep folder. A failure costs a warning."""
     try_to_save(folder / FILE_NAME, lambda: sweep_page(sweep_story_of(folder)))
@@ -97,39 +87,37 @@ def write_sweep_report(folder: Path) -> None:
 
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return the story of the sweep in a folder, as far as it can be read."""
-    table = read_table(folder)
-    jobs = []
+    table = read_table(folder) or SweepTable("", "")
+    # one that never started is in the table alone
+    jobs: dict[object, JobStory] = {row.job: JobStory(row) for row in table.jobs}
     for job_dir in job_folders(folder):
         row = read_row(job_dir)
-        if table is None or row.sweep in ("", table.sweep):
+        if table.sweep in ("", row.sweep):
             has_story = (job_dir / "journal.jsonl").exists()
             story = story_of(read_sources(job_dir)) if has_story else None
-            jobs.append(JobStory(row, story))
-    seen = {job.row.job for job in jobs}
-    rows = () if table is None else table.jobs
-    jobs += [JobStory(row) for row in rows if row.job not in seen]  # never started
-    shown = replace(table or SweepTable("", ""), jobs=tuple(job.row for job in jobs))
-    best = [row.job for point in best_first(shown) for row in point.rows]
-    jobs.sort(
-        key=lambda job: best.index(job.row.job) if job.row.job in best else len(best)
-    )
-    is_over = shown.status == ENDED
-    wall = shown.wall_seconds
-    sentence = tally(shown.jobs)
+            jobs[row.folder if row.job is None else row.job] = JobStory(row, story)
+    rows = tuple(job.row for job in jobs.values())
+    best = best_first(replace(table, jobs=rows))
+    places = {row.job: n for n, row in enumerate(r for p in best for r in p.rows)}
+    wall = table.wall_seconds
+    sentence = tally(rows)
     sentence += "." if wall is None else f" in {duration(wall)}."
+    is_over = table.status == Status.ENDED
     if not is_over and is_held(folder):
         sentence += " It is still running."
     elif not is_over:
         sentence += " The end of the sweep is not recorded: its process was killed."
-    stories = [job.story for job in jobs if job.story is not None]
-    uses = (*(use.value for use in Use), "wall")
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        seconds={use: sum(s.seconds.get(use, 0.0) for s in stories) for use in uses},
-        jobs=tuple(jobs),
+        jobs=tuple(
+            sorted(
+                jobs.values(),
+                key=lambda job: places.get(job.row.job, len(places)),
+            )
+        ),
     )
 
 
@@ -138,16 +126,15 @@ def sweep_page(sweep: SweepStory) -> str:
     reports = Reports(Path(sweep.folder))
     values, losses = [], []
     for job in sweep.jobs:
-        is_pruned = job.row.status == PRUNED
         own = reports.values.get(-1 if job.row.job is None else job.row.job)
-        values.append((job.label, [tuple(own.items())] if own else [], is_pruned))
-        losses.append((job.label, _losses(job.story), is_pruned))
+        curves = [tuple(own.items())] if own else []
+        values.append((job.label, curves, job.is_pruned))
+        losses.append((job.label, _losses(job.story), job.is_pruned))
     texts = differing([job.row for job in sweep.jobs])
     return render(
         "sweep.html.j2",
         title=sweep.name,
         sweep=sweep,
-        shares=shares(sweep.seconds),
         rows=[
             (job, own, _href(sweep, job))
             for job, own in zip(sweep.jobs, texts, strict=True)
@@ -158,7 +145,6 @@ def sweep_page(sweep: SweepStory) -> str:
             *_over_parameters(sweep, reports.last),
         ],
         loss=curves_of_jobs("Loss", losses, may_be_log=True),
-        advice=_advice(sweep.jobs),
     )
 
 
@@ -177,8 +163,8 @@ def _hours(jobs: Sequence[JobStory]) -> str:
         return ""
     on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
     text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
-    pruned = [job.hours for job in jobs if job.row.status == PRUNED]
-    done = [job.hours for job in jobs if job.row.status == COMPLETED]
+    pruned = [job.hours for job in jobs if job.is_pruned]
+    done = [job.hours for job in jobs if job.row.has_completed]
     if not pruned or not done:
         return f"{text}."
     saved = sum(max(fmean(done) - each, 0.0) for each in pruned)
@@ -191,12 +177,11 @@ def _hours(jobs: Sequence[JobStory]) -> str:
 def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
     """Draw the value of each job over each parameter that differs, the most important first."""
     points: dict[str, list[tuple[str, float, bool]]] = {}
-    for row in (job.row for job in sweep.jobs):
-        is_pruned = row.status == PRUNED
-        value = last.get(row.job or 0) if is_pruned else row.value
-        for override in row.overrides if value is not None else ():
+    for job in sweep.jobs:
+        value = last.get(job.row.job or 0) if job.is_pruned else job.row.value
+        for override in job.row.overrides if value is not None else ():
             key, _, text = override.partition("=")
-            points.setdefault(key, []).append((text, value or 0.0, is_pruned))
+            points.setdefault(key, []).append((text, value or 0.0, job.is_pruned))
     varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
@@ -216,16 +201,3 @@ def _href(sweep: SweepStory, job: JobStory) -> str | None:
     if job.story is None:
         return None
     return os.path.join(os.path.relpath(job.story.folder, sweep.folder), FILE_NAME)
-
-
-def _advice(jobs: Sequence[JobStory]) -> list[tuple[str, Advice]]:
-    """Return (jobs, advice); advice that several jobs share occurs once."""
-    whose: dict[tuple[str, ...], tuple[Advice, dict[str, None]]] = {}
-    for job in jobs:
-        for advice in () if job.story is None else job.story.advice:
-            _, labels = whose.setdefault(advice.steps, (advice, {}))
-            labels[job.label] = None
-    return [
-        (f"{'jobs' if len(labels) > 1 else 'job'} {', '.join(labels)}", advice)
-        for advice, labels in whose.values()
-    ]

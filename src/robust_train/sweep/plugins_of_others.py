@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
+
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 
@@ -32,38 +35,27 @@ def remember_mask(environ: MutableMapping[str, str]) -> None:
 
 def restore_mask(environ: MutableMapping[str, str]) -> None:
     """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites."""
-    if environ.get("SUBMITIT_EXECUTOR") != "local" or _OWN_MASK not in environ:
-        return
-    mask = json.loads(environ[_OWN_MASK])
-    if mask is None:
+    if environ.get("SUBMITIT_EXECUTOR") == "local" and _OWN_MASK in environ:
         environ.pop(_MASK, None)
-    else:
-        environ[_MASK] = mask
+        if (mask := json.loads(environ[_OWN_MASK])) is not None:
+            environ[_MASK] = mask
 
 
-def misplaced_launcher(
-    chosen: str,
-    running: str | None,
-    overrides: Sequence[str],
-    *,
-    in_sweep: bool,
-) -> str | None:
-    """Return one line for a launcher that Hydra silently ignores; None if it counts.
-
-    Args:
-        chosen: ``hydra/launcher`` in the job's own config.
-        running: the launcher that runs the sweep; None outside of one or where it is not known.
-        overrides: Hydra's part of the command line.
-        in_sweep: the job is one of a sweep.
-    """
-    if not in_sweep:
-        option = next((o for o in overrides if o.startswith("hydra/launcher=")), None)
-        if option is None or option == "hydra/launcher=basic":
+def misplaced_launcher(config: DictConfig, running: str | None) -> str | None:
+    """Return one line for a launcher in a job's config that Hydra silently ignores; None if it
+    counts. ``running``: the one that runs the sweep; None if unknown."""
+    chosen = str(config.hydra.runtime.choices.get("hydra/launcher"))
+    if config.hydra.mode != RunMode.MULTIRUN:
+        if (
+            chosen == "basic"
+            or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra
+        ):
             return None
         return (
-            f"{option}: a launcher runs the jobs of a sweep, and this is none; add -m"
+            f"hydra/launcher={chosen}: a launcher runs the jobs of a sweep, and this is none; "
+            "add -m"
         )
-    if running is None or chosen == running:
+    if running in (None, chosen):
         return None
     # hydra#2946: a file that the sweep varies is read per job, long after the launcher was chosen
     return (

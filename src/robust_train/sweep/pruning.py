@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from itertools import accumulate
 from pathlib import Path
 
 from robust_train.files import parse_json
 from robust_train.model.events import ValueReported, parse
 from robust_train.sweep.record import job_folders, read_record
+
+log = logging.getLogger("robust_train")
+
+_JOURNAL = "journal.jsonl"
 
 
 class Reports:
@@ -19,7 +24,7 @@ class Reports:
     """
 
     def __init__(self, folder: Path, mode: str | None = None) -> None:
-        self.mode, self.has_left_out = mode, False
+        self._mode, self._has_warned = mode, False
         # at each step, in order, by the job's number
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
@@ -28,15 +33,18 @@ class Reports:
             if record is not None and record.job is not None:
                 self.new(record.job, each)
 
+    def begin(self, job: int, folder: Path) -> None:
+        """Forget what a job had reported that starts afresh."""
+        if not (folder / _JOURNAL).exists():
+            self._read.pop(job, None)
+            self.values.pop(job, None)
+
     def new(self, job: int, folder: Path) -> list[ValueReported]:
         """Return what a job has reported since the last time."""
-        path, start = folder / "journal.jsonl", self._read.get(job, 0)
-        data = b""
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > start:
-                with path.open("rb") as file:
-                    file.seek(start)
-                    data = file.read()
+        start, data = self._read.get(job, 0), b""
+        with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
+            file.seek(start)
+            data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read[job] = start + len(whole)
         found = []
@@ -45,15 +53,24 @@ class Reports:
                 continue
             with contextlib.suppress(ValueError):
                 event = parse(parse_json(line))
-                if not isinstance(event, ValueReported):
-                    continue
-                if None in (self.mode, event.mode) or event.mode == self.mode:
+                if isinstance(event, ValueReported) and self._counts(event, job):
                     found.append(event)
-                else:
-                    self.has_left_out = True
         # a step that is done again after a resume is the same report
         self.values.setdefault(job, {}).update((one.step, one.value) for one in found)
         return found
+
+    def _counts(self, event: ValueReported, job: int) -> bool:
+        if None in (self._mode, event.mode) or event.mode == self._mode:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "job %d reports a figure whose best is not its %simum, which this sweep wants: it "
+                "is not looked at; objective= names another, hydra.sweeper.direction the other way",
+                job,
+                self._mode,
+            )
+        return False
 
     @property
     def last(self) -> dict[int, float]:
@@ -66,7 +83,7 @@ class Reports:
         reports, at each of its last ``patience`` reports. The best job never is."""
         if patience is None:
             return False
-        sign = -1 if self.mode == "min" else 1
+        sign = -1 if self._mode == "min" else 1
         best = {
             number: list(accumulate((sign * value for value in each.values()), max))
             for number, each in self.values.items()
@@ -76,8 +93,3 @@ class Reports:
             any(len(other) > at and other[at] > own[at] for other in best.values())
             for at in range(len(own) - patience, len(own))
         )
-
-    def forget(self, job: int) -> None:
-        """Forget a job that starts afresh."""
-        self._read.pop(job, None)
-        self.values.pop(job, None)

@@ -7,55 +7,42 @@ the end and by commands, and what a later launch of the sweep reads.
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
-import json
+import fcntl
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from robust_train.files import read_object, write_json
 from robust_train.folder.lock import is_held
-from robust_train.folder.provenance import public_command
 from robust_train.folder.state import EXIT_CODES, read_state, read_summary
+from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
-from robust_train.readable import aligned, shortened
+from robust_train.readable import signal_name
 
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
-STARTED = "started"
-COMPLETED = "completed"
-FAILED = "failed"
-REFUSED = "refused"
-INTERRUPTED = "interrupted"
-PRUNED = "pruned"
-NOT_STARTED = "not_started"
-DIED = "died"
-RUNNING, ENDED = "running", "ended"
-
-COLUMNS = (
-    "job",
-    "overrides",
-    "status",
-    "attempts",
-    "devices",
-    "micro-batch",
-    "step",
-    "result",
-    "time",
-)
-_OTHER_LINES = 3  # the names of the columns, the tally and the line with the cursor
-_LEAST_COLUMNS = 10  # of the overrides
-_LONGEST_RESULT = 40
+CLAIMS_FILE, STUDY_FILE = "claims", "study.jsonl"
+INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
+
+
+class Status:
+    """How a job of a sweep, or a sweep, is; of a job that runs it is the name of its state."""
+
+    STARTED = "started"  # in its run folder, until its end is known
+    COMPLETED = "completed"
+    FAILED = "failed"
+    REFUSED = "refused"
+    INTERRUPTED = "interrupted"
+    PRUNED = "pruned"
+    NOT_STARTED = "not_started"
+    DIED = "died"
+    RUNNING, ENDED = "running", "ended"
 
 
 @dataclass(frozen=True)
@@ -65,8 +52,7 @@ class SweepJob:
     job: int | None  # its number
     overrides: tuple[str, ...]
     sweep: str = ""  # the launch of the sweep that ran it, or reused it
-    # `started` in its run folder until its end is known; of a job that runs the name of its state
-    status: str = STARTED
+    status: str = Status.STARTED
     exit_code: int | None = None  # that of the job if it had run alone
     attempts: int = 0
     devices: tuple[str, ...] = ()  # of the attempts, in order, each once
@@ -84,19 +70,24 @@ class SweepJob:
     @property
     def is_running(self) -> bool:
         """Whether it has begun and not ended."""
-        return self.exit_code is None and self.status != NOT_STARTED
+        return self.exit_code is None and self.status != Status.NOT_STARTED
 
     @property
-    def has_failed(self) -> bool:
-        """Whether it has ended otherwise than completed or pruned."""
-        return bool(self.exit_code)
+    def has_completed(self) -> bool:
+        """Whether it ran to its end, and may have a result."""
+        return self.status == Status.COMPLETED
+
+    @property
+    def objective(self) -> Any:
+        """What a sweeper is given: NaN for a job that did not complete."""
+        return self.result if self.has_completed else math.nan
 
     @property
     def value(self) -> float | None:
         """The result of a job that completed as a search takes it; None if it is no number."""
         with contextlib.suppress(TypeError, ValueError):
             value = float(self.result)
-            if self.status == COMPLETED and not math.isnan(value):
+            if self.has_completed and not math.isnan(value):
                 return value
         return None
 
@@ -109,18 +100,16 @@ class SweepJob:
         return {name: value for name, value in vars(self).items() if name != "sweep"}
 
 
-def decide(
-    earlier: SweepJob | None,
+def begun(
     own: SweepJob,
+    earlier: SweepJob | None,
     *,
-    completed: bool,
     resume: bool,
-) -> str:
-    """Return what to do with a job that is about to start in a folder where an ``earlier`` one,
-    which may have ``completed``, has left its record.
+) -> tuple[SweepJob, bool]:
+    """Return the record of a job that is about to start in a folder where an ``earlier`` one may
+    have left its own, and whether what else is there is its own too, to be resumed.
 
-    ``run``: from the checkpoint that is there, if any; ``afresh``: what is there is another job's,
-    or not to be resumed; ``reuse``: it completed.
+    One that is over becomes a part of this launch as it is.
     """
     if earlier is not None:
         # whatever the order, and how they are resumed
@@ -128,13 +117,16 @@ def decide(
             sorted(one for one in job.overrides if not OF_THE_SWEEP.match(one))
             for job in (earlier, own)
         )
-        if before != now:
-            return "afresh"
-        # put back into the queue, or left by another launcher
-        resume = resume or earlier.sweep == own.sweep
-    if not resume:
-        return "afresh"
-    return "reuse" if completed else "run"
+        # resumed anyway: put back into the queue, or left by another launcher
+        resume = before == now and (resume or earlier.sweep == own.sweep)
+    if (
+        not resume
+        or earlier is None
+        or earlier.status not in (Status.COMPLETED, Status.PRUNED)
+    ):
+        return own, resume
+    mine = {n: getattr(own, n) for n in ("job", "overrides", "sweep", "trial")}
+    return replace(earlier, **mine, reused=True), True
 
 
 def read_record(folder: Path) -> SweepJob | None:
@@ -144,9 +136,19 @@ def read_record(folder: Path) -> SweepJob | None:
     return None
 
 
-def read_row(folder: Path) -> SweepJob:
-    """Return the job in ``folder`` as it stands, as far as it can be read."""
-    job = read_record(folder) or SweepJob(None, _hydra_overrides(folder))
+def read_row(
+    folder: Path,
+    own: SweepJob | None = None,
+    returncode: int | None = None,
+) -> SweepJob:
+    """Return the job in ``folder`` as it stands, however it has ended.
+
+    Args:
+        folder: its run folder.
+        own: its record, should the folder have none.
+        returncode: of its process, for whoever knows that it has ended.
+    """
+    job = read_record(folder) or own or SweepJob(None, ())
     job = replace(job, folder=str(folder))
     summary = read_summary(folder)
     attempts: tuple[Attempt, ...] = ()
@@ -158,30 +160,37 @@ def read_row(folder: Path) -> SweepJob:
             wall_seconds=summary.wall_seconds,
             wait_seconds=summary.wait_seconds,
         )
-    if job.status != STARTED:
-        pass
-    elif summary is not None:  # its process did not record its end
-        code = 143 if summary.status == INTERRUPTED else EXIT_CODES.get(summary.status)
+    if job.status != Status.STARTED:
+        pass  # recorded by its own process
+    elif summary is not None:
+        code = (
+            143
+            if summary.status == Status.INTERRUPTED
+            else EXIT_CODES.get(summary.status)
+        )
         job = replace(
             job,
             status=summary.status,
             exit_code=1 if code is None else code,
             reason=summary.reason or None,
+            result=summary.objective if summary.status == Status.COMPLETED else None,
         )
-    elif is_held(folder):
+    elif returncode is None and is_held(folder):
         state = read_state(folder)
-        is_known = state is not None and not state.is_final
-        job = replace(job, status=state.state if state and is_known else RUNNING)
-        if state is not None and state.attempt is not None and is_known:
-            attempts = (state.attempt,)
-            job = replace(job, attempts=state.attempt.number)
+        job = replace(job, status=Status.RUNNING)
+        if state is not None and not state.is_final:
+            job = replace(job, status=state.state)
+            if state.attempt is not None:
+                attempts = (state.attempt,)
+                job = replace(job, attempts=state.attempt.number)
     else:
-        why = "its process ended without a summary"
-        job = replace(job, status=DIED, exit_code=1, reason=why)
-    if job.status != COMPLETED:
-        job = replace(job, result=None)
-    elif summary is not None:
-        job = replace(job, result=summary.objective, reason=None)
+        status, code, reason = ending_of_process(returncode)
+        job = replace(
+            job,
+            status=status,
+            exit_code=code,
+            reason=reason,
+        )
     if not attempts:
         return job
     last = attempts[-1]
@@ -194,6 +203,26 @@ def read_row(folder: Path) -> SweepJob:
     )
 
 
+def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
+    """Return status, exit code and reason of a job that left nothing but its process's end."""
+    if returncode is None:
+        return Status.DIED, 1, "its process ended without a summary"
+    if returncode == 0:
+        return Status.COMPLETED, 0, None
+    signum = -returncode if returncode < 0 else returncode - 128
+    if signum in INTERRUPTIONS:
+        name = signal_name(signum)
+        return (
+            Status.INTERRUPTED,
+            128 + signum,
+            f"interrupted by {name} before it had begun",
+        )
+    if returncode < 0:
+        return Status.DIED, 1, f"its process was killed by {signal_name(signum)}"
+    why = f"its process ended with exit code {returncode} and without a summary"
+    return Status.DIED, returncode, why
+
+
 def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
     """Return the rows of the jobs of this launch of a sweep; the folder may hold others."""
     rows = [read_row(folder) for folder in job_folders(sweep_folder)]
@@ -202,7 +231,7 @@ def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
 
 def exit_code_of(rows: Sequence[SweepJob]) -> int:
     """Return the code of the first job that failed by itself, else of the first stopped one."""
-    failed = sorted(rows, key=lambda row: row.status == INTERRUPTED)
+    failed = sorted(rows, key=lambda row: row.status == Status.INTERRUPTED)
     return next((row.exit_code for row in failed if row.exit_code), 0)
 
 
@@ -216,20 +245,13 @@ def job_folders(sweep_folder: Path) -> Iterator[Path]:
             names[:] = sorted(name for name in names if not name.startswith("."))
 
 
-def _hydra_overrides(folder: Path) -> tuple[str, ...]:
-    with contextlib.suppress(Exception):  # whatever is in that file
-        content = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-        return tuple(map(str, content))
-    return ()
-
-
 @dataclass(frozen=True)
 class SweepTable:
     """The content of ``sweep.json``; a sweep that runs has no rows yet."""
 
     sweep: str
     launcher: str
-    status: str = RUNNING
+    status: str = Status.RUNNING
     exit_code: int | None = None
     wall_seconds: float | None = None
     jobs: tuple[SweepJob, ...] = ()
@@ -250,17 +272,6 @@ class SweepTable:
         content = {**vars(self), "jobs": [row.as_json() for row in self.jobs]}
         write_json(folder / SWEEP_FILE, content, indent=2)
 
-    def as_csv(self) -> str:
-        """Return the content of ``sweep.csv``: a line of names, then one line a job."""
-        text = io.StringIO()
-        names = [one.name for one in fields(SweepJob) if one.name != "sweep"]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        for row in self.jobs:
-            cells = row.as_json().items()
-            writer.writerow({name: _cell(value) for name, value in cells})
-        return text.getvalue()
-
 
 def read_table(folder: Path) -> SweepTable | None:
     """Return the table in a sweep folder; None if there is none that can be read."""
@@ -269,166 +280,49 @@ def read_table(folder: Path) -> SweepTable | None:
     return None
 
 
-@dataclass(frozen=True)
-class Point:
-    """What a sweep has tried: one job, or with ``repeat`` several that differ in their seeds."""
+class Claims:
+    """What this launcher works on of the sweep in ``folder``, which several may share.
 
-    number: int
-    rows: tuple[SweepJob, ...]
-
-    @property
-    def values(self) -> list[float]:
-        """The results of its jobs that completed, if they are numbers."""
-        return [row.value for row in self.rows if row.value is not None]
-
-    def best(self, sign: int) -> SweepJob:
-        """Return the best of its jobs, one of which has a value."""
-        known = [row for row in self.rows if row.value is not None]
-        return max(known, key=lambda row: sign * (row.value or 0.0))
-
-
-def best_first(table: SweepTable) -> list[Point]:
-    """Return what a sweep has tried, the best first, what has no value last."""
-    points: dict[int, list[SweepJob]] = {}
-    for row in table.jobs:
-        if row.job is not None:
-            points.setdefault(row.job // table.repeat, []).append(row)
-
-    def rank(point: Point) -> tuple[bool, float]:
-        values = point.values
-        return not values, -table.sign * fmean(values) if values else 0.0
-
-    return sorted((Point(n, tuple(rows)) for n, rows in points.items()), key=rank)
-
-
-def point_table(points: Sequence[Point]) -> list[str]:
-    """Return what each point has reached over its seeds; failed ones are named."""
-    lines: list[Sequence[object]] = [
-        ("trial", "mean ± std", "seeds", "overrides", ""),
-    ]
-    shared = [common([row.overrides for row in point.rows]) for point in points]
-    everywhere = common(shared)
-    for point, own in zip(points, shared, strict=True):
-        values = point.values
-        spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
-        failed = ", ".join(
-            _without(row.overrides, own) for row in point.rows if row.has_failed
-        )
-        lines.append(
-            (
-                point.number,
-                f"{fmean(values):.6g}{spread}" if values else "-",
-                f"{len(values)} of {len(point.rows)}",
-                _without(own, everywhere),
-                f"without {failed}" if failed else "",
-            )
-        )
-    return aligned(lines)
-
-
-def screen_table(
-    rows: Sequence[SweepJob],
-    values: Mapping[int, float] | None = None,
-    size: tuple[int, int] | None = None,
-) -> list[str]:
-    """Return jobs in plain columns; of the overrides only those in which they differ.
-
-    ``values``: what jobs that run have reported last, by number. ``size``: the columns and lines of
-    the terminal that the table, with its tally, is to fit: running jobs are kept first.
+    Whoever works on a point (a job, or all of a trial) has its byte of a file locked, and so have
+    its jobs, which are forks: a killed launcher leaves no point that no one takes over, and none
+    that two work on.
     """
-    pairs = list(zip(rows, differing(rows), strict=True))
-    if size is not None:
-        ranked = sorted(rows, key=_rank)[: max(size[1] - _OTHER_LINES, 1)]
-        pairs = [(row, own) for row, own in pairs if row in ranked]
-    cells = [_cells(row, own, values or {}) for row, own in pairs]
-    table = aligned([COLUMNS, *cells])
-    if size is None:
-        return table
-    too_wide = max(map(len, table)) - size[0]
-    if too_wide > 0:
-        room = max(len(str(own)) for _, own, *_ in cells) - too_wide
-        room = max(room, _LEAST_COLUMNS)
-        cut = [[job, shortened(str(own), room), *rest] for job, own, *rest in cells]
-        table = aligned([COLUMNS, *cut])
-    hidden = len(rows) - len(pairs)
-    counts = ", ".join(f"{n} {status}" for status, n in _counts(rows).items())
-    more = f" ({hidden} not shown)" if hidden else ""
-    return [*table, f"{len(rows)} jobs: {counts}{more}"]
+
+    def __init__(self, folder: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(folder / CLAIMS_FILE, flags, 0o600)
+
+    def take(self, point: int) -> bool:
+        """Return whether the point is this launcher's until :meth:`release`."""
+        try:
+            return lock(self._fd, 1 + point)
+        except OSError:  # the disk has no locks: no second launcher is let in
+            return True
+
+    def release(self, point: int) -> None:
+        """Leave the point to others."""
+        with contextlib.suppress(OSError):
+            unlock(self._fd, 1 + point)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other launchers from doing the same meanwhile."""
+        # a process's own lock, which forks do not inherit: free as soon as the launcher is killed
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+
+    def close(self) -> None:
+        """Release all points that no job works on any more."""
+        os.close(self._fd)
 
 
-def _rank(row: SweepJob) -> int:
-    """Return which rows a small table leaves out first: those that completed, then waiting ones."""
-    ranks = {NOT_STARTED: 2, COMPLETED: 3, PRUNED: 3}
-    return 0 if row.is_running else ranks.get(row.status, 1)
-
-
-def _cells(
-    row: SweepJob,
-    overrides: str,
-    values: Mapping[int, float],
-) -> list[object]:
-    of = "" if row.total_steps is None else f"/{row.total_steps}"
-    result = row.result
-    if row.is_running and row.job is not None:
-        result = values.get(row.job)
-    wall = row.wall_seconds
-    return [
-        "?" if row.job is None else row.job,
-        overrides,
-        f"{row.status.replace('_', ' ')}{' earlier' if row.reused else ''}",
-        row.attempts or None,
-        ",".join(row.devices),
-        row.batch_size,
-        None if row.step is None else f"{row.step}{of}",
-        short_result(result),
-        None if wall is None else f"{wall:.1f} s",
-    ]
-
-
-def _counts(rows: Sequence[SweepJob]) -> Counter[str]:
-    return Counter(row.status.replace("_", " ") for row in rows)
-
-
-def common(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides that all jobs have; none of a single job."""
-    if len(overrides) < 2:
-        return []
-    everywhere = set.intersection(*map(set, overrides))
-    return [one for one in overrides[0] if one in everywhere]
-
-
-def differing(rows: Sequence[SweepJob]) -> list[str]:
-    """Return each job's overrides without those that all have; a single job keeps its own."""
-    same = common([row.overrides for row in rows])
-    return [_without(row.overrides, same) for row in rows]
-
-
-def _without(overrides: Sequence[str], others: Sequence[str]) -> str:
-    return " ".join(public_command([one for one in overrides if one not in others]))
-
-
-def tally(rows: Sequence[SweepJob]) -> str:
-    """Return one line: how many jobs ended how."""
-    counts = _counts(rows)
-    done = counts.pop(COMPLETED, 0)
-    others = "".join(f", {n} {status}" for status, n in sorted(counts.items()))
-    return f"{done} of {len(rows)} completed{others}"
-
-
-def _cell(value: Any) -> Any:
-    is_list = isinstance(value, (tuple, list))
-    if is_list and all(isinstance(item, str) for item in value):
-        return " ".join(value)
-    if is_list or isinstance(value, (dict, bool)):
-        return json.dumps(value, ensure_ascii=False)
-    return value
-
-
-def short_result(result: Any) -> str:
-    """Return a result for one cell of a table."""
-    if result is None:
-        return "-"
-    if isinstance(result, float):
-        return f"{result:.6g}"
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    return shortened(text, _LONGEST_RESULT)
+def others_work(folder: Path) -> bool:
+    """Return whether a launcher, or a job that one has left, works on a point of a sweep."""
+    with contextlib.suppress(OSError), (folder / CLAIMS_FILE).open("rb") as file:
+        return is_locked(file.fileno())
+    return False

@@ -7,9 +7,9 @@ shares it with another, reads there which trials there are.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
+import pkgutil
 import time
 import warnings
 from collections import deque
@@ -41,16 +41,17 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import importances_of, running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.points import STUDY_FILE, Claims, Job, Points, SweeperSettings
+from robust_train.sweep.gpu_queue import Job
 from robust_train.sweep.record import (
-    COMPLETED,
-    FAILED,
-    PRUNED,
-    REFUSED,
+    STUDY_FILE,
+    Claims,
+    Status,
     SweepJob,
     job_folders,
     read_row,
 )
+from robust_train.sweep.session import Sweep
+from robust_train.sweep.sweeper import SweeperSettings
 
 log = logging.getLogger("robust_train")
 
@@ -59,56 +60,60 @@ _RETRY_SECONDS = 1.0  # until others are asked again for what they have left
 _SEEDS_APART = 1_000_003
 
 
-class Search(Points):
-    """Trials of what is ``swept``, with what :meth:`next` gives out."""
+class Search:
+    """Trials of what is ``swept``; each has a job for each of ``seeds``."""
 
     def __init__(
         self,
-        folder: Path,
+        sweep: Sweep,
         swept: Mapping[str, Override],
         fixed: Sequence[str],
-        seeds: Sequence[str],
+        seeds: Sequence[Sequence[str]],
         settings: SweeperSettings,
         claims: Claims,
     ) -> None:
-        self._folder, self._claims, self._settings = folder, claims, settings
+        self._folder, self._claims, self._settings = sweep.folder, claims, settings
         self._space = {key: distribution(override) for key, override in swept.items()}
-        self.fixed, self._seeds = fixed, seeds
+        self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
-        self._jobs = deque[Job]()
-        self._running: dict[int, dict[int, SweepJob]] = {}  # ended jobs of each trial
+        self._jobs = deque[Job]()  # of the trial that has begun last
         self._had: dict[int, Trial] = {}  # trials that this launcher has run
+        self._rows: dict[int, list[SweepJob]] = {}  # ended jobs of each of them
         self._is_over, self._next_try = False, 0.0
         pruner = _made(settings.pruner)
+        # one repetition says too little of the point
         self.prunes = pruner is not None and settings.repeat == 1
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             self._study = optuna.create_study(
                 study_name=_STUDY,
-                storage=_storage(folder),
+                storage=_storage(sweep.folder),
                 direction=StudyDirection[settings.direction.upper()],
                 pruner=pruner or NopPruner(),
                 load_if_exists=True,
             )
-            known = self._study.user_attrs
-            for name in ("repeat", "direction"):
-                value = getattr(settings, name)
-                if known.setdefault(name, value) != value:
-                    raise ConfigError(
-                        f"hydra.sweeper.{name}={value}: the search in {folder} was begun with "
-                        f"{known[name]}; choose another hydra.sweep.dir"
-                    )
+            begun = {"repeat": settings.repeat, "direction": settings.direction}
+            known = self._study.user_attrs or begun
+            if known != begun:
+                raise ConfigError(
+                    f"the search in {sweep.folder} was begun with hydra.sweeper.repeat="
+                    f"{known['repeat']} and direction={known['direction']}; choose another "
+                    "hydra.sweep.dir"
+                )
+            for name, value in begun.items():
                 self._study.set_user_attr(name, value)
-
-    def adopt_finished(self, sweep: str) -> None:
-        """Make the jobs of trials that ended in an earlier launch a part of this ``sweep``."""
+        # the jobs of trials that ended in an earlier launch are a part of this one
         over = {one.number for one in self._trials() if one.state.is_finished()}
         for folder in job_folders(self._folder):
             row = read_row(folder)
-            is_over = row.job is not None and row.job // len(self._seeds) in over
-            if is_over and row.sweep != sweep:
+            if row.trial in over and row.sweep != sweep.table.sweep:
                 with contextlib.suppress(OSError):
-                    replace(row, sweep=sweep, reused=True).write(folder)
+                    replace(row, sweep=sweep.table.sweep, reused=True).write(folder)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trials have ended, or have been tried here."""
+        return self._is_over and not self._jobs
 
     def next(self) -> Job | None:
         """Return the next job of a trial that was left, or of a new one."""
@@ -117,12 +122,11 @@ class Search(Points):
             if trial is None:
                 self._next_try = time.monotonic() + _RETRY_SECONDS
                 return None
-            point = [f"{key}={value}" for key, value in trial.params.items()]
-            self._had[trial.number] = trial
-            self._running[trial.number] = {}
-            for number, seed in enumerate(self._seeds):
-                own = [*self.fixed, *point, *filter(None, [seed])]
-                self._jobs.append((trial.number * len(self._seeds) + number, own))
+            self._had[trial.number], self._rows[trial.number] = trial, []
+            first = trial.number * len(self._seeds)
+            point = [f"{key}={trial.params[key]}" for key in self._space]
+            for number, seed in enumerate(self._seeds, first):
+                self._jobs.append((number, [*self._fixed, *point, *seed]))
         return self._jobs.popleft() if self._jobs else None
 
     def _next_trial(self) -> Trial | None:
@@ -131,12 +135,8 @@ class Search(Points):
             trials = self._trials()
             left = [t for t in trials if not t.state.is_finished()]
             for known in left:
-                number = known.number
-                if number not in self._had and self._claims.take(number):
-                    if known.params.keys() - self._space.keys():
-                        self._fail(number, "its keys are searched no more")
-                        continue
-                    self._study.sampler = self._sampler(number)
+                if known.number not in self._had and self._claims.take(known.number):
+                    self._study.sampler = self._sampler(known.number)
                     return self._with_params(running_trial(self._study, known))
             if len(trials) < self._settings.n_trials:
                 self._study.sampler = self._sampler(len(trials))
@@ -158,6 +158,13 @@ class Search(Points):
                 ) from error
         return trial
 
+    def _sampler(self, trial: int) -> Any:
+        """Return a sampler of the trial's own: what it draws depends on no other launcher."""
+        wanted = dict(self._settings.sampler or {})
+        if wanted.get("seed") is not None:
+            wanted["seed"] = int(wanted["seed"]) * _SEEDS_APART + trial
+        return _made(wanted)
+
     def reported(
         self,
         job: int,
@@ -165,7 +172,7 @@ class Search(Points):
     ) -> str | None:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
         if len(self._seeds) > 1:
-            return None  # one repetition says too little of the point
+            return None
         trial = self._had[job]
         with self._alone():
             known = self._trials()[job].intermediate_values
@@ -180,60 +187,32 @@ class Search(Points):
 
     def ended(self, row: SweepJob) -> None:
         """Tell the study how a trial went once all its jobs have ended."""
-        assert row.job is not None
-        number = row.job // len(self._seeds)
-        rows = self._running[number]
-        rows[row.job] = row
-        if len(rows) < len(self._seeds):
-            return
-        del self._running[number]
-        with self._alone():
-            if all(map(_is_final, rows.values())):  # else it can go on later
-                self._tell(number, list(rows.values()))
-        self._claims.release(number)
+        assert row.trial is not None
+        rows = self._rows[row.trial]
+        rows.append(row)
+        if len(rows) == len(self._seeds):
+            with self._alone():
+                if all(map(_is_final, rows)):  # else it can go on later
+                    self._tell(self._had[row.trial], rows)
+            self._claims.release(row.trial)
 
-    def _tell(self, number: int, rows: Sequence[SweepJob]) -> None:
-        if any(row.status == PRUNED for row in rows):
-            self._study.tell(number, state=TrialState.PRUNED)
-            return
-        done = [row for row in rows if row.status == COMPLETED]
-        values = [row.value for row in done if row.value is not None]
-        if values and len(values) == len(done):
-            self._study.tell(number, fmean(values))
-            return
-        reason = "; ".join(str(row.reason) for row in rows if row.reason)
-        if not reason:
-            results = ", ".join(str(row.result) for row in rows)
-            reason = f"its result is not a number: {results}"
-            log.warning("trial %d counts as failed: %s", number, reason)
-        self._fail(number, reason)
-
-    def _fail(self, number: int, reason: str) -> None:
-        trial = running_trial(self._study, self._trials()[number])
-        trial.set_user_attr("reason", reason)
-        self._study.tell(number, state=TrialState.FAIL)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all trials have ended, or have been tried here."""
-        return self._is_over and not self._jobs
-
-    def log_best(self) -> None:
-        """Log the trial with the best value, if one has one."""
-        with contextlib.suppress(ValueError):
-            best = self._study.best_trial
-            params = " ".join(f"{key}={value}" for key, value in best.params.items())
-            log.info("best: trial %d, %s: %s", best.number, best.value, params)
+    def _tell(self, trial: Trial, rows: Sequence[SweepJob]) -> None:
+        values = [row.value for row in rows if row.value is not None]
+        if any(row.status == Status.PRUNED for row in rows):
+            self._study.tell(trial, state=TrialState.PRUNED)
+        elif values and len(values) == sum(row.has_completed for row in rows):
+            self._study.tell(trial, fmean(values))
+        else:
+            reason = "; ".join(row.reason for row in rows if row.reason)
+            if not reason:
+                results = ", ".join(str(row.result) for row in rows)
+                reason = f"its result is not a number: {results}"
+                log.warning("trial %d counts as failed: %s", trial.number, reason)
+            trial.set_user_attr("reason", reason)
+            self._study.tell(trial, state=TrialState.FAIL)
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
-
-    def _sampler(self, trial: int) -> Any:
-        """Return a sampler of the trial's own: what it draws depends on no other launcher."""
-        wanted = dict(self._settings.sampler or {})
-        if wanted.get("seed") is not None:
-            wanted["seed"] = int(wanted["seed"]) * _SEEDS_APART + trial
-        return _made(wanted)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -278,19 +257,19 @@ def _made(wanted: Any) -> Any:
     arguments = {key: _made(value) for key, value in wanted.items()}
     if (target := arguments.pop("_target_", None)) is None:
         return arguments
-    module, _, name = str(target).rpartition(".")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return getattr(importlib.import_module(module), name)(**arguments)
+            return pkgutil.resolve_name(target)(**arguments)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"hydra.sweeper: {target}: {error}") from error
 
 
 def _is_final(row: SweepJob) -> bool:
     """Return whether another launch would end alike."""
-    has_failed = row.status in (FAILED, REFUSED) and row.exit_code != EXIT_TRY_LATER
-    return row.status in (COMPLETED, PRUNED) or has_failed
+    if row.status in (Status.FAILED, Status.REFUSED):
+        return row.exit_code != EXIT_TRY_LATER
+    return row.status in (Status.COMPLETED, Status.PRUNED)
 
 
 def distribution(override: Override) -> BaseDistribution:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.compat import returned_or_raised
 from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
+from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
 from robust_train.folder.lock import (
     RunLock,
@@ -47,42 +47,39 @@ from robust_train.folder.requests import MAX_JOBS_FILE, sweep_stop_requested
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
-from robust_train.launcher.hydra_state import OF_HYDRA, close_to_others, sweep_folder
+from robust_train.launcher.hydra_state import OF_HYDRA, close_to_others
 from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
 from robust_train.sweep import plugins_of_others as others
 from robust_train.sweep.checks import check_jobs
 from robust_train.sweep.page import write_sweep_report
-from robust_train.sweep.points import others_work
 from robust_train.sweep.record import (
-    COMPLETED,
-    ENDED,
-    INTERRUPTED,
-    NOT_STARTED,
+    INTERRUPTIONS,
     OF_THE_SWEEP,
-    PRUNED,
-    RUNNING,
-    STARTED,
     SWEEP_FILE,
+    Status,
     SweepJob,
     SweepTable,
-    best_first,
-    decide,
+    begun,
     exit_code_of,
     job_folders,
-    point_table,
+    others_work,
     read_record,
     read_row,
     read_rows,
     read_table,
+)
+from robust_train.sweep.table import (
+    as_csv,
+    best_first,
+    point_table,
     screen_table,
     tally,
 )
 
 log = logging.getLogger("robust_train")
 
-INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
 
@@ -93,16 +90,12 @@ class CurrentJob:
 
     folder: Path
     record: SweepJob | None = None  # None: not one of a sweep
-    start: str = "run"  # see `decide`
-    runs: bool = True  # otherwise its objective is known
     refusal: str | None = None  # why it must not be run
 
     @property
-    def objective(self) -> Any:
-        """The sweeper's value of a job that is not run."""
-        if self.record is None or not self.record.reused:
-            return math.nan
-        return self.record.result if self.record.status == COMPLETED else math.nan
+    def runs(self) -> bool:
+        """Whether its end is not known yet."""
+        return self.record is None or self.record.status == Status.STARTED
 
     def ended(
         self,
@@ -111,21 +104,21 @@ class CurrentJob:
         **more: Any,
     ) -> None:
         """Record the job's end, with its ``reason`` or ``result``. The first call counts."""
-        if self.record is not None and self.record.status == STARTED:
-            self.write(
-                replace(
-                    self.record,
-                    status=status,
-                    exit_code=exit_code,
-                    **more,
-                )
+        if self.record is not None and self.runs:
+            self.record = replace(
+                self.record,
+                status=status,
+                exit_code=exit_code,
+                **more,
             )
+            self.write()
 
-    def write(self, record: SweepJob) -> None:
-        """Keep the job's record and write it."""
-        self.record = record
+    def write(self) -> None:
+        """Write the job's record."""
         try:
-            record.write(self.folder)
+            if self.record is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.record.write(self.folder)
         except OSError as error:
             log.warning("cannot write to %s: %s", self.folder, error.strerror)
 
@@ -162,7 +155,7 @@ class Sweep:
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
         rows, folder = self.rows(), self.folder
-        if all(row.status == NOT_STARTED for row in rows):
+        if all(row.status == Status.NOT_STARTED for row in rows):
             with contextlib.suppress(OSError):
                 if self.lock is not None and not others_work(folder):
                     (folder / SWEEP_FILE).unlink()
@@ -171,7 +164,7 @@ class Sweep:
         seconds = time.monotonic() - self.started
         table = replace(
             self.table,
-            status=RUNNING if others_work(folder) else ENDED,
+            status=Status.RUNNING if others_work(folder) else Status.ENDED,
             exit_code=code,
             wall_seconds=round(seconds, 3),
             jobs=tuple(rows),
@@ -180,11 +173,11 @@ class Sweep:
         if self.take_over():
             try:
                 table.write(folder)
-                (folder / "sweep.csv").write_text(table.as_csv(), encoding="utf-8")
+                (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
             except OSError as error:
                 log.warning("cannot write a table to %s: %s", folder, error.strerror)
             write_sweep_report(folder)
-            self._notify(rows, code, ended)
+            self._notify(table, ended)
         points = best_first(table)
         lines = [
             "sweep:",
@@ -203,25 +196,24 @@ class Sweep:
             print("\n".join(lines), flush=True)
         return code
 
-    def _notify(
-        self,
-        rows: list[SweepJob],
-        code: int,
-        ended: str,
-    ) -> None:
-        stopped = any(row.status in (INTERRUPTED, NOT_STARTED) for row in rows)
+    def _notify(self, table: SweepTable, ended: str) -> None:
+        stopped = any(
+            row.status in (Status.INTERRUPTED, Status.NOT_STARTED) for row in table.jobs
+        )
         failure = "interrupted" if stopped else "failed"
         host = socket.gethostname()
-        shown = ("job", "status", "result")
         self.notifier.send(
-            failure if code else "completed",
+            failure if table.exit_code else "completed",
             f"sweep on {host}: {ended}; {self.folder}",
             {
-                "sweep": self.table.sweep,
+                "sweep": table.sweep,
                 "sweep_folder": str(self.folder),
-                "exit_code": code,
+                "exit_code": table.exit_code,
                 "host": host,
-                "jobs": [{name: getattr(row, name) for name in shown} for row in rows],
+                "jobs": [
+                    {name: getattr(row, name) for name in ("job", "status", "result")}
+                    for row in table.jobs
+                ],
             },
         )
 
@@ -261,23 +253,16 @@ class HydraSession:
             print(message, file=sys.stderr)
 
     def begin(self, config: DictConfig) -> None:
-        """Begin a sweep, before its first job: lock its folder and write ``sweep.json``.
-
-        Raises:
-            ConfigError: a live sweep holds the folder, or it would be a job's too; nothing was
-                written.
-            OSError: the sweep folder cannot be made.
-        """
+        """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
+        ConfigError: a live sweep holds the folder, or it cannot be used; nothing was written."""
         self.finish()  # an earlier sweep of this process that an error has ended
-        subdir: Any = OmegaConf.to_container(config.hydra.sweep)
-        if os.path.normpath(str(subdir["subdir"])) == ".":
+        subdir: Any = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
+        if "${" not in str(subdir):
             raise ConfigError(
-                f"hydra.sweep.subdir={subdir['subdir']}: a job needs a run folder of its own "
-                "inside the sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
+                f"hydra.sweep.subdir={subdir}: each job needs a run folder of its own inside the "
+                "sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
             )
-        folder = Path(str(config.hydra.sweep.dir)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        close_to_others(folder, group_reads=unchecked(config).group_reads_runs)
+        folder = sweep_folder_of(config).resolve()
         launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
         given = map(str, config.hydra.overrides.task)
         overrides = tuple(
@@ -285,28 +270,38 @@ class HydraSession:
         )
         is_ours = _is_ours(config)
         is_basic = str(config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
-        # a second launcher of it gives its jobs the same numbers
-        can_share = is_ours or (is_basic and launcher == "gpu_queue")
-        id_, lock = _lock_or_join(folder, overrides if can_share else None)
-        ours = config.hydra.sweeper if is_ours else {}
-        table = SweepTable(
-            id_,
-            launcher,
-            resume_command=sweep_resume_command(folder, str(config.hydra.runtime.cwd)),
-            overrides=overrides,
-            direction=ours.get("direction", "maximize"),
-            repeat=ours.get("repeat", 1),
-        )
-        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            close_to_others(folder, group_reads=unchecked(config).group_reads_runs)
+            id_, lock = _lock_or_join(
+                folder,
+                # a second launcher of it gives its jobs the same numbers
+                overrides
+                if is_ours or (is_basic and launcher == "gpu_queue")
+                else None,
+            )
+            table = SweepTable(
+                id_,
+                launcher,
+                resume_command=sweep_resume_command(
+                    folder, str(config.hydra.runtime.cwd)
+                ),
+                overrides=overrides,
+                direction=config.hydra.sweeper.direction if is_ours else "maximize",
+                repeat=_repeat(config),
+            )
+            if lock is not None:
+                # what an earlier launch was asked for
+                (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
+                if (folder / CODE).exists():
+                    log.info("jobs that start from here on run today's code")
+                    shutil.rmtree(folder / CODE, ignore_errors=True)
+                table.write(folder)
+        except OSError as error:
+            raise ConfigError(f"sweep folder {folder}: {error.strerror}") from error
         os.environ[SWEEP_VARIABLE] = id_
         others.remember_mask(os.environ)
-        if lock is not None:
-            # what an earlier launch was asked for
-            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
-            if (folder / CODE).exists():
-                log.info("jobs that start from here on run today's code")
-                shutil.rmtree(folder / CODE, ignore_errors=True)
-            table.write(folder)
+        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
@@ -333,122 +328,104 @@ class HydraSession:
 session = HydraSession()
 
 
+def sweep_folder_of(config: DictConfig) -> Path:
+    """Return the folder of the sweep that a config is of."""
+    # relative to where the sweep was started: Hydra may have changed the working directory
+    return Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
+
+
 def _is_ours(config: DictConfig) -> bool:
     return str(config.hydra.sweeper.get("_target_")).endswith(".RobustSweeper")
+
+
+def _repeat(config: DictConfig) -> int:
+    return int(config.hydra.sweeper.repeat) if _is_ours(config) else 1
 
 
 def _lock_or_join(
     folder: Path,
     overrides: tuple[str, ...] | None,
-    *,
-    is_again: bool = False,
 ) -> tuple[str, RunLock | None]:
     """Return the id of a sweep that begins and its folder's lock; only the id where a live sweep
-    with the same overrides is joined. Without ``overrides`` it cannot be shared.
-
-    Raises:
-        ConfigError: another sweep holds the folder.
-    """
-    table, holder = read_table(folder), read_holder(folder)
-    is_shared = table is not None and table.overrides == overrides
-    if table and holder and is_shared and not holder.is_dead and is_held(folder):
-        log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
-        return table.sweep, None
-    id_ = uuid.uuid4().hex
-    try:
-        return id_, RunLock(folder, id_)
-    except ConfigError as error:
-        if not is_again:
-            # another launcher of a killed one's sweep may have taken it over just now
-            return _lock_or_join(folder, overrides, is_again=True)
-        if (holder := read_holder(folder)) is None:
-            raise
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-        raise type(error)(
-            f"sweep folder {folder} is in use by the sweep of {holder.user} on {holder.host}, pid "
-            f"{holder.pid}, since {since}; choose another hydra.sweep.dir, or stop that sweep: "
-            f"robust-train stop {folder}"
-        ) from error
+    with the same overrides is joined. Without ``overrides`` it cannot be shared. Raises
+    ConfigError: another sweep holds the folder."""
+    id_, problem = uuid.uuid4().hex, None
+    for _ in range(
+        2
+    ):  # another launcher of a killed one's sweep may take it over just now
+        table, holder = read_table(folder), read_holder(folder)
+        is_shared = table is not None and table.overrides == overrides
+        if table and holder and is_shared and not holder.is_dead and is_held(folder):
+            log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
+            return table.sweep, None
+        try:
+            return id_, RunLock(folder, id_)
+        except ConfigError as error:
+            problem = error
+    assert problem is not None
+    raise problem
 
 
-def plan(config: DictConfig, folder: Path) -> CurrentJob:
-    """Return a sweep's job that is about to start, and how it starts; one that completed in an
-    earlier launch becomes part of this one."""
+def prepare(config: DictConfig, folder: Path) -> CurrentJob:
+    """Return a sweep's job that is about to start in a folder, which is made ready for it; one that
+    is not to run has ended."""
+    if (problem := refusal(folder)) is not None:
+        return CurrentJob(folder, refusal=problem)  # what a live job has there stays
     number = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
-    repeat = config.hydra.sweeper.get("repeat", 1) if _is_ours(config) else 1
+    settings, sweep = unchecked(config), os.environ.get(SWEEP_VARIABLE, "")
     own = SweepJob(
         number,
         tuple(map(str, config.hydra.overrides.task)),
-        os.environ.get(SWEEP_VARIABLE, ""),
-        trial=None if number is None else number // repeat,
+        sweep,
+        trial=None if number is None else number // _repeat(config),
     )
-    earlier = None if read_record(folder) is None else read_row(folder)
-    is_over = earlier is not None and earlier.status in (COMPLETED, PRUNED)
-    resume = unchecked(config).sweep_resume
-    start = decide(earlier, own, completed=is_over, resume=resume)
-    job = CurrentJob(folder, own, start)
-    if start == "reuse" and earlier is not None:
-        job.runs = False
-        job.write(
-            replace(
-                earlier,
-                job=number,
-                overrides=own.overrides,
-                sweep=own.sweep,
-                trial=own.trial,
-                reused=True,
+    record, stays = begun(
+        own,
+        None if read_record(folder) is None else read_row(folder),
+        resume=settings.sweep_resume,
+    )
+    job = CurrentJob(folder, record)
+    if job.runs:
+        try:
+            aside = (
+                None if stays or not folder.exists() else set_aside(folder, OF_HYDRA)
             )
-        )
+            if aside is not None:
+                log.info(
+                    "what an earlier job left in this run folder is now in %s", aside
+                )
+            # else a job that dies early would seem to have ended as the one before it
+            (folder / "summary.json").unlink(missing_ok=True)
+        except OSError as error:
+            # not run over it: a checkpoint of another job must not be mistaken for this one's
+            job.refusal = f"{folder}: cannot move aside what it holds: {error.strerror}"
+            return job
+        if reason := _reason_not_to_start(sweep_folder_of(config), sweep, settings):
+            job.record = replace(record, status=Status.NOT_STARTED, reason=reason)
+            log.info("job %s is not started: %s", number, reason)
+    else:
         log.info(
             "job %s %s in an earlier launch of this sweep and is not run again "
             "(sweep_resume=true)",
             number,
-            earlier.status,
+            record.status,
         )
+    job.write()
     return job
 
 
-def _enter(config: DictConfig, launcher: str | None) -> CurrentJob:
-    """Return the job that Hydra enters, and prepare its folder."""
-    in_sweep = config.hydra.mode == RunMode.MULTIRUN
-    folder = Path(str(config.hydra.runtime.output_dir))
-    problem = others.misplaced_launcher(
-        str(config.hydra.runtime.choices.get("hydra/launcher")),
-        launcher if in_sweep else None,
-        list(config.hydra.overrides.hydra),
-        in_sweep=in_sweep,
-    )
-    if in_sweep:
-        problem = problem or refusal(folder)
-    if not in_sweep or problem:  # what a live job has there is left alone
-        return CurrentJob(folder, refusal=problem)
-    job = plan(config, folder)
-    if not job.runs or job.record is None:
-        return job
-    try:
-        aside = set_aside(folder, OF_HYDRA) if job.start == "afresh" else None
-        if aside is not None:
-            log.info("what an earlier job left in this run folder is now in %s", aside)
-        # else a job that dies early would seem to have ended as the one before it
-        (folder / "summary.json").unlink(missing_ok=True)
-    except OSError as error:
-        # not run over it: a checkpoint of another job must not be mistaken for this one's
-        job.refusal = f"{folder}: cannot move aside what it holds: {error.strerror}"
-        return job
-    of_sweep, sweep = sweep_folder(), job.record.sweep
-    assert of_sweep is not None
-    reason = "the sweep was stopped" if sweep_stop_requested(of_sweep) else None
-    if unchecked(config).sweep_fail_fast:
-        records = filter(None, map(read_record, job_folders(of_sweep)))
-        if any(r.sweep == sweep and r.has_failed and not r.reused for r in records):
-            reason = "another job failed before (sweep_fail_fast=true)"
-    if reason is None:
-        job.write(job.record)
-    else:
-        job.runs = False
-        job.ended(NOT_STARTED, None, reason=reason)
-        log.info("job %s is not started: %s", job.record.job, reason)
-    return job
+def _reason_not_to_start(
+    folder: Path,
+    sweep: str,
+    settings: RobustConfig,
+) -> str | None:
+    if sweep_stop_requested(folder):
+        return "the sweep was stopped"
+    if settings.sweep_fail_fast:
+        records = filter(None, map(read_record, job_folders(folder)))
+        if any(r.sweep == sweep and r.exit_code and not r.reused for r in records):
+            return "another job failed before (sweep_fail_fast=true)"
+    return None
 
 
 class SweepCallback(Callback):
@@ -481,9 +458,7 @@ class SweepCallback(Callback):
                 check_jobs(config, session.check)
             if detach.is_due(unchecked(config)):
                 raise SystemExit(detach.start())
-            # Hydra fails at the same, with a message
-            with contextlib.suppress(OSError):
-                session.begin(config)
+            session.begin(config)
         except ConfigError as error:
             _end(error)
         except Exception:
@@ -494,14 +469,18 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         others.restore_mask(os.environ)
+        folder = Path(str(config.hydra.runtime.output_dir))
         if hide_urls(config):  # of a project's file: Hydra has just written its value
-            folder = Path(str(config.hydra.runtime.output_dir))
             file = folder / str(config.hydra.output_subdir) / "config.yaml"
             with contextlib.suppress(OSError):
                 cfg = OmegaConf.load(file)
                 OmegaConf.update(cfg, "notify.urls", None)
                 OmegaConf.save(cfg, file)
-        session.job = _enter(config, self._launcher)
+        problem = others.misplaced_launcher(config, self._launcher)
+        if config.hydra.mode == RunMode.MULTIRUN and problem is None:
+            session.job = prepare(config, folder)
+        else:
+            session.job = CurrentJob(folder, refusal=problem)
 
     def on_job_end(
         self,
@@ -515,9 +494,9 @@ class SweepCallback(Callback):
             return
         end = returned_or_raised(job_return)
         if job_return.status is JobStatus.COMPLETED:
-            job.ended(COMPLETED, 0, result=plain(end))
+            job.ended(Status.COMPLETED, 0, result=plain(end))
         else:
-            job.ended("failed", 1, reason=named_line(end))
+            job.ended(Status.FAILED, 1, reason=named_line(end))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""

@@ -1,24 +1,106 @@
-"""``hydra/sweeper=robust_optuna`` and ``robust_grid``: no job waits for a batch to end."""
+"""What a sweep runs: the list that Hydra or another sweeper gives, each combination of a grid
+(``hydra/sweeper=robust_grid``), or what Optuna suggests (``robust_optuna``), never in batches.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
-from robust_train.sweep.gpu_queue import GpuQueue
-from robust_train.sweep.points import Claims, Listed, SweeperSettings
-from robust_train.sweep.session import session
+from robust_train.model.events import ValueReported
+from robust_train.sweep.gpu_queue import GpuQueue, Job
+from robust_train.sweep.record import Claims, SweepJob
 
-_LAUNCHERS = ("basic", "gpu_queue")
+
+@dataclass(frozen=True)
+class SweeperSettings:
+    """``hydra.sweeper`` of our sweepers."""
+
+    sampler: Mapping[str, Any] | None = None  # None: every combination once
+    pruner: Mapping[str, Any] | None = None
+    direction: str = "maximize"
+    n_trials: int = 20
+    n_jobs: int | None = None
+    repeat: int = 1
+    seed_key: str = "training.seed"
+    params: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_trials", "repeat", "n_jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
+        if self.direction not in ("maximize", "minimize"):
+            raise ConfigError(
+                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
+            )
+
+
+class Listed:
+    """Jobs that are known from the start."""
+
+    prunes = False
+
+    def __init__(
+        self,
+        jobs: Mapping[int, Sequence[str]],
+        claims: Claims,
+    ) -> None:
+        self.most = len(jobs)
+        self._waiting, self._claims = dict(jobs), claims
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all were taken."""
+        return not self._waiting
+
+    def next(self) -> Job | None:
+        """Return the first job that no other launcher works on."""
+        for number, overrides in self._waiting.items():
+            if self._claims.take(number):
+                del self._waiting[number]
+                return number, overrides
+        return None
+
+    def reported(
+        self,
+        job: int,
+        values: Sequence[ValueReported],
+    ) -> None:
+        """Stop no job."""
+
+    def ended(self, row: SweepJob) -> None:
+        """Leave the job to others; one that completed they find completed."""
+        self._claims.release(row.job or 0)
+
+
+def launch(
+    queue: GpuQueue,
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+) -> list[JobReturn]:
+    """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
+    complete. Raises JobInterrupted: a signal ended the sweep, after every job has ended."""
+    listed = dict(enumerate(job_overrides, first))
+    with contextlib.closing(Claims(queue.folder)) as claims:
+        queue.run(Listed(listed, claims), listed)
+    returned = []
+    for number in listed:
+        row = queue.rows[number]
+        job = JobReturn(overrides=row.overrides, status=JobStatus.COMPLETED)
+        job.return_value = row.objective
+        returned.append(job)
+    return returned
 
 
 def sweep(
@@ -35,7 +117,7 @@ def sweep(
         JobInterrupted: a signal ended the sweep, after every job has ended.
     """
     launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
-    if launcher not in _LAUNCHERS:
+    if launcher not in ("basic", "gpu_queue"):
         raise ConfigError(
             f"hydra/launcher={launcher}: this sweeper runs its jobs itself, on the machine that it "
             "is started on; leave the launcher out, and start the same command with the same "
@@ -55,17 +137,13 @@ def sweep(
         if key not in swept
     ]
     seeds = _seeds(settings, config, by_key)
-    folder = Path(str(config.hydra.sweep.dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "multirun.yaml")
     queue = GpuQueue(
         context,
         task_function,
         config,
         settings.n_jobs or config.hydra.launcher.get("n_jobs"),
-        maximize=settings.direction == "maximize",
     )
-    with contextlib.closing(Claims(folder)) as claims:
+    with contextlib.closing(Claims(queue.folder)) as claims:
         if settings.sampler is None:
             jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
             queue.run(Listed(jobs, claims), jobs)
@@ -77,17 +155,13 @@ def sweep(
                 f"hydra/sweeper=robust_optuna: {error}; "
                 'pip install "robust-train[sweep]", which brings optuna 4'
             ) from error
-        search = Search(folder, swept, fixed, seeds, settings, claims)
-        if session.sweep is not None:
-            search.adopt_finished(session.sweep.table.sweep)
-        queue.run(search, {})
-        search.log_best()
+        queue.run(Search(queue.sweep, swept, fixed, seeds, settings, claims), {})
 
 
 def _combinations(
     swept: Mapping[str, Override],
     fixed: Sequence[str],
-    seeds: Sequence[str],
+    seeds: Sequence[Sequence[str]],
 ) -> list[list[str]]:
     """Return the overrides of each job of a grid."""
     columns = []
@@ -99,7 +173,7 @@ def _combinations(
             )
         columns.append([f"{key}={value}" for value in override.sweep_string_iterator()])
     return [
-        [*fixed, *point, *filter(None, [seed])]
+        [*fixed, *point, *seed]
         for point in itertools.product(*columns)
         for seed in seeds
     ]
@@ -109,10 +183,10 @@ def _seeds(
     settings: SweeperSettings,
     config: DictConfig,
     by_key: Mapping[str, Override],
-) -> list[str]:
-    """Return the override of each repetition of a point; one that is empty without ``repeat``."""
+) -> list[list[str]]:
+    """Return the overrides of each repetition of a point; none without ``repeat``."""
     if settings.repeat == 1:
-        return [""]
+        return [[]]
     key = settings.seed_key
     given = by_key.get(key)
     if given is not None and given.is_sweep_override():
@@ -120,4 +194,4 @@ def _seeds(
             f"hydra.sweeper.repeat={settings.repeat} sets {key} itself; leave it out of the sweep"
         )
     first: Any = OmegaConf.select(config, key) if given is None else given.value()
-    return [f"{key}={int(first or 0) + number}" for number in range(settings.repeat)]
+    return [[f"{key}={int(first or 0) + number}"] for number in range(settings.repeat)]

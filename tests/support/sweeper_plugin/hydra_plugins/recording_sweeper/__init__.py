@@ -10,7 +10,5 @@ class RecordingSweeper(BasicSweeper):
     def sweep(self, arguments):
         batches = super().sweep(arguments)
         values = [str(job.return_value) for batch in batches for job in batch]
-        numbers = [job.hydra_cfg.hydra.job.num for batch in batches for job in batch]
-        content = {"values": values, "numbers": numbers}
-        Path("returned.json").write_text(json.dumps(content))
+        Path("returned.json").write_text(json.dumps(values))
         return batches

@@ -1,0 +1,180 @@
+"""A sweep's jobs as tables: on the screen, while they run and at the end, and as ``sweep.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean, stdev
+from typing import Any
+
+from robust_train.folder.provenance import public_command
+from robust_train.readable import aligned, shortened
+from robust_train.sweep.record import Status, SweepJob, SweepTable
+
+COLUMNS = (
+    "job",
+    "status",
+    "attempts",
+    "devices",
+    "micro-batch",
+    "step",
+    "result",
+    "time",
+    "overrides",
+)
+_LONGEST_RESULT = 40
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a sweep has tried: one job, or with ``repeat`` several that differ in their seeds."""
+
+    number: int
+    rows: tuple[SweepJob, ...]
+
+    @property
+    def values(self) -> list[float]:
+        """The results of its jobs that completed, if they are numbers."""
+        return [row.value for row in self.rows if row.value is not None]
+
+    def best(self, sign: int) -> SweepJob:
+        """Return the best of its jobs, one of which has a value."""
+        known = [row for row in self.rows if row.value is not None]
+        return max(known, key=lambda row: sign * (row.value or 0.0))
+
+
+def best_first(table: SweepTable) -> list[Point]:
+    """Return what a sweep has tried, the best first, what has no value last."""
+    points: dict[int, list[SweepJob]] = {}
+    for row in table.jobs:
+        if row.job is not None:
+            points.setdefault(row.job // table.repeat, []).append(row)
+
+    def rank(point: Point) -> tuple[bool, float]:
+        values = point.values
+        return not values, -table.sign * fmean(values) if values else 0.0
+
+    return sorted((Point(n, tuple(rows)) for n, rows in points.items()), key=rank)
+
+
+def point_table(points: Sequence[Point]) -> list[str]:
+    """Return what each point has reached over its seeds; failed ones are named."""
+    lines: list[Sequence[object]] = [
+        ("trial", "mean ± std", "seeds", "overrides", ""),
+    ]
+    shared = [common([row.overrides for row in point.rows]) for point in points]
+    everywhere = common(shared)
+    for point, own in zip(points, shared, strict=True):
+        values = point.values
+        spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
+        failed = ", ".join(
+            _without(row.overrides, own) for row in point.rows if row.exit_code
+        )
+        lines.append(
+            (
+                point.number,
+                f"{fmean(values):.6g}{spread}" if values else "-",
+                f"{len(values)} of {len(point.rows)}",
+                _without(own, everywhere),
+                f"without {failed}" if failed else "",
+            )
+        )
+    return aligned(lines)
+
+
+def screen_table(
+    rows: Sequence[SweepJob],
+    values: Mapping[int, float] | None = None,
+) -> list[str]:
+    """Return jobs in plain columns; of the overrides only those in which they differ.
+
+    ``values``: what jobs have reported last, by number; then only those that run are shown.
+    """
+    pairs = zip(rows, differing(rows), strict=True)
+    shown = [
+        _cells(row, own, values or {})
+        for row, own in pairs
+        if values is None or row.is_running
+    ]
+    return aligned([COLUMNS, *shown])
+
+
+def _cells(
+    row: SweepJob,
+    overrides: str,
+    values: Mapping[int, float],
+) -> list[object]:
+    of = "" if row.total_steps is None else f"/{row.total_steps}"
+    wall = row.wall_seconds
+    return [
+        "?" if row.job is None else row.job,
+        f"{row.status.replace('_', ' ')}{' earlier' if row.reused else ''}",
+        row.attempts or None,
+        ",".join(row.devices),
+        row.batch_size,
+        None if row.step is None else f"{row.step}{of}",
+        short_result(values.get(row.job or 0) if row.is_running else row.result),
+        None if wall is None else f"{wall:.1f} s",
+        overrides,
+    ]
+
+
+def common(overrides: Sequence[Sequence[str]]) -> list[str]:
+    """Return the overrides that all jobs have; none of a single job."""
+    if len(overrides) < 2:
+        return []
+    everywhere = set.intersection(*map(set, overrides))
+    return [one for one in overrides[0] if one in everywhere]
+
+
+def differing(rows: Sequence[SweepJob]) -> list[str]:
+    """Return each job's overrides without those that all have; a single job keeps its own."""
+    same = common([row.overrides for row in rows])
+    return [_without(row.overrides, same) for row in rows]
+
+
+def _without(overrides: Sequence[str], others: Sequence[str]) -> str:
+    return " ".join(public_command([one for one in overrides if one not in others]))
+
+
+def tally(rows: Sequence[SweepJob]) -> str:
+    """Return one line: how many jobs ended how."""
+    counts = Counter(row.status.replace("_", " ") for row in rows)
+    done = counts.pop(Status.COMPLETED, 0)
+    others = "".join(f", {n} {status}" for status, n in sorted(counts.items()))
+    return f"{done} of {len(rows)} completed{others}"
+
+
+def as_csv(rows: Sequence[SweepJob]) -> str:
+    """Return the content of ``sweep.csv``: a line of names, then one line a job."""
+    text = io.StringIO()
+    names = [one.name for one in fields(SweepJob) if one.name != "sweep"]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        cells = row.as_json().items()
+        writer.writerow({name: _cell(value) for name, value in cells})
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    is_list = isinstance(value, (tuple, list))
+    if is_list and all(isinstance(item, str) for item in value):
+        return " ".join(value)
+    if is_list or isinstance(value, (dict, bool)):
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def short_result(result: Any) -> str:
+    """Return a result for one cell of a table."""
+    if result is None:
+        return "-"
+    if isinstance(result, float):
+        return f"{result:.6g}"
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    return shortened(text, _LONGEST_RESULT)
