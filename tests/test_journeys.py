@@ -31,7 +31,6 @@ KINDS = {
     "comm": FailureKind.COMM,
     "diverged": FailureKind.DIVERGED,
     "stopped": FailureKind.INTERRUPTED,
-    "asked": FailureKind.INTERRUPTED,
     "bug": FailureKind.BUG,
 }
 CLUES = {value for name, value in vars(Clue).items() if name.isupper()}
@@ -63,7 +62,6 @@ SETS = {
     ),
     "SMALLER": rules(RetryRule("smaller_batch", exit_code=9), RetryRule("retry", message="bug")),
     "BLAMED": rules(RetryRule("exclude_gpu", message="bug", times=1)),
-    "NEVER": rules(RetryRule("stop", message=".")),
 }
 """Settings that rows name."""
 
@@ -285,13 +283,6 @@ a stop
     0:20 // stopped → give up
 a bug
     0:20 // oom → halve_batch; bug → give up
-halved on request, which costs no retry | max_retries=1
-    0:20 // asked → halve_batch_on_request 32×2 cuda:0; oom → halve_batch 16×4
-not below the minimum on request | ONE_SIZE
-    0:20 // asked → halve_batch_on_request 64×1 | is the smallest already
-stops on request use up no try of a killed attempt | max_retries=1
-    0:20 // asked → halve_batch_on_request; asked → halve_batch_on_request; stopped:killed →
-    retry cuda:0
 # several GPUs
 a group halves for all, and the CPU has the whole effective batch | TWO ACCUMULATED max_retries=1
     (0:10) (1:9) 3:20 // oom:rank=0 → halve_batch 4×4×2 cuda:0,cuda:1 | cuda:0 (rank 0);
@@ -342,8 +333,6 @@ a GPU that the user blames is left like one whose hardware failed | BLAMED
     bug:step=3 → give up
 no GPU to blame | BLAMED
     cpu // bug → give up
-what was stopped on request is no failure | NEVER
-    0:20 // asked → halve_batch_on_request
 """
 
 
@@ -467,7 +456,7 @@ def attempt_of(spec, text):
     """An attempt that failed as a row has it."""
     kind, *modifiers = text.split(":")
     evidence: dict[str, Any] = {}
-    record: dict[str, Any] = {"stopped_for": "halve_batch"} if kind == "asked" else {}
+    record: dict[str, Any] = {}
     for modifier in modifiers:
         name, _, value = modifier.partition("=")
         if name in CLUES:

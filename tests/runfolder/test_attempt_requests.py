@@ -135,30 +135,19 @@ def test_who_looks_late_in_its_loop_is_not_refused(attempt: Callable[..., Asking
     assert asking.reply()["answer"]["step"] == 9
 
 
-def test_a_restart_is_asked_for_once_the_trainer_is_known_not_to_split(
-    attempt: Callable[..., Asking],
-):
-    asking = attempt()
-    asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
-    asking.ask("halve_batch")
-    assert not asking.run.stop_requested
-    assert not asking.run.stops_to_restart
-    assert asking.run.stop_requested
-    assert asking.run.stops_to_restart
-    (kept,) = find_requests(asking.path.parent, TAKEN)
-    assert kept.verb == "halve_batch", "the launcher answers it, once the next attempt is decided"
-    asking.run.request_stop()
-    assert not asking.run.stops_to_restart, "being told to end for good goes first"
-
-
 def test_a_batch_that_must_not_be_split_is_not_halved_on_request(attempt: Callable[..., Asking]):
     asking = attempt()
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
     asking.run.keeps_batch = "nobody accumulates"
     asking.ask("halve_batch")
     assert not asking.run.stop_requested
-    assert not asking.run.stop_requested
     assert asking.reply()["error"].endswith("would change the training: nobody accumulates")
+    asking.run.keeps_batch = ""
+    asking.ask("halve_batch")
+    assert not asking.run.stop_requested  # it may split its first batch yet
+    assert not asking.has_replied()
+    assert not asking.run.stop_requested
+    assert "does not use run.backward" in asking.reply()["error"]
 
 
 def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Asking]):

@@ -175,7 +175,7 @@ def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path: Path
         (request,) = wait_until(lambda: find_requests(tmp_path), "it is there")
         assert request.take()
         failure = Failure(FailureKind.DEVICE_OOM, "memory ran out")
-        folder.decided(Attempt(1, SPEC, failure=failure), None, None)
+        folder.decided(Attempt(1, SPEC, failure=failure), None)
         asking.join()
         assert problems == [f"{run.id}: the attempt ended first (device_oom)"]
 
@@ -185,7 +185,7 @@ def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path:
         folder.attempt_starts(Attempt(1, AttemptSpec((), 8, 1)))
         with pytest.raises(StillQueued, match=r"no step has ended within 0\.1 s"):
             ask(choose_run(None), "checkpoint", wait_seconds=0.1)
-        folder.decided(Attempt(1, SPEC), None, None)
+        folder.decided(Attempt(1, SPEC), None)
         folder.tick()
         assert len(find_requests(tmp_path)) == 1
     (answer,) = (tmp_path / "requests").iterdir()

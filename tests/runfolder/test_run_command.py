@@ -245,43 +245,12 @@ def test_halving_during_training_ends_in_the_same_weights(
     assert halved["weights"] == pytest.approx(undisturbed["weights"], abs=1e-5)
 
 
-@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
-def test_a_trainer_without_micro_batches_goes_on_in_a_new_attempt(host: Host, isolation: str):
-    world = host.world("first")
-    process = host.train(world, "saves_when_it_stops", f"isolation={isolation}")
-    answer = host.told("halve-batch")
-    assert answer["before"] == {"micro_batch": 64, "gradient_accumulation_steps": 1}
-    assert answer["after"] == {"micro_batch": 32, "gradient_accumulation_steps": 2}
-    assert f"from {world.run_dir}/checkpoints/latest" in answer["how"]
-    (world.folder / "go").touch()
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
-    first, second = ended.attempts
-    assert first["action"] == "halve_batch_on_request"
-    assert "halve-batch" in first["reason"]
-    assert first["outcome"] == "interrupted"
-    assert (second["batch_size"], second["gradient_accumulation_steps"]) == (32, 2)
-    assert second["effective_batch_size"] == first["effective_batch_size"]
-    assert second["start_step"] == first["end_step"] > 0
-    assert ended.summary["result"]["batch_size"] == 32
-    actions = [a["action"] for a in ended.attempts]
-    assert actions == ["halve_batch_on_request", "none"]
-
-
-def test_train_py_starts_nobody_again(host: Host):
-    world = host.world("first")
-    process = host.train(world, "saves_when_it_stops", "device=cpu", script="train.py")
-    assert "nothing starts it again here" in host.refused("halve-batch")
-    assert host.told("stop")["exit_code"] == 143
-    assert world.end(process).returncode == 143
-
-
 def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
     world = host.world("first")
     process = host.train(world, "never_uses_run")
     line = host.refused("checkpoint")
     assert "does not read run.checkpoint_requested" in line
-    assert "its batch cannot be changed while it runs" in host.refused("halve-batch")
+    assert "does not use run.backward" in host.refused("halve-batch")
     answer = ask(choose_run(None), "memory_clear", force=True)
     assert {"before", "after", "sentence"} <= answer.keys()
     with pytest.raises(ControlError, match="memory_clear"):

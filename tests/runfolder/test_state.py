@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_folder import open_folder
 
-from attempts import failed, gpu
+from attempts import gpu
 from robust_train.folder.state import (
     REQUESTED,
     RunState,
@@ -31,7 +31,7 @@ from robust_train.model.events import (
     TrainingStarted,
 )
 from robust_train.model.failure import FailureKind
-from robust_train.model.spec import AttemptSpec, Retry
+from robust_train.model.spec import AttemptSpec
 
 SPEC = AttemptSpec((), 8, 1)
 STATE = RunState("0-a", "job", "/run", 1, "host", "user", 1.0, 2.0)
@@ -91,10 +91,6 @@ def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path
     with open_folder(tmp_path) as folder:
         folder.record(JobStarted("/run", "trainer", "another"))
         assert folder.state.requested_micro_batch is None
-        began = AttemptSpec((), 64, 1)
-        stopped = failed(began, FailureKind.INTERRUPTED, stopped_for="halve_batch")
-        folder.decided(stopped, Retry(replace(began, batch_size=32), "halve", "why"), None)
-    assert read_state(tmp_path).requested_micro_batch == 32
 
 
 def test_what_is_written_is_read(tmp_path: Path):

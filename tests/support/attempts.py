@@ -63,7 +63,6 @@ def failed(
     rank=None,
     exit_code=None,
     output="",
-    stopped_for=None,
     exceptions=(),
     **record,
 ) -> Attempt:
@@ -75,7 +74,7 @@ def failed(
         spec,
         seconds=1.0,
         failure=failure,
-        ending=Failed(failure, stopped_for=stopped_for, exceptions=exceptions),
+        ending=Failed(failure, exceptions=exceptions),
         script=None if exit_code is None else ScriptEnded(exit_code, 1),
         exit=Exit(output=output),
         **record,

@@ -1,10 +1,10 @@
-"""What others ask of a live run: to stop, to start over with other settings, to save."""
+"""What others ask of a live run: to stop, to save."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from robust_train.host.votes import CHECKPOINT, RESTART, STOP, Flags
+from robust_train.host.votes import CHECKPOINT, STOP, Flags
 from robust_train.model.events import Json
 
 Answer = Callable[[dict[str, Json]], None]
@@ -18,8 +18,7 @@ class Asked:
         rank: number of this process among those that share the optimizer steps, from 0.
         is_cooperative: the trainer has read :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
-        was_told_to_stop, was_told_to_restart: it has seen that it is to stop, for good or for
-            another attempt.
+        was_told_to_stop: it has seen that it is to stop.
         at_boundary: set by whoever calls the trainer; called between two steps with what the
             trainer does there.
     """
@@ -33,14 +32,12 @@ class Asked:
         self.is_cooperative = False
         self.looks_for_checkpoint_requests = False
         self.was_told_to_stop = False
-        self.was_told_to_restart = False
         self.at_boundary: Callable[[str], None] = lambda boundary: None
         self._flags = flags
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
         # no threading.Event: a signal's handler may interrupt itself
         self._stop_requested = False
-        self._restart_requested = False
 
     @property
     def stop_requested(self) -> bool:
@@ -52,30 +49,16 @@ class Asked:
         self.is_cooperative = True
         self.at_boundary("stop_requested")
         stops = self._stop_requested
-        restarts = self._restart_requested
         if self._flags is not None:
             stops = bool(self._flags.look(STOP, self.rank))
-            restarts = bool(self._flags.look(RESTART, self.rank))
         self.was_told_to_stop = self.was_told_to_stop or stops
-        self.was_told_to_restart = self.was_told_to_restart or restarts
-        return stops or restarts
+        return stops
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
         self._stop_requested = True
         if self._flags is not None:
             self._flags.raise_flag(STOP)
-
-    def request_restart(self) -> None:
-        """Ask the trainer to stop so that another attempt goes on with other settings."""
-        self._restart_requested = True
-        if self._flags is not None:
-            self._flags.raise_flag(RESTART)
-
-    @property
-    def stops_to_restart(self) -> bool:
-        """Whether it ends for another attempt to go on, and is not stopped for good."""
-        return self.was_told_to_restart and not self._stop_requested
 
     @property
     def checkpoint_requested(self) -> bool:

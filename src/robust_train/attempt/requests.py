@@ -147,8 +147,7 @@ class AttemptRequests:
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":
-            splits = self._run.splits_batches
-            return self._split_finer() if splits else self._restart(waiting)
+            return self._split_finer(waiting)
         if not verb.startswith("memory_"):
             raise Refused(f"{verb}: an attempt knows no such request")
         answer = perform(verb, request.options, self._run_dir)
@@ -182,13 +181,28 @@ class AttemptRequests:
             f"when it would anyway; wait for that{stops if run.is_cooperative else ''}"
         )
 
-    def _split_finer(self) -> Reply:
+    def _split_finer(self, waiting: _Pending) -> Reply | None:
         run = self._run
+        if run.keeps_batch:
+            raise Refused(
+                f"half the micro-batch would change the training: {run.keeps_batch}"
+            )
+        if not run.splits_batches:
+            if not waiting.knows_habits:
+                return None
+            raise Refused(
+                "this trainer does not use run.backward, so its batch cannot be changed while it "
+                "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
+            )
         changed = run.micro_batcher.shrink(REQUESTED)
-        if changed is None and run.micro_batcher.size is None:
+        size, least = run.micro_batcher.size, run.micro_batch_plan.min_batch_size
+        if changed is None and size is None:
             raise Refused("no batch was split so far; try again after the first step")
         if changed is None:
-            raise _at_minimum(run, run.micro_batcher.size)
+            raise Refused(
+                f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller "
+                "one"
+            )
         before, after = changed
         return {
             "answer": {
@@ -197,39 +211,3 @@ class AttemptRequests:
                 "how": "from the next step on; the effective batch size stays the same",
             }
         }
-
-    def _restart(self, waiting: _Pending) -> Reply | None:
-        """Have the attempt stop at a checkpoint; the launcher answers, at the next attempt."""
-        run, plan = self._run, self._run.micro_batch_plan
-        if run.keeps_batch:
-            raise Refused(
-                f"half the micro-batch would change the training: {run.keeps_batch}"
-            )
-        size = plan.batch_size or 1
-        if size <= plan.min_batch_size:
-            raise _at_minimum(run, size)
-        if not waiting.knows_habits:
-            return None
-        if not run.is_cooperative:
-            raise Refused(
-                "this trainer neither uses run.backward nor reads run.stop_requested, so "
-                "its batch cannot be changed while it runs; stop it and start it again with a "
-                "smaller training.batch_size"
-            )
-        if not run.can_restart:
-            raise Refused(
-                "this trainer does not use run.backward, and nothing starts it again here; "
-                "under train_robust.py it would go on from a checkpoint with half the batch"
-            )
-        log.info(
-            "half the micro-batch is requested: stopping at a checkpoint to go on with it"
-        )
-        run.request_restart()
-        return {}
-
-
-def _at_minimum(run: Run, size: int | None) -> Refused:
-    least = run.micro_batch_plan.min_batch_size
-    return Refused(
-        f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller one"
-    )

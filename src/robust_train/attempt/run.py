@@ -95,7 +95,6 @@ class Run(Asked):
         steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
         asked: the split of the batch that the job was asked for; None: this attempt's own.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
-        can_restart: a launcher would start another attempt from the last checkpoint.
         last_step: last optimizer step that was reported, None before the first.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
@@ -121,7 +120,6 @@ class Run(Asked):
         attempt: int = 1,
         resume_checkpoint: Path | None = None,
         report: Report | None = None,
-        can_restart: bool = True,
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
@@ -133,7 +131,6 @@ class Run(Asked):
         self.checkpoint_dir = run_dir / "checkpoints"
         self.resume_checkpoint = resume_checkpoint
         self.send: Report = report or (lambda event: None)
-        self.can_restart = can_restart
         self.world_size = world_size
         self.has_live_status = has_live_status
         self.steps_before = 0
@@ -282,7 +279,7 @@ class Run(Asked):
         )
 
     def splits_no_more(self) -> None:
-        """Let a request for a smaller micro-batch be one for the next attempt from here on."""
+        """Refuse requests for a smaller micro-batch from here on."""
         self._micro_batcher = None
 
     def configure(self, config: RobustConfig) -> None:

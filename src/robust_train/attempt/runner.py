@@ -54,9 +54,6 @@ from robust_train.policy.sizes import BatchSearch
 
 log = logging.getLogger("robust_train")
 
-HALVE_BATCH = "halve_batch"
-"""Why an attempt was asked to stop, see :attr:`Outcome.stopped_for`."""
-
 Send = Callable[[Event], None]
 Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 """Within such a context signals call the given function, which asks the trainer to stop."""
@@ -76,7 +73,6 @@ def run_attempt(
     # called twice a second, where the launcher itself runs the attempt
     tick: Callable[[], None] = lambda: None,
     process_ends: bool = True,  # with the attempt, so memory need not be returned
-    can_restart: bool = True,  # a launcher would start another attempt
     rank: int = 0,  # of all on all nodes
     flags: Flags | None = None,  # how several ranks agree
 ) -> BaseException | None:
@@ -87,7 +83,6 @@ def run_attempt(
         attempt=request.attempt,
         resume_checkpoint=request.resume_checkpoint,
         report=send,
-        can_restart=can_restart,
         rank=rank,
         world_size=request.ranks,
         flags=flags,
@@ -123,11 +118,10 @@ def run_attempt(
             else:
                 error = raised
                 ending = _failed(_failure_of(raised, run), raised)
-        if run.stops_to_restart and (error is None or isinstance(error, Interrupted)):
-            ending = _interrupted("stopped to go on with half the micro-batch")
-            ending = replace(ending, stopped_for=HALVE_BATCH)
-        elif run.was_told_to_stop and isinstance(ending, Finished):
-            ending = _interrupted("it was asked to stop, and did")
+        if run.was_told_to_stop and isinstance(ending, Finished):
+            ending = Failed(
+                Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did")
+            )
         run.speed.send()
         if supports(run, CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))
@@ -187,10 +181,6 @@ def call_trainer(
         except TypeError:  # a second one has no default
             return trainer(cfg, run)
         return trainer(cfg)
-
-
-def _interrupted(message: str) -> Failed:
-    return Failed(Failure(FailureKind.INTERRUPTED, message))
 
 
 def _failure_of(error: BaseException, run: Run) -> Failure:

@@ -17,8 +17,8 @@ from robust_train.model.errors import Interrupted
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-STOP, RESTART, CHECKPOINT = "stop", "restart", "checkpoint"
-FLAGS = (STOP, RESTART, CHECKPOINT)
+STOP, CHECKPOINT = "stop", "checkpoint"
+FLAGS = (STOP, CHECKPOINT)
 _WORD = 8
 
 _POLL_SECONDS = 0.1

@@ -122,7 +122,6 @@ class Rank:
         )
         self.executor = InlineExecutor(
             functools.cache(function),
-            can_restart=False,
             rank=guest.rank,
             flags=self.votes,
             on_failure=self._leave,

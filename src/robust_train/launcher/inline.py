@@ -39,7 +39,6 @@ class InlineExecutor:
 
     Args:
         trainer: returns it.
-        can_restart: another attempt may follow.
         rank: of this process, as one of several.
         flags: how several ranks agree on when to stop. Their processes end with the attempt, so
             memory need not be returned.
@@ -50,13 +49,11 @@ class InlineExecutor:
         self,
         trainer: Callable[[], Trainer],
         *,
-        can_restart: bool = True,
         rank: int = 0,
         flags: Flags | None = None,
         on_failure: Callable[[AttemptRequest, Failed], None] = lambda *given: None,
     ) -> None:
         self._trainer = trainer
-        self._can_restart = can_restart
         self._rank = rank
         self._flags = flags
         self._on_failure = on_failure
@@ -107,7 +104,6 @@ class InlineExecutor:
                 stopping=lambda ask: signals.handed_to(lambda signum: stop(ask)),
                 tick=tick,
                 process_ends=process_ends,
-                can_restart=self._can_restart,
                 rank=self._rank,
                 flags=self._flags,
             )

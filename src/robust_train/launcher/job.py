@@ -355,7 +355,7 @@ class Job:
             from robust_train.launcher.inline import InlineExecutor, function_of
 
             function = function_of(self.trainer, self.trainer_ref)
-            return InlineExecutor(lambda: function, can_restart=self._has_remedies)
+            return InlineExecutor(lambda: function)
         return ProcessExecutor(
             self.trainer_ref,
             resolved(self.cfg),
@@ -483,11 +483,7 @@ class Job:
             log.warning("%s", doubt)
         if len(self.attempts) == 1 and isinstance(self.decision, Retry):
             self._log_unmatched()
-        self.folder.decided(
-            attempt,
-            self.decision,
-            self.checkpoint,
-        )
+        self.folder.decided(attempt, self.decision)
 
     def _run_attempt(self, spec: AttemptSpec) -> Attempt:
         """Run one attempt; return it with its events and its exit."""
@@ -602,7 +598,7 @@ class Job:
         if self._engine is not None:
             hint = "the next start in this run folder decides how to go on"
             return GiveUp(f"{failure.message}; {hint}")
-        if not self._has_remedies and last.stopped_for is None:
+        if not self._has_remedies:
             if last.cuda_cannot_work:
                 return GiveUp(cannot_work(failure))
             hint = "; train_robust.py would go on" if failure.kind.is_memory else ""

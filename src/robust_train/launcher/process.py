@@ -143,7 +143,10 @@ class ProcessExecutor:
                 return
             if isinstance(event, Failed):
                 was_interrupted = event.is_interruption
-                if _may_be_retried(event):
+                if event.failure.kind not in (
+                    FailureKind.BUG,
+                    FailureKind.INTERRUPTED,
+                ):
                     self._prepare_next(request, self._preparation())
             on_event(event)
 
@@ -299,11 +302,6 @@ def has_room_for_standby(needed_bytes: int) -> bool:
     It only waits, so it is worth a little memory.
     """
     return needed_bytes <= _STANDBY_SHARE * read_host_memory().available
-
-
-def _may_be_retried(event: Failed) -> bool:
-    is_over = event.failure.kind in (FailureKind.BUG, FailureKind.INTERRUPTED)
-    return not is_over or event.stopped_for is not None
 
 
 def _await_signal(signals: SignalWatch) -> None:

@@ -26,7 +26,6 @@ from robust_train.folder.requests import (
     NEW,
     REQUESTS,
     TAKEN,
-    Reply,
     Request,
     find_requests,
     open_requests,
@@ -42,7 +41,7 @@ from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
 from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
-from robust_train.model.spec import AttemptSpec, Decision, Retry
+from robust_train.model.spec import Decision
 from robust_train.queue.waiting import WaitStatus
 
 log = logging.getLogger("robust_train")
@@ -269,28 +268,16 @@ class RunFolder:
         self,
         attempt: Attempt,
         decision: Decision | None,
-        checkpoint: Path | None,
     ) -> None:
-        """Record an attempt's end and what comes next; answer the requests it left open."""
+        """Record an attempt's end and what comes next; refuse the requests it left open."""
         self.record(AttemptEnded(attempt), attempt.number)
-        size = self.state.requested_micro_batch
-        if isinstance(decision, Retry) and attempt.stopped_for is not None:
-            size = decision.spec.batch_size
         self._change(
             state="between attempts",
             reason=self.state.reason if decision is None else decision.reason,
             attempt=attempt,
-            requested_micro_batch=size,
         )
         for request in find_requests(self._run_dir, TAKEN):
-            request.answer(
-                _reply_after(
-                    request,
-                    attempt,
-                    decision,
-                    checkpoint,
-                )
-            )
+            request.answer({"error": f"the attempt ended first ({attempt.outcome})"})
 
     def with_disk(self, attempt: Attempt) -> Attempt:
         """Return the attempt with what the disk says of its failure.
@@ -415,30 +402,3 @@ class RunFolder:
         request.answer({"answer": answer})
         # to the main thread: sent to another one, it would not wake a sleeping job
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-def _reply_after(
-    request: Request,
-    attempt: Attempt,
-    decision: Decision | None,
-    checkpoint: Path | None,
-) -> Reply:
-    """Return the answer to a request that the attempt had taken when it ended."""
-    is_restart = request.verb == "halve_batch" and attempt.stopped_for is not None
-    if not is_restart or not isinstance(decision, Retry):
-        return {"error": f"the attempt ended first ({attempt.outcome})"}
-    spec = decision.spec
-    where = "from the beginning, for the trainer reported no checkpoint"
-    if checkpoint is not None:
-        where = f"from {checkpoint}"
-    how = f"in a new attempt {where}; effective batch size {spec.effective_batch_size}"
-    return {
-        "answer": {"before": _sizes(attempt.spec), "after": _sizes(spec), "how": how}
-    }
-
-
-def _sizes(spec: AttemptSpec) -> dict[str, int]:
-    return {
-        "micro_batch": spec.batch_size,
-        "gradient_accumulation_steps": spec.accumulation,
-    }

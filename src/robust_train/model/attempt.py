@@ -320,11 +320,6 @@ class Attempt:
         return self.ending.result if isinstance(self.ending, Finished) else None
 
     @property
-    def stopped_for(self) -> str | None:
-        """What it was asked to stop for, so that another attempt can go on."""
-        return self.ending.stopped_for if isinstance(self.ending, Failed) else None
-
-    @property
     def exceptions(self) -> tuple[str, ...]:
         """The dotted names of the trainer's exception and its bases."""
         return self.ending.exceptions if isinstance(self.ending, Failed) else ()

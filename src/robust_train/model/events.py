@@ -383,8 +383,6 @@ class Failed(Event):
     config_error: str | None = None
     # the exception, pickled, in base64, where it can be carried over
     error: str | None = None
-    # what it was asked to stop for, so that another attempt goes on
-    stopped_for: str | None = None
     others_know: bool = False  # the other ranks end by themselves
     # the failure is that of another rank, which is known
     caused_by_rank: int | None = None
@@ -394,8 +392,8 @@ class Failed(Event):
 
     @property
     def is_interruption(self) -> bool:
-        """Whether it was stopped, and not for another attempt."""
-        return self.failure.kind is FailureKind.INTERRUPTED and self.stopped_for is None
+        """Whether it was stopped."""
+        return self.failure.kind is FailureKind.INTERRUPTED
 
 
 @dataclass(frozen=True)

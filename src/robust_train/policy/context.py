@@ -185,7 +185,7 @@ class FailureContext:
         here = {
             a.spec.batch_size
             for a in self.since_progress
-            if a.spec.device_key == self.last.device_key and a.stopped_for is None
+            if a.spec.device_key == self.last.device_key
         }
         return len(here) - 1
 
@@ -197,10 +197,7 @@ class FailureContext:
     @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
-        return sum(
-            one.kind is self.failure.kind and one.stopped_for is None
-            for one in self.since_progress
-        )
+        return sum(one.kind is self.failure.kind for one in self.since_progress)
 
     @property
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:

@@ -148,8 +148,6 @@ def on_gpus(
 
 
 def _decision(context: FailureContext) -> Decision:
-    if context.attempt.stopped_for is not None:
-        return remedies.halve_batch_on_request(context)
     if (ruled := _by_rule(context)) is not None:
         return ruled
     if not_the_device := remedies.same_fault_elsewhere(context):
@@ -296,7 +294,7 @@ def with_rule(
     With the rule ``exclude_gpu`` it is a failure of the GPU.
     """
     failure = attempt.failure
-    if failure is None or attempt.stopped_for is not None:
+    if failure is None:
         return attempt
     context = FailureContext(
         settings,

@@ -148,20 +148,6 @@ def halve_batch(context: FailureContext) -> Retry | None:
     )
 
 
-def halve_batch_on_request(context: FailureContext) -> Retry:
-    """Halve the micro-batch on the same device because the user asks for it."""
-    action = "halve_batch_on_request"
-    why, size = "requested by 'robust-train halve-batch': ", context.last.batch_size
-    problem = f"micro-batch {size} is the smallest already"
-    if not context.last.has_batch:
-        problem = "the command has no {batch_size}"
-    elif context.has_smaller:
-        if not context.settings.refuses(context.smaller):
-            return halved(context, action, why)
-        problem = "a smaller one would change the effective batch size"
-    return Retry(context.last, action, why + problem)
-
-
 def switch_gpu(context: FailureContext) -> Retry | None:
     """Take the best GPU not tried yet, if it offers more memory than the one that failed.
 

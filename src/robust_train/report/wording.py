@@ -39,7 +39,6 @@ OUTCOMES = {
 
 ACTIONS = {
     "halve_batch": "half the micro-batch",
-    "halve_batch_on_request": "half the micro-batch, as requested",
     "switch_gpu": "another GPU",
     "fewer_gpus": "fewer GPUs",
     "cpu_fallback": "the CPU",
