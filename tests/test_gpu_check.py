@@ -29,6 +29,16 @@ SPEC.loader.exec_module(gpu_check)
 sys.path[:] = BEFORE  # it is a program, which puts its folder first
 
 
+def gpu_of(index=0, total=80 * GIB, free=None, used=0, **more):
+    free = total if free is None else free
+    return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", total, free, used, **more)
+
+
+def shows(monkeypatch, *gpus):
+    """Have the check read an inventory of these."""
+    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory(gpus))
+
+
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
     return gpu_check.main()
@@ -78,19 +88,17 @@ def test_what_differs_or_was_not_seen_is_marked_and_decides_about_the_exit_code(
 
 def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
     def gpu(index, free_gib, *pids):
-        processes = tuple(map(GpuProcess, pids))
-        sizes = 80 * GIB, free_gib * GIB, 0
-        return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", *sizes, processes=processes)
+        return gpu_of(index, free=free_gib * GIB, processes=tuple(map(GpuProcess, pids)))
 
-    gpus = [gpu(0, 79, 999_999), gpu(1, 40), gpu(2, 70), gpu(3, 60, os.getpid())]
-    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory(tuple(gpus)))
+    idle, own, others = gpu(2, 70), gpu(3, 60, os.getpid()), gpu(0, 79, 999_999)
+    shows(monkeypatch, others, gpu(1, 40), idle, own)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert gpu_check.choose_gpu() is None
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-2"
-    del gpus[1:3]
+    shows(monkeypatch, others, own)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert gpu_check.choose_gpu() is None, "a process of its own is no one else"
-    del gpus[1]
+    shows(monkeypatch, others)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert run(monkeypatch) == 3
     assert "no GPU is idle: GPU 0 (A100, GPU-0…): " in capsys.readouterr().err
@@ -122,8 +130,7 @@ def test_an_unknown_probe_is_refused(monkeypatch, capsys):
 
 
 def test_the_gpu_that_is_measured_is_the_one_that_the_mask_shows(monkeypatch):
-    gpus = [GpuInfo(f"GPU-{i}", "A100", i, f"0{i}", 80 * GIB, 80 * GIB, 0) for i in range(2)]
-    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory(tuple(gpus)))
+    shows(monkeypatch, gpu_of(0), gpu_of(1))
     for mask, index in (("1", 1), ("GPU-0", 0), ("GPU-1", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
         assert gpu_check.gpu().index == index
@@ -133,7 +140,7 @@ def test_the_gpu_that_is_measured_is_the_one_that_the_mask_shows(monkeypatch):
 def h200(monkeypatch):
     """A GPU of a container: it lists no processes. What stands in for it holds a thousandth."""
     gpu = GpuInfo("GPU-0000", "NVIDIA H200", 0, "00", 139 * GIB, 139 * GIB, 0, processes=())
-    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory((gpu,)))
+    shows(monkeypatch, gpu)
     # the check itself writes it
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu.uuid)
     monkeypatch.setattr(gpu_check, "GIB", MIB)
@@ -249,8 +256,8 @@ def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, m
 
 
 def test_a_process_that_nvml_lists_without_its_memory_is_a_difference(h200, monkeypatch):
-    gpu = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess(1, None),))
-    monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: Inventory((gpu,)))
+    listed = (GpuProcess(1, None),)
+    shows(monkeypatch, GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=listed))
     assert [check.seen for check in gpu_check.probe_context()][1:] == ["NVML does not show it"]
 
 

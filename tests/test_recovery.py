@@ -19,6 +19,15 @@ def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
+def by_hand(handler, step):
+    """A loop of one's own, which goes on as long as the handler says."""
+    while True:
+        try:
+            return step()
+        except Exception as error:
+            assert handler.handle(error)  # noqa: PT017
+
+
 def test_adaptive_batch_training_halves_until_it_fits_and_keeps_the_effective_batch():
     tried = []
 
@@ -50,13 +59,7 @@ def test_what_is_not_memory_is_raised_at_once():
 
 def test_a_loop_of_ones_own_asks_the_handler():
     handler = OOMHandler(initial_batch_size=8)
-    while True:
-        try:
-            if handler.batch_size > 4:
-                out_of_memory()
-            break
-        except Exception as error:
-            assert handler.handle(error)  # noqa: PT017
+    by_hand(handler, lambda: handler.batch_size > 4 and out_of_memory())
     assert (handler.batch_size, handler.gradient_accumulation_steps) == (4, 2)
 
 
@@ -370,12 +373,7 @@ def test_a_handler_goes_back_to_the_gradients_of_its_own_try():
     handler = OOMHandler(8, 1)
     for _ in range(2):
         handler.start_try(model)
-        while True:
-            try:
-                step_over(model, x, handler.batch_size)
-                break
-            except Exception as error:
-                assert handler.handle(error)  # noqa: PT017
+        by_hand(handler, lambda: step_over(model, x, handler.batch_size))
     torch.testing.assert_close(model.weight.grad, by_run)
     torch.testing.assert_close(model.weight.grad, 2 * x.sum(dim=0, keepdim=True))
 
@@ -385,12 +383,7 @@ def test_a_loop_of_ones_own_drops_the_gradients_of_the_failed_try_and_of_no_othe
     other(x).sum().backward()
     before = other.weight.grad.clone()
     handler = OOMHandler(8, 1)
-    while True:
-        try:
-            step_over(model, x, handler.batch_size)
-            break
-        except Exception as error:
-            assert handler.handle(error)  # noqa: PT017
+    by_hand(handler, lambda: step_over(model, x, handler.batch_size))
     torch.testing.assert_close(model.weight.grad, x.sum(dim=0, keepdim=True))
     assert torch.equal(other.weight.grad, before)
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from running_out import Fuse
 
 from forked_ranks import of_ranks
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
+from watched_run import WatchedRun
 
 KINDS = {
     "plain": None,
@@ -49,8 +50,7 @@ def trained(framework, kind, rank, folder):
     training = kind != "evaluation"
     fuse = Fuse(*where, fits=fits, training=training) if where and rank == 1 else Fuse()
     layer = torch.nn.Sequential(fuse, Collective()) if kind == "collective" else fuse
-    events: list[dict] = []
-    run = Run(run_dir=folder, report=lambda event: events.append(event.as_json()))
+    run = WatchedRun(folder)
     run.micro_batch_plan = MicroBatchPlan(4, 2)
     train = _lightning if framework == "lightning" else _transformers
     seen: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def trained(framework, kind, rank, folder):
         seen["weights"] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     except (RuntimeError, MemoryError) as error:
         seen["error"] = f"{type(error).__name__}: {error}"
-    changed = [e for e in events if e["event"] == "micro_batch_changed" and e["training"]]
+    changed = [e for e in run.of("micro_batch_changed") if e["training"]]
     return {
         **seen,
         "sizes": fuse.sizes,

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_module
 
 import integration_trainers
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
+from watched_run import WatchedRun
 from world import World
 
 TWO_RANKS = ("num_gpus=2", "auto_device=false", "device=cpu")
@@ -35,14 +35,13 @@ class Example:
     def run_here(self, monkeypatch, *more):
         """Run it from start to end in this process; its events."""
         monkeypatch.setenv("EXAMPLE", self.target)
-        events: list[dict[str, Any]] = []
-        run = Run(run_dir=self.folder / "here", report=lambda event: events.append(event.as_json()))
+        run = WatchedRun(self.folder / "here")
         with initialize_config_module("robust_train.configs", version_base="1.3"):
             cfg = compose("config", overrides=["device=cpu", *self.arguments, *more])
         run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         integration_trainers.example(cfg, run)
         run.finish_saving()  # as an attempt does
-        return events
+        return run.events
 
     def run(self, how, name, *more):
         """Run it by the real command; ``how`` is one of ``integration_trainers``."""

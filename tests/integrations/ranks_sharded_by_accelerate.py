@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -17,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from forked_ranks import of_forks, of_ranks
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
 from robust_train.host.votes import Votes
+from watched_run import WatchedRun
 
 SAMPLES = 17
 """Two steps of eight, and one sample for two ranks."""
@@ -53,15 +53,7 @@ def attempt(folder, ranks, fuse, size, resume=None):
     votes = Votes(ranks) if ranks > 1 else None
 
     def work(rank):
-        events: list[dict[str, Any]] = []
-        run = Run(
-            run_dir=folder,
-            resume_checkpoint=resume,
-            report=lambda event: events.append(event.as_json()),
-            rank=rank,
-            world_size=ranks,
-            flags=votes,
-        )
+        run = WatchedRun(folder, resume=resume, rank=rank, world_size=ranks, flags=votes)
         run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         torch.manual_seed(0)
         burns = fuse if rank == ranks - 1 else Fuse()
@@ -90,13 +82,11 @@ def attempt(folder, ranks, fuse, size, resume=None):
             "error": error,
             "weights": torch.cat([weight.detach().flatten() for weight in weights]).tolist(),
             "changed": [
-                (e["step"], e["before"], e["after"])
-                for e in events
-                if e["event"] == "micro_batch_changed"
+                (e["step"], e["before"], e["after"]) for e in run.of("micro_batch_changed")
             ],
             "losses": losses,
-            "started": [e["step"] for e in events if e["event"] == "training_started"],
-            "saved": [e["path"] for e in events if e["event"] == "checkpoint"],
+            "started": [e["step"] for e in run.of("training_started")],
+            "saved": [e["path"] for e in run.of("checkpoint")],
         }
 
     return of_ranks(ranks, work) if ranks > 1 else of_forks(1, work)

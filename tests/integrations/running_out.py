@@ -7,11 +7,12 @@ from torch import nn
 
 from framework_config import framework_config
 from memory_limit import limited_growth
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.spec import AttemptSpec
+from watched_run import WatchedRun
 
 SAMPLE_BYTES = 64 << 20
 """Of one sample in a pass; nobody writes to it, so that it takes no memory of the machine."""
@@ -89,13 +90,8 @@ class Fitted:
         self.cfg = OmegaConf.merge(CFG)
         self.cfg.training.batch_size = batch_size
         self.cfg.training.gradient_accumulation_steps = 8 // batch_size
-        self.events: list[dict] = []
         self.model = model
-        self.run = Run(
-            run_dir=folder,
-            resume_checkpoint=resume,
-            report=lambda event: self.events.append(event.as_json()),
-        )
+        self.run = WatchedRun(folder, resume=resume)
         if asked is not None:
             self.run.asked = AttemptSpec((), asked, 8 // asked)
         self.run.micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
@@ -107,8 +103,8 @@ class Fitted:
     def changed(self, *, training):
         return [
             (e["step"], e["before"], e["after"])
-            for e in self.events
-            if e["event"] == "micro_batch_changed" and e["training"] is training
+            for e in self.run.of("micro_batch_changed")
+            if e["training"] is training
         ]
 
 

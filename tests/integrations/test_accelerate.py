@@ -16,6 +16,7 @@ from framework_config import framework_config
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
 from robust_train.model.errors import UserError
+from watched_run import WatchedRun
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
 
@@ -95,21 +96,12 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
-def _train(
-    folder, cfg, resume=None, backward=None, asks=None, stop_at=None, reports=None, **options
-):
+def _train(folder, cfg, resume=None, **options):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
     torch.manual_seed(0)
-    reports = [] if reports is None else reports
-    run = Run(
-        run_dir=folder,
-        resume_checkpoint=resume,
-        report=lambda event: reports.append(event.as_json()),
-    )
+    run = WatchedRun(folder, resume=resume)
     run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
-    if asks is not None:
-        run.request_checkpoint(asks.append)
     accelerator = accelerate.Accelerator(cpu=True, **options)
     data = TensorDataset(torch.arange(22.0)[:, None] / 22)
     model = torch.nn.Linear(1, 1)
@@ -119,30 +111,22 @@ def _train(
         DataLoader(data, effective_batch_size(cfg), shuffle=True),
     )
     loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
-    seen: list[float] = []
-
-    def loss_of(batch):
-        seen.extend(batch[0].flatten().tolist())
-        return (model(batch[0]) ** 2).mean()
-
     for _ in loop.epochs(3):
         for batch in loop.batches():
-            loop.backward(loss_of, batch)
+            loop.backward(lambda part: (model(part[0]) ** 2).mean(), batch)
             optimizer.step()
             optimizer.zero_grad()
-            if loop.step + 1 == stop_at:
-                run.request_stop()
-    return accelerator.unwrap_model(model).weight.detach(), seen, reports
+    return accelerator.unwrap_model(model).weight.detach(), run
 
 
 def test_autocast_reaches_the_parts_of_a_step(tmp_path, request):
-    exact, _, _ = _train(tmp_path / "float32", framework_config(2, 4))
+    exact, _ = _train(tmp_path / "float32", framework_config(2, 4))
     # accelerate keeps its settings for as long as the process lives
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     request.addfinalizer(
         lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     )
-    coarse, _, _ = _train(tmp_path / "bfloat16", framework_config(2, 4), mixed_precision="bf16")
+    coarse, _ = _train(tmp_path / "bfloat16", framework_config(2, 4), mixed_precision="bf16")
     assert not torch.equal(exact, coarse)
     torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)
 
@@ -151,9 +135,9 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path):
     leftover = tmp_path / "checkpoints" / ".step-00000002.tmp"
     leftover.mkdir(parents=True)
     (leftover / "model.safetensors").write_bytes(b"half")
-    _, _, reports = _train(tmp_path, framework_config(8))
+    _, run = _train(tmp_path, framework_config(8))
     assert not leftover.exists()
-    assert len([e for e in reports if e["event"] == "checkpoint"]) == 9
+    assert len(run.checkpoints) == 9
 
 
 def test_an_accumulation_of_accelerates_own_is_refused(tmp_path):
@@ -190,6 +174,6 @@ def test_accelerates_own_lines_about_checkpoints_are_quiet(tmp_path, caplog):
 
 def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    _, _, reports = _train(tmp_path, framework_config(8))
+    _, run = _train(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text
-    assert not [e for e in reports if e["event"] == "checkpoint"]
+    assert not run.checkpoints

@@ -24,6 +24,7 @@ from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import UserError
 from robust_train.model.spec import AttemptSpec
+from watched_run import WatchedRun
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -99,29 +100,24 @@ def _loader(batch_size, samples=22, **more):
     return DataLoader(data, batch_size, shuffle=True, **more)
 
 
-def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, seen=None):
+def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None):
     from robust_train.integrations.lightning import fit
 
     torch.manual_seed(0)
     model = model or _Line()
-    reports: list[dict] = [] if seen is None else seen
-    run = Run(
-        run_dir=folder,
-        resume_checkpoint=resume,
-        report=lambda event: reports.append(event.as_json()),
-    )
+    run = WatchedRun(folder, resume=resume)
     trainer = trainer or _trainer(folder, max_epochs=cfg.training.epochs)
     loader = loader or _loader(cfg.training.batch_size)
     result = fit(trainer, model, loader, cfg=cfg, run=run)
-    return model, result, reports
+    return model, result, run
 
 
 def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
     cfg = framework_config(8)
-    whole, _, reports = _fit(
+    whole, _, run = _fit(
         tmp_path / "whole", cfg, trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8)
     )
-    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    saved = run.checkpoints
     for step in (2, 3, 5):
         rest, _, _ = _fit(
             tmp_path / f"from-{step}",
@@ -140,11 +136,10 @@ def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
         dirpath=tmp_path / "weights", save_weights_only=True, every_n_train_steps=1, save_top_k=-1
     )
     trainer = _trainer(tmp_path, enable_checkpointing=True, callbacks=[only_weights])
-    _, _, reports = _fit(tmp_path, cfg, trainer=trainer)
+    _, _, run = _fit(tmp_path, cfg, trainer=trainer)
     assert len(list((tmp_path / "weights").iterdir())) == 6
-    announced = [e["path"] for e in reports if e["event"] == "checkpoint"]
-    assert len(announced) == 1  # our own, after the epoch
-    assert Path(announced[0]).parent == tmp_path / "checkpoints"
+    (ours,) = run.checkpoints.values()  # after the epoch
+    assert ours.parent == tmp_path / "checkpoints"
 
 
 class _Manual(_Line):
@@ -280,17 +275,13 @@ def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_p
     from robust_train.integrations.lightning import fit
 
     for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
-        reports: list[dict] = []
-        run = Run(
-            run_dir=tmp_path / str(mode),
-            report=lambda event, reports=reports: reports.append(event.as_json()),
-        )
+        run = WatchedRun(tmp_path / str(mode))
         run.configure(RobustConfig(objective=objective))
         monitor = lightning.pytorch.callbacks.EarlyStopping("value", mode="max")
         trainer = _trainer(tmp_path, callbacks=[monitor])
         data = {"cfg": framework_config(8), "val_dataloaders": _loader(8)}
         found = fit(trainer, _LimitedValidation(), _loader(8), run=run, **data)
-        (reported,) = [one for one in reports if one["event"] == "report"]
+        (reported,) = run.of("report")
         assert (reported["value"], reported["mode"]) == (pytest.approx(found[figure]), mode)
 
 
@@ -311,24 +302,27 @@ def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp
         torch.manual_seed(0)
         return _HoldsAModule(_Line().layer, functools.partial(torch.optim.SGD, lr=0.1))
 
-    whole, _, reports = _fit(tmp_path / "whole", framework_config(8), model=model())
-    saved = next(Path(e["path"]) for e in reports if e["event"] == "checkpoint")
+    whole, _, run = _fit(tmp_path / "whole", framework_config(8), model=model())
+    saved = run.checkpoints[1]
     rest, _, _ = _fit(tmp_path / "rest", framework_config(8), model=model(), resume=saved)
     assert rest.seen == whole.seen[8:]
     assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
 def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path):
-    whole, _, reports = _fit(tmp_path / "whole", framework_config(8, epochs=2), model=_Manual())
-    saved = {e["step"]: Path(e["path"]) for e in reports if e["event"] == "checkpoint"}
+    whole, _, run = _fit(tmp_path / "whole", framework_config(8, epochs=2), model=_Manual())
+    saved = run.checkpoints
     assert list(saved) == [2, 4, 6, 8, 10, 12], "two steps in each of three batches"
-    for step, path in saved.items():
+    for step in (4, 6, 12):  # within an epoch, at its end, at the last
         rest, _, again = _fit(
-            tmp_path / f"from-{step}", framework_config(8, epochs=2), model=_Manual(), resume=path
+            tmp_path / f"from-{step}",
+            framework_config(8, epochs=2),
+            model=_Manual(),
+            resume=saved[step],
         )
         done = 22 * (step // 6) + 8 * (step % 6 // 2)
         assert rest.seen == whole.seen[2 * done :], step
-        assert [e["step"] for e in again if e["event"] == "training_started"] in ([step], [])
+        assert [e["step"] for e in again.of("training_started")] in ([step], [])
         torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
 
 
@@ -406,25 +400,23 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
 
     cfg = framework_config(8, epochs=2)
     cfg.training.checkpoint_every_steps = None
-    reports: list[dict] = []
-    run = Run(run_dir=tmp_path, report=lambda event: reports.append(event.as_json()))
+    run = WatchedRun(tmp_path)
     model = _Validated()
     model.run = run
     trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
     with pytest.raises(Interrupted):
         fit(trainer, model, _loader(8), cfg=cfg, run=run, val_dataloaders=_loader(8))
-    assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
-    assert not recorded(reports, "validation")
+    assert list(run.checkpoints) == [3]
+    assert not recorded(run.events, "validation")
 
-    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
-    rest, _, _ = _fit(tmp_path / "rest", cfg, resume=saved)
+    rest, _, _ = _fit(tmp_path / "rest", cfg, resume=run.last_checkpoint)
     whole, _, _ = _fit(tmp_path / "whole", cfg)
     assert rest.seen == whole.seen[22:]
 
 
 def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    _, result, reports = _fit(tmp_path, framework_config(8))
+    _, result, run = _fit(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text
     assert "train_loss" in result
-    assert not [e for e in reports if e["event"] == "checkpoint"]
+    assert not run.checkpoints

@@ -13,8 +13,8 @@ from jobs import (
 )
 
 from framework_config import framework_config
-from robust_train.attempt.run import Run
 from robust_train.model.errors import UserError
+from watched_run import WatchedRun
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
@@ -85,18 +85,11 @@ class _Line(torch.nn.Module):
         return {"loss": errors.sum() / (num_items_in_batch or len(x))}
 
 
-def _fit(folder, cfg, resume=None, asks=None, **more):
+def _fit(folder, cfg, resume=None, **more):
     from robust_train.integrations.transformers import fit, training_arguments
 
     torch.manual_seed(0)
-    reports: list[dict] = []
-    run = Run(
-        run_dir=folder,
-        resume_checkpoint=resume,
-        report=lambda event: reports.append(event.as_json()),
-    )
-    if asks is not None:
-        run.request_checkpoint(asks.append)
+    run = WatchedRun(folder, resume=resume)
     arguments = transformers.TrainingArguments(
         **{
             **training_arguments(cfg, run),
@@ -112,7 +105,7 @@ def _fit(folder, cfg, resume=None, asks=None, **more):
     model = _Line()
     trainer = transformers.Trainer(model, arguments, train_dataset=samples, eval_dataset=samples)
     result = fit(trainer, cfg=cfg, run=run)
-    return model, result, reports
+    return model, result, run
 
 
 def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monkeypatch, caplog):
@@ -130,9 +123,9 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monke
 
 
 def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
-    whole, result, reports = _fit(tmp_path / "whole", framework_config(8), max_steps=4)
-    last = Path([e["path"] for e in reports if e["event"] == "checkpoint"][-1])
-    rest, again, _ = _fit(tmp_path / "rest", framework_config(4, 2), last, max_steps=4)
+    whole, result, run = _fit(tmp_path / "whole", framework_config(8), max_steps=4)
+    job = framework_config(4, 2), run.last_checkpoint
+    rest, again, _ = _fit(tmp_path / "rest", *job, max_steps=4)
     assert not rest.seen
     assert torch.equal(rest.layer.weight, whole.layer.weight)
     assert again["eval_loss"] == pytest.approx(result["eval_loss"])
@@ -141,32 +134,29 @@ def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
 @pytest.mark.parametrize("damage", [Path.unlink, lambda mark: mark.write_text("")])
 def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path, damage, caplog):
     folder = tmp_path / "job"
-    _, _, reports = _fit(folder, framework_config(8))
-    saved = [Path(e["path"]) for e in reports if e["event"] == "checkpoint"]
-    damage(saved[-1] / "robust_train.json")
-    _, _, again = _fit(folder, framework_config(8), saved[-1])
-    assert [e["step"] for e in again if e["event"] == "training_started"] == [0]
+    _, _, run = _fit(folder, framework_config(8))
+    damage(run.last_checkpoint / "robust_train.json")
+    _, _, again = _fit(folder, framework_config(8), run.last_checkpoint)
+    assert [e["step"] for e in again.of("training_started")] == [0]
     assert "is incomplete" in caplog.text
 
 
 @pytest.mark.parametrize("is_rank_0s", [True, False])
 def test_whether_to_resume_is_what_rank_0_found_on_the_disk(tmp_path, is_rank_0s, monkeypatch):
-    _, _, reports = _fit(tmp_path, framework_config(8))
-    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
+    _, _, run = _fit(tmp_path, framework_config(8))
+    saved = run.checkpoints[1]
     module = importlib.import_module("robust_train.integrations.transformers")
     first: list = [8 if is_rank_0s else None]
     monkeypatch.setattr(module, "of_all_ranks", lambda value: [first.pop()] if first else [value])
     if is_rank_0s:  # the mark has not come to this rank's machine
         (saved / "robust_train.json").unlink()
     _, _, again = _fit(tmp_path / "again", framework_config(8), saved)
-    assert again[0]["event"] == "training_started"
-    assert again[0]["step"] == (1 if is_rank_0s else 0)
+    assert again.events[0] == {"event": "training_started", "step": 1 if is_rank_0s else 0}
 
 
 def test_another_effective_batch_is_logged(tmp_path, caplog):
-    _, _, reports = _fit(tmp_path / "job", framework_config(8))
-    first = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
-    _fit(tmp_path / "other", framework_config(3, 2), first)
+    _, _, run = _fit(tmp_path / "job", framework_config(8))
+    _fit(tmp_path / "other", framework_config(3, 2), run.checkpoints[1])
     assert "effective batch size of 8, now it is 6" in caplog.text
 
 
@@ -206,8 +196,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
 
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None
-    reports: list[dict] = []
-    run = Run(run_dir=tmp_path, report=lambda event: reports.append(event.as_json()))
+    run = WatchedRun(tmp_path)
     arguments = transformers.TrainingArguments(
         **training_arguments(cfg, run),
         num_train_epochs=3,
@@ -226,10 +215,9 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
     )
     with pytest.raises(Interrupted):
         fit(trainer, cfg=cfg, run=run)
-    assert [e["step"] for e in reports if e["event"] == "checkpoint"] == [3]
-    assert not [e for e in recorded(reports, "metrics") if "eval_loss" in e]
+    assert list(run.checkpoints) == [3]
+    assert not [e for e in recorded(run.events, "metrics") if "eval_loss" in e]
 
-    saved = Path(next(e["path"] for e in reports if e["event"] == "checkpoint"))
-    rest, _, _ = _fit(tmp_path / "rest", framework_config(8), saved)
+    rest, _, _ = _fit(tmp_path / "rest", framework_config(8), run.last_checkpoint)
     whole, _, _ = _fit(tmp_path / "whole", framework_config(8))
     assert rest.seen == whole.seen[22:]

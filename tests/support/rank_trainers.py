@@ -29,9 +29,8 @@ def splits_in_its_own_loop(cfg, run):
     run.started(0)
     told = {"at_ease": _train(cfg, run)}
     if run.rank == 1:
-        limit_growth(
-            (cfg.training.batch_size + 10) * MIB
-        )  # and what it takes to look for what is held
+        # and what it takes to look for what is held
+        limit_growth((cfg.training.batch_size + 10) * MIB)
     told |= {"short_of_memory": _train(cfg, run), "size": run.micro_batcher.size}
     if run.rank == 1:
         limit_growth(6 * MIB)
@@ -61,10 +60,6 @@ def _train(cfg, run):
                 parameter.grad = None
         run.progress(step)
     return [p.item() for p in model.module.weight[0]]
-
-
-def _meets_the_others():
-    dist.all_reduce(torch.ones(1))
 
 
 def has_a_bug_on_rank_1(cfg, run):

@@ -15,11 +15,10 @@ import training_world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from training_world import config, write_image_folder
+from training_world import WatchedRun, config, write_image_folder
 
 from forked_ranks import of_forks, of_ranks
 from memory_limit import MIB, lift_limit, limit_growth
-from robust_train.attempt.run import Run
 from robust_train.folder import identity
 from robust_train.model.errors import ConfigError, Interrupted, UserError
 from robust_train.step.batcher import MicroBatcher
@@ -232,17 +231,6 @@ def runs_out_once(is_meant):
     yield
 
 
-class Watched(Run):
-    """One rank of the built-in trainer, which stops at a step of which it is told."""
-
-    stop_at: int | None = None
-
-    def progress(self, step, **more):
-        if step == self.stop_at:
-            self.request_stop()
-        return super().progress(step, **more)
-
-
 def built_in(folder, rank, ranks, resume, stop_at, *more):
     """One attempt of the built-in trainer at 24 samples a step; what this rank told and returned.
 
@@ -260,24 +248,15 @@ def built_in(folder, rank, ranks, resume, stop_at, *more):
         f"training.batch_size={24 // ranks}",
         *more,
     )
-    events: list[dict[str, object]] = []
-    run = Watched(
-        run_dir=folder,
-        resume_checkpoint=resume,
-        report=lambda event: events.append(event.as_json()),
-        rank=rank,
-        world_size=ranks,
-    )
-    run.stop_at = stop_at
+    run = WatchedRun(folder, resume=resume, stop_at_step=stop_at, rank=rank, world_size=ranks)
     result = None
     with contextlib.suppress(Interrupted), runs_out_once(stop_at == 1 and rank == 1):
         result = training_world.train(cfg, run)
-    saved = [event["path"] for event in events if event["event"] == "checkpoint"]
     return {
         "result": result,
-        "saved": saved,
-        "changed": [e["after"] for e in events if e["event"] == "micro_batch_changed"],
-        "epochs": [e for e in events if e["event"] == "epoch"],
+        "saved": [one["path"] for one in run.of("checkpoint")],
+        "changed": [one["after"] for one in run.of("micro_batch_changed")],
+        "epochs": run.of("epoch"),
     }
 
 

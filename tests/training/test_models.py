@@ -6,12 +6,14 @@ from training_world import (
     WatchedRun,
     config,
     cut_network,
+    difference,
     run_to_end,
     train,
+    trained_weights,
     write_image_folder,
 )
 
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import ConfigError, Interrupted
 from robust_train.vision.datasets import Shape
 from robust_train.vision.keys import check_config, preload_modules
 from robust_train.vision.models import (
@@ -121,14 +123,15 @@ def test_full_finetuning_saves_every_weight_and_statistic():
 
 
 def test_lora_resumes_from_adapters_alone(tmp_path):
-    from test_resume import stopped
-    from training_world import difference, trained_weights
-
-    settings = ("model=lora", *TINY_VIT, "training.epochs=1", "training.batch_size=256")
-    whole = run_to_end(config(*settings), tmp_path / "whole")
-    run = stopped(config(*settings), tmp_path / "run", stop_at_step=3)
+    data = ("dataset=image_folder", f"dataset.root={write_image_folder(tmp_path / 'images')}")
+    job = ("model=lora", *TINY_VIT, *data, "training.epochs=2", "training.batch_size=8")
+    cfg = config(*job, "training.num_workers=0")
+    whole = run_to_end(cfg, tmp_path / "whole")
+    run = WatchedRun(tmp_path / "run", stop_at_step=3)
+    with pytest.raises(Interrupted):
+        train(cfg, run)
     resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
-    assert difference(whole, trained_weights(train(config(*settings), resumed))) == 0
+    assert difference(whole, trained_weights(train(cfg, resumed))) == 0
 
 
 @pytest.mark.parametrize("model", ["cnn", "lora", "full_finetune"])
@@ -223,7 +226,8 @@ def test_a_linear_probe_takes_weights_that_have_a_classifier(tmp_path):
 
 
 def test_the_final_weights_of_a_run_start_another(tmp_path):
-    train(config("training.epochs=1", "model.width=8"), WatchedRun(tmp_path))
+    short = ("training.epochs=1", "training.batch_size=512")
+    train(config(*short, "model.width=8"), WatchedRun(tmp_path))
     final = tmp_path / "checkpoints" / "final.pt"
     content = torch.load(final, weights_only=True)
     assert content["config"]["model"]["width"] == 8

@@ -32,8 +32,9 @@ from torch import nn
 from robust_train import find_batch_size
 from robust_train.policy.sizes import BatchSearch
 from robust_train.memory.clearing import return_memory
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
 from memory_limit import limit_growth
+from watched_run import WatchedRun
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -59,8 +60,7 @@ def fits(size):
         return_memory()
 
 found = find_batch_size(lambda size: body(data[:size]).backward(), 256, model=model)
-events = []
-run = Run(run_dir=Path(tempfile.mkdtemp()), report=lambda event: events.append(event.as_json()))
+run = WatchedRun(Path(tempfile.mkdtemp()))
 run.micro_batch_plan = MicroBatchPlan(batch_size=256)
 run.batch_search = BatchSearch(256)
 lengths = []
@@ -76,7 +76,7 @@ print(json.dumps({
     "twice_fits": fits(2 * lengths[-1]),
     "found": found.batch_size,
     "probes": [probe.batch_size for probe in found.probes],
-    "event": next(e for e in events if e["event"] == "batch_size_found"),
+    "event": run.of("batch_size_found")[0],
     "lengths": lengths,
 }))
 """
@@ -207,8 +207,7 @@ def test_a_first_batch_smaller_than_every_size_is_not_probed(tmp_path):
 
 def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     model = nn.Linear(5, 3)
-    events: list[dict[str, object]] = []
-    run = Run(run_dir=tmp_path, report=lambda event: events.append(event.as_json()))
+    run = WatchedRun(tmp_path)
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
     run.batch_search = BatchSearch(16, min_batch_size=4)
 
@@ -217,7 +216,7 @@ def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
 
     with pytest.raises(torch.OutOfMemoryError):
         run.backward(loss_of, torch.ones(16, 5), model)
-    found, *changes = (e for e in events if e["event"] != "memory")
+    found, *changes = (e for e in run.events if e["event"] != "memory")
     assert (found["event"], found["batch_size"]) == ("batch_size_found", None)
     assert changes[-1]["event"] == "micro_batch_exhausted"
     assert changes[-1]["tried"] == [16, 8, 4]

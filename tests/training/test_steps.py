@@ -20,6 +20,7 @@ from robust_train.model.errors import ConfigError, UserError
 from robust_train.step import engine
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
+from watched_run import WatchedRun
 
 
 def out_of_memory():
@@ -128,14 +129,13 @@ def test_the_size_that_fits_is_kept_for_the_following_steps():
 
 
 def test_a_change_is_recorded_with_its_reason(tmp_path):
-    run_events = []
-    run = Run(run_dir=tmp_path, report=lambda event: run_events.append(event.as_json()))
+    run = WatchedRun(tmp_path)
     run.micro_batch_plan = MicroBatchPlan(batch_size=12, min_batch_size=2)
     run.started(30)
     run.progress(39)
     model = Network(most=6)
     run.backward(loss_with(model), data(), model)
-    event = next(e for e in run_events if e["event"] == "micro_batch_changed")
+    (event,) = run.of("micro_batch_changed")
     assert (event["step"], event["before"], event["after"]) == (40, 12, 6)
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
     assert "out of memory" in event["reason"]

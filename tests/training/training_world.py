@@ -1,72 +1,38 @@
 """The world of the trainer's tests: composed configs, runs, data sets in their true formats."""
 
+import copy
+import functools
 import random
 import socket
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
-from PIL import Image
+from PIL import Image, ImageChops
 from scipy.io import savemat
 
-from robust_train.attempt.run import Run
 from robust_train.config.checks import unchecked
 from robust_train.vision import trainer
+from watched_run import WatchedRun
 
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
 
 
-def config(*overrides):
-    """The config of ``train.py`` on the CPU."""
+@functools.cache
+def _composed(overrides):
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         return compose("config", overrides=["device=cpu", *overrides])
+
+
+def config(*overrides):
+    """The config of ``train.py`` on the CPU."""
+    return copy.deepcopy(_composed(overrides))
 
 
 def train(cfg, run):
     """Call the built-in trainer with the plans that an attempt sets."""
     run.configure(unchecked(cfg))
     return trainer.train(cfg, run)
-
-
-class WatchedRun(Run):
-    """A run that keeps what it is told, and asks the trainer to stop at a chosen moment.
-
-    Args:
-        folder: the run folder.
-        resume: the checkpoint to go on from.
-        stop_at_step: stop when this step is reported.
-        stop_at_checkpoint: stop when this step's checkpoint is reported.
-    """
-
-    def __init__(self, folder, *, resume=None, stop_at_step=None, stop_at_checkpoint=None):
-        self.events: list[dict[str, Any]] = []
-        super().__init__(
-            run_dir=folder,
-            resume_checkpoint=resume,
-            report=lambda event: self.events.append(event.as_json()),
-        )
-        self.stop_at_step = stop_at_step
-        self.stop_at_checkpoint = stop_at_checkpoint
-
-    def progress(self, step, *, total_steps=None, **scalars):
-        was_told = super().progress(step, total_steps=total_steps, **scalars)
-        if step == self.stop_at_step:
-            self.request_stop()
-        return was_told
-
-    def checkpoint_saved(self, path, step, position=None):
-        super().checkpoint_saved(path, step, position)
-        if step == self.stop_at_checkpoint:
-            self.request_stop()
-
-    def of(self, event):
-        return [e for e in self.events if e["event"] == event]
-
-    @property
-    def last_checkpoint(self):
-        return Path(self.of("checkpoint")[-1]["path"])
 
 
 def trained_weights(result):
@@ -89,13 +55,10 @@ def write_photograph(path, label, seed, size=(48, 40)):
     """A JPEG whose colour tells its class."""
     rng = random.Random(seed)
     base = random.Random(1000 + label)
-    colour = [base.randrange(40, 216) for _ in range(3)]
-    image = Image.new("RGB", size)
-    image.putdata(
-        [
-            tuple(channel + rng.randrange(-20, 21) for channel in colour)
-            for _ in range(size[0] * size[1])
-        ]
+    colour = tuple(base.randrange(20, 196) for _ in range(3))
+    noise = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+    image = ImageChops.add(
+        noise.point(lambda value: value * 40 // 255), Image.new("RGB", size, colour)
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, quality=90)

@@ -1,0 +1,53 @@
+"""A run without a launcher that keeps what it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from robust_train.attempt.run import Run
+
+
+class WatchedRun(Run):
+    """A run that keeps its events, and asks the trainer to stop at a chosen moment.
+
+    Args:
+        folder: the run folder.
+        resume: the checkpoint to go on from.
+        stop_at_step: stop when this step is reported.
+        stop_at_checkpoint: stop when this step's checkpoint is reported.
+    """
+
+    def __init__(self, folder, *, resume=None, stop_at_step=None, stop_at_checkpoint=None, **more):
+        self.events: list[dict[str, Any]] = []
+        super().__init__(
+            run_dir=folder,
+            resume_checkpoint=resume,
+            report=lambda event: self.events.append(event.as_json()),
+            **more,
+        )
+        self.stop_at_step = stop_at_step
+        self.stop_at_checkpoint = stop_at_checkpoint
+
+    def progress(self, step, *, total_steps=None, **scalars):
+        was_told = super().progress(step, total_steps=total_steps, **scalars)
+        if step == self.stop_at_step:
+            self.request_stop()
+        return was_told
+
+    def checkpoint_saved(self, path, step, position=None):
+        super().checkpoint_saved(path, step, position)
+        if step == self.stop_at_checkpoint:
+            self.request_stop()
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["event"] == event]
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Those that were reported, by their step."""
+        return {one["step"]: Path(one["path"]) for one in self.of("checkpoint")}
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return Path(self.of("checkpoint")[-1]["path"])
