@@ -289,6 +289,7 @@ def another_user_waits(day):
     wait_until(lambda: state_of(day) == "stopping", "its time slice is over")
     day.hold.unlink()
     wait_until(lambda: state_of(day) == "waiting", "it queues again")
+    assert not [job for job in registry.jobs() if job.gpus]
     probe.release()
     registry.close()
     ended = day.end()

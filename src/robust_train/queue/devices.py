@@ -167,7 +167,8 @@ class Devices:
 
     def leave(self, count: int) -> Room:
         """Release the GPUs; return what the job waits for, behind all that wait by now."""
-        self.queue.release()
+        # none is kept for the job's own interpreters, which have its mark and no attempt
+        self.queue.take((), 0)
         return Room((), self._need_bytes, counts=(count,))
 
     def begin(self, group: Group) -> None:
