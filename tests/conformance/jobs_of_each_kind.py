@@ -31,7 +31,7 @@ SCRIPT = (
     *COMMON,
     "trainer=command",
     f"trainer.argv=[{sys.executable},{SUPPORT / 'conformance_trainers.py'},"
-    "'{batch_size}','{run_dir}/checkpoints']",
+    "'{batch_size}x{gradient_accumulation_steps}','{run_dir}/checkpoints']",
     "trainer.checkpoint_glob='{run_dir}/checkpoints/*.json'",
     "trainer.resume_argv=['{checkpoint}']",
 )
