@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer, saving_through
 from robust_train.config.trainers import require
@@ -303,12 +304,16 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         mark, unfinished = path / _MARK, path / f"{_MARK}.tmp"
         content = {"effective_batch_size": effective_batch_size(self._cfg)}
 
-        def write_all() -> None:
+        def prepare() -> None:
             if is_main:
                 path.mkdir(parents=True, exist_ok=True)
                 unfinished.write_text(json.dumps(content))
                 # of this very step: it is overwritten file by file
                 mark.unlink(missing_ok=True)
+
+        def write_all() -> None:
+            # apart: other ranks would wait in a collective of `write`
+            together(prepare, of_all_ranks)
             write()
 
         def publish() -> Path:
