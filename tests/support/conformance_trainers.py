@@ -263,7 +263,7 @@ def transformers(cfg, run, samples=24):
 
 
 def script() -> None:
-    """Learn as a program that knows nothing of ours: ``BATCH_SIZExACCUMULATION FOLDER [CHECKPOINT]``."""
+    """Learn as a program that knows nothing of ours: ``BATCH FOLDER [CHECKPOINT]``."""
     folder = Path(sys.argv[2])
     folder.mkdir(exist_ok=True)
     weights, done = json.loads(Path(sys.argv[3]).read_text()) if len(sys.argv) > 3 else (1, 0)
