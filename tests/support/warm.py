@@ -333,7 +333,10 @@ def _be_like_new(request: dict[str, Any], descriptors: Sequence[int]) -> int:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     _adopt(request)
-    while os.getppid() != int(request["argv"][0]):  # it adopts this process
+    launcher = int(request["argv"][0])
+    while os.getppid() != launcher:  # it adopts this process
+        if not os.path.exists(f"/proc/{launcher}"):  # killed meanwhile
+            os._exit(0)
         time.sleep(0.001)
     return inherited
 
