@@ -122,6 +122,25 @@ def test_one_whose_end_was_written_over_in_place_counts_where_there_is_no_other(
     assert newest(folder) == path
 
 
+@pytest.mark.parametrize("suffix", ["zip", "bin"])
+def test_a_byte_that_was_flipped_in_the_middle_is_seen_before_a_job_resumes(folder, suffix, caplog):
+    path = save(folder, 7)
+    last, run = folder / f"step-00000008.{suffix}", Run(run_dir=folder.parent)
+    if suffix == "zip":
+        with zipfile.ZipFile(last, "w") as whole:
+            whole.writestr("weights", bytes(500_000))
+    else:
+        last.write_bytes(bytes(500_000))
+    run.saving.job, run.saving.clock.interval = "ours", 60.0  # so that it is read back
+    run.checkpoint_saved(last, 8)
+    assert newest(folder) == last
+    with last.open("r+b") as file:
+        file.seek(250_000)
+        file.write(b"!")
+    assert newest(folder) == path
+    assert f"{last} {'is damaged' if suffix == 'zip' else 'has changed'}" in caplog.text
+
+
 @pytest.mark.parametrize("content", [None, '{"job": "ours"'])
 def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_read(
     folder: Path, content: str | None

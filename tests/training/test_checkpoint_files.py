@@ -4,6 +4,7 @@ import pickle
 import shutil
 import threading
 import traceback
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -77,23 +78,36 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
     tmp_path, monkeypatch, elsewhere
 ):
     safetensors = pytest.importorskip("safetensors.torch", reason="no extra is installed")
-    weights, run, may_publish = torch.zeros(9), Run(run_dir=tmp_path), threading.Event()
+    weights, may_write = torch.zeros(9), threading.Event()
+    run, other = (Run(run_dir=tmp_path, rank=rank, world_size=2) for rank in (0, 1))
     unfinished, whole = (run.checkpoint_dir / name for name in (".step-1.tmp", "step-1"))
     monkeypatch.setattr(checkpoints, "of_all_ranks", lambda value: [value, elsewhere])
 
+    class Waits:
+        def __deepcopy__(self, memo):
+            return self
+
+        def __reduce__(self):
+            assert may_write.wait(60)
+            return OrderedDict, ()
+
     def write():
-        unfinished.mkdir(parents=True)
-        torch.save([weights], unfinished / "a.pt")
+        torch.save([weights, Waits()], unfinished / "a.pt")
         safetensors.save_file({"w": weights}, unfinished / "b.safetensors")
 
     def publish():
-        assert may_publish.wait(60)
         return unfinished.rename(whole)
 
+    def write_other():
+        unfinished.mkdir(parents=True)
+        torch.save([weights], unfinished / "of-rank-1.pt")
+
+    other.save_files(unfinished, 1, keep=1, write=write_other, publish=publish)
+    assert (unfinished / "of-rank-1.pt").exists(), "the first rank meets it and waits for no more"
     run.save_files(unfinished, 1, keep=1, write=write, publish=publish)
     weights += 1
     assert not whole.exists()
-    may_publish.set()
+    may_write.set()
     run.finish_saving()
     if elsewhere is None:
         assert torch.load(whole / "a.pt")[0].sum() == 0
@@ -138,19 +152,23 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_file(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "a flipped byte", "empty", "missing"])
 def test_a_damaged_file_is_passed_over_for_the_newest_intact_one(tmp_path, damage):
     folder = folder_of(tmp_path)
-    for step in (10, 20, 30):
-        path = folder.save({"step": step, "weights": torch.randn(5000)}, step)
-    data = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "a flipped byte":
-        data[len(data) // 2] ^= 0xFF
-        path.write_bytes(data)
-    else:
-        path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"")
-    found = read_newest(path)
-    assert found[0].name == "step-00000020.pt"
-    assert found[1]["step"] == 20
+    paths = [
+        folder.save({"step": step, "weights": torch.randn(50_000)}, step) for step in (10, 20, 30)
+    ]
+    for path in paths[1:]:
+        data = bytearray(path.read_bytes())
+        if damage == "missing":
+            path.unlink()
+        elif damage == "a flipped byte":
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(data)
+        else:
+            path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"")
+    newest = newest_checkpoint(folder.path, "")
+    assert newest.path == paths[0]
+    paths[-1].unlink(missing_ok=True)  # what is given has been compared
+    found = read_newest(paths[-1])
+    assert (found[0], found[1]["step"]) == (paths[0], 10)
 
 
 class RunsCode:
@@ -188,7 +206,8 @@ def test_no_flipped_byte_is_believed(tmp_path):
     refused = 0
     for index in range(0, len(data), 7):
         path.write_bytes(data[:index] + bytes([data[index] ^ 0xFF]) + data[index + 1 :])
-        found = read_newest(path, required=content.keys())
+        newest = newest_checkpoint(folder.path, "")
+        found = newest and read_newest(newest.path, required=content.keys())
         refused += found is None
         if found is not None:
             weights = found[1].pop("weights")

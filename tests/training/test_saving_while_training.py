@@ -12,8 +12,8 @@ import torch
 from robust_train.attempt.run import Run
 from robust_train.config.placeholders import SavePlan
 from robust_train.config.schema import DivergenceConfig
-from robust_train.folder.checkpoints import read_manifests
-from robust_train.model.errors import UserError
+from robust_train.folder.checkpoints import mark, read_manifests
+from robust_train.model.errors import Spoiled, UserError
 
 JOB = """
 import os, sys, torch
@@ -136,6 +136,7 @@ def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(tmp_path, run, loader)
 
 
 def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
+    run.saving.job = "j"
     for batch in run.batches(range(10)):
         run.progress(batch + 1)
         if batch == 3:
@@ -145,6 +146,11 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
     later.resume_checkpoint, later.skips_to = tmp_path / "checkpoints/step-00000004.pt", 6
     later.load({})
     assert list(later.batches(range(10))) == [6, 7, 8, 9]
+    later.guard.divergence, later.saving.job = DivergenceConfig(patience=1), "j"
+    mark(run.checkpoint_dir, "j", lambda one: "proven")
+    with pytest.raises(Spoiled) as again:
+        later.progress(5, loss=float("nan"))
+    assert again.value.failure.evidence.bad_step == 7, "the two that were passed over stay so"
 
 
 def test_what_is_saved_is_a_copy(run):

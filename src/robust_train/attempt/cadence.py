@@ -15,6 +15,7 @@ from robust_train.folder.checkpoints import (
     START,
     Manifest,
     Position,
+    content_of,
     damage_in,
     mark,
     newest_checkpoint,
@@ -176,6 +177,7 @@ class Saving:
         self._proves = proves
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
+        self._contents: dict[Path, int] = {}  # of what was read back
         # what writes the manifests that could not be written, by checkpoint
         self._unlisted: dict[Path, Callable[[], None]] = {}
         # how often to save; to be set from the config before the first save
@@ -217,6 +219,7 @@ class Saving:
                 seconds=seconds,
                 loss=loss,
                 position=position,
+                content=self._contents.pop(path, None),
             )
             self._list()
 
@@ -248,7 +251,8 @@ class Saving:
             reads = takes <= _LARGEST_SHARE * self.clock.interval
             started = time.monotonic()
             damage = damage_in(path, reads=reads)
-            if reads:
+            if reads and damage is None:
+                self._contents[path] = content_of(path)
                 seconds = time.monotonic() - started
                 self._bytes_per_second = max(size, 1) / max(seconds, 1e-6)
             return damage

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import threading
-import zipfile
 from collections.abc import (
     Callable,
     Collection,
@@ -42,6 +41,7 @@ from robust_train.folder.checkpoints import (
     CheckpointError,
     Content,
     Position,
+    damage_in,
     read_manifests,
     size_of,
     sync_all,
@@ -435,8 +435,8 @@ def read_newest(
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> tuple[Path, Content] | None:
     """Return the checkpoint ``path``, a file or a folder of shards, or the newest intact one before
-    it in the same folder, with its content; None if none is intact. A file without the keys
-    ``required`` is someone else's.
+    it in the same folder, with its content; None if none is intact. The launcher has compared the
+    checksums of ``path`` itself. A file without the keys ``required`` is someone else's.
 
     ``share`` returns what a rank keeps of a tensor; of a meta tensor, whose shards are read after
     that, what they are to fill. ``gather`` returns the values of all ranks that read together.
@@ -466,7 +466,13 @@ def read_newest(
     for name in gather([path.name, *(one.path.name for one in older)])[0]:
         candidate = path.parent / name  # which may be another one on another node
         try:
-            read = partial(_read, candidate, required, share)
+            read = partial(
+                _read,
+                candidate,
+                required,
+                share,
+                is_compared=candidate == path,
+            )
             return candidate, wait_until_readable(partial(together, read, gather))
         except _Unusable as fault:
             log.warning(
@@ -485,6 +491,8 @@ def _read(
     path: Path,
     required: Collection[str],
     share: Share | None,
+    *,
+    is_compared: bool,  # with its checksums, as torch does not
 ) -> Content:
     """Return a whole checkpoint's content; raise _Unusable, or OSError if it is unreadable now."""
     shards: dict[str, Tensor] = {}
@@ -500,11 +508,8 @@ def _read(
     try:
         file = path / VALUES if path.is_dir() else path
         file.open("rb").close()
-        # torch.load itself does not compare the checksums
-        with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
-        if bad is not None:
-            raise _Unusable(f"the checksum of {bad} is wrong")
+        if not is_compared and (damage := damage_in(path, reads=True)) is not None:
+            raise _Unusable(damage)
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
         content = torch.load(
             file,

@@ -258,13 +258,17 @@ class Run(Asked):
             self.guard.good_since,
             how,
         )
-        last = "no checkpoint before it"
+        last, bad = "no checkpoint before it", found.bad_step
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
             last = f"the checkpoint before it is {before.path.name}{step}"
+            # from there its data was passed over already
+            if bad and self.passes_over and before.step == self.steps_before:
+                bad += max(self.skips_to - self.steps_before, 0)
         evidence = replace(
             found,
             good_step=good,
+            bad_step=bad,
             has_checkpoint=before is not None,
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr") if self.reads_lr is None else self.reads_lr,
@@ -530,7 +534,7 @@ class Run(Asked):
         """Save a checkpoint of many files that a framework's ``write`` makes in the folder
         ``path``, as above, or ``at_once``; ``publish`` turns them into a whole one, whose path it
         returns. The newest ``keep`` stay; 0: the framework removes old ones. All ranks have to
-        call it, and write at once: none knows when the files of the others are there."""
+        call it; all but the first write at once, so that it knows when their files are there."""
         folder = self._checkpoints(keep)
         self.try_to_save(
             lambda: folder.save_files(
@@ -538,7 +542,7 @@ class Run(Asked):
                 step,
                 write=write,
                 publish=publish,
-                at_once=at_once or self.world_size > 1,
+                at_once=at_once or not self.is_main,
             )
         )
 

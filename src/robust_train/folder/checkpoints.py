@@ -10,6 +10,7 @@ is gone, or has another size or checksum, names no whole checkpoint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import json
 import logging
@@ -28,6 +29,7 @@ from typing import Any, Literal
 
 from robust_train.files import replacing, sync, write_json
 from robust_train.model.json import Json, from_json
+from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
 
@@ -85,6 +87,8 @@ class Manifest:
     checksum: int | None = (
         None  # see checksum_of; None of what an earlier version saved
     )
+    # see content_of; None if it was not read back
+    content: int | None = None
 
     @property
     def order(self) -> tuple[int, int, float]:
@@ -103,6 +107,7 @@ def record_checkpoint(
     seconds: float | None,
     loss: str = "unknown",
     position: Position = START,
+    content: int | None = None,
 ) -> None:
     """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
     ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
@@ -124,6 +129,7 @@ def record_checkpoint(
         loss=loss,
         position=position,
         checksum=checksum_of(path),
+        content=content,
     )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
@@ -158,26 +164,43 @@ def mark(
 
 
 def damage_in(path: Path, *, reads: bool) -> str | None:
-    """Return what is wrong with a checkpoint just written, None if nothing is known to be. With
-    ``reads`` all of it is read, and compared with the checksums that it has. Raises OSError."""
-    for file in files_in(path) if path.is_dir() else [path]:
+    """Return what is wrong with a checkpoint, None if nothing is known to be. With ``reads``, all
+    that has checksums of its own is read and compared with them. Raises OSError."""
+    for file in _files_of(path):
         if _file_by_form(file, if_empty=None) is False:
             return f"{file.name} is torn"
         if reads and (bad := _bad_part(file)) is not None:
-            return f"the checksum of {bad} is wrong"
+            return bad
     return None
 
 
 def _bad_part(file: Path) -> str | None:
-    """Read a file; return the part of it whose checksum is wrong, None if none is known to be."""
-    with file.open("rb") as opened:
-        if zipfile.is_zipfile(opened):
-            with zipfile.ZipFile(opened) as archive:
-                return archive.testzip()
-        opened.seek(0)
-        while opened.read(_BLOCK_BYTES):
-            pass
-    return None
+    """Return what is wrong with a zip file whose parts are compared with their checksums."""
+    try:
+        if not _is_zip(file):
+            return None
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except MemoryError:
+        raise
+    except Exception as error:
+        # a damaged header makes it raise nearly anything, EINVAL for a bad offset
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        return f"{file.name}: {first_line(error)}"
+    return None if bad is None else f"the checksum of {bad} is wrong"
+
+
+def content_of(path: Path) -> int:
+    """Return a checksum of all files that have none of their own, such as those of safetensors.
+    Raises OSError."""
+    found = 0
+    for file in _files_of(path):
+        if not _is_zip(file):
+            with file.open("rb") as opened:
+                while block := opened.read(_BLOCK_BYTES):
+                    found = zlib.crc32(block, found)
+    return found
 
 
 def pass_over_damaged(
@@ -210,19 +233,35 @@ def pass_over_damaged(
 
 
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
-    """Return the newest whole checkpoint of ``job``, None if it has none; OSError if the folder, a
-    manifest or a checkpoint cannot be read just now."""
+    """Return the newest whole checkpoint of ``job``, None if it has none. All of it is read: a
+    library may load wrong bytes without a word. Raises OSError if the folder, a manifest or a
+    checkpoint cannot be read just now."""
     changed: Manifest | None = None
     for manifest in reversed(of_job(folder, job)):
         if manifest.loss in USELESS:
             continue
-        state = state_of(manifest)
+        state, damage = state_of(manifest), None
         if state == "whole":
-            return _unlisted(folder, manifest) or manifest
+            if (newer := _unlisted(folder, manifest)) is not None:
+                return newer
+            damage = damage_in(manifest.path, reads=True)
+            if damage is None:
+                if manifest.content in (None, content_of(manifest.path)):
+                    if changed is not None:
+                        log.warning(
+                            "checkpoint %s has changed since it was reported and is skipped",
+                            changed.path,
+                        )
+                    return manifest
+                state = "changed"
         if state == "changed":
             changed = changed or manifest
-        elif state == "torn":
-            log.warning("checkpoint %s is torn and is skipped", manifest.path)
+        elif state != "gone":
+            log.warning(
+                "checkpoint %s is damaged (%s) and is skipped",
+                manifest.path,
+                damage or "torn",
+            )
     if changed is not None:
         log.warning(
             "checkpoint %s has changed since it was reported; using it",
@@ -380,7 +419,7 @@ def state_of(manifest: Manifest) -> State:
             return "whole"
         is_whole = whole_by_form(path)
         # of a write in place only a zip file shows that it has ended
-        if is_whole and is_as_large and not zipfile.is_zipfile(path):
+        if is_whole and is_as_large and not _is_zip(path):
             is_whole = None
     except _GONE:
         return "gone"
@@ -421,7 +460,7 @@ def checksum_of(path: Path) -> int:
     """Return a checksum of the end of each file, where one of ``torch.save`` has the checksums of
     all its parts: it is had at any size. Raises OSError."""
     found = 0
-    for file in sorted(files_in(path)) if path.is_dir() else [path]:
+    for file in _files_of(path):
         with file.open("rb") as opened:
             opened.seek(max(os.fstat(opened.fileno()).st_size - _END_BYTES, 0))
             found = zlib.crc32(opened.read(), found)
@@ -467,9 +506,20 @@ def whole_by_form(path: Path) -> bool | None:
     return False if False in answers else None if None in answers else True
 
 
+def _files_of(path: Path) -> list[Path]:
+    return sorted(files_in(path)) if path.is_dir() else [path]
+
+
 def files_in(folder: Path) -> list[Path]:
     """Return all files in a folder and the folders below it."""
     return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of a damaged end
+        return False
 
 
 def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
@@ -479,7 +529,7 @@ def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
     with path.open("rb") as file:
         start = file.read(8)
         if start.startswith(b"PK\x03\x04"):
-            return zipfile.is_zipfile(file)
+            return _is_zip(path)
         if path.suffix != ".safetensors":
             return None
         if len(start) < 8:

@@ -21,6 +21,7 @@ from robust_train.files import read_object, set_aside, sync, write_json
 from robust_train.folder.checkpoints import (
     USELESS,
     Manifest,
+    damage_in,
     newest_checkpoint,
     read_manifests,
 )
@@ -201,6 +202,7 @@ def resume_from(
             reported is not None
             and reported.absolute() not in known
             and reported.exists()
+            and damage_in(reported, reads=True) is None
         ):
             return reported
         newest = newest_checkpoint(folder, job)

@@ -490,12 +490,13 @@ class Job:
         number = self.beginning.attempts + 1 + len(self.attempts)
         narration.announce(number, spec)
         job = self.beginning.job
-        self.checkpoint = resume_from(
-            self.run_dir,
-            job,
-            self.checkpoint,
-            sleep=self.sleep,
-        )
+        if self.attempts:  # the first one's was read when the launch began
+            self.checkpoint = resume_from(
+                self.run_dir,
+                job,
+                self.checkpoint,
+                sleep=self.sleep,
+            )
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
         start = self._saved_step(resumed_from)
         attempt = Attempt(

@@ -41,6 +41,7 @@ from robust_train.folder.checkpoints import (
     SUFFIX,
     UNFINISHED,
     USELESS,
+    damage_in,
     files_in,
     is_whole,
     read_manifests,
@@ -375,18 +376,32 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     manifests = wait_until_readable(lambda: read_manifests(folder))
     bad = {str(one.path) for one in manifests if one.loss in USELESS}
     known = {str(one.path) for one in manifests}
-    candidates = [
-        watch.newest(
+    given = None
+    if reported is not None and is_whole(reported):
+        given = _stamped(reported)
+    elif reported is not None:
+        log.warning("checkpoint %s is missing or torn and is skipped", reported)
+    while True:
+        found = watch.newest(
             at_rest=True,
             but=bad,
             reported=known,
         )
-    ]
-    if reported is not None and is_whole(reported):
-        candidates.append(_stamped(reported))
-    elif reported is not None:
-        log.warning("checkpoint %s is missing or torn and is skipped", reported)
-    return _newest(*candidates)
+        newest = _newest(found, given)
+        # what is given was read by the launcher
+        if newest is None or newest == given:
+            return newest
+        if (damage := _damage_in(newest[0])) is None:
+            return newest
+        log.warning("checkpoint %s is damaged (%s) and is skipped", newest[0], damage)
+        bad.add(str(newest[0]))
+
+
+def _damage_in(path: Path) -> str | None:
+    try:
+        return damage_in(path, reads=True)
+    except OSError as error:
+        return str(error)
 
 
 def _newest(*candidates: Stamped | None) -> Stamped | None:
