@@ -19,7 +19,7 @@ from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.launcher.hydra_state import OF_HYDRA
 from robust_train.sweep import session
 from robust_train.sweep.gpu_queue import jobs_at_once, start_job
-from robust_train.sweep.record import SweepJob, begun, exit_code_of, read_record, read_row
+from robust_train.sweep.record import SweepJob, begun, exit_code_of, read_record, row_of
 from robust_train.sweep.table import differing, screen_table, tally
 from simulated_nvml import Gpu
 from world import wait_until
@@ -167,7 +167,7 @@ def test_the_exit_code_is_that_of_the_first_job_that_failed_by_itself(ends, code
 def test_a_job_of_which_only_the_process_is_known_has_an_end(
     tmp_path, returncode, status, exit_code, reason
 ):
-    found = read_row(tmp_path, RECORD, returncode)
+    found = row_of(RECORD, tmp_path, returncode)
     assert (found.status, found.exit_code) == (status, exit_code)
     assert reason is None or reason in found.reason
 

@@ -61,7 +61,9 @@ from robust_train.sweep.record import (
     INTERRUPTIONS,
     Status,
     SweepJob,
+    read_record,
     read_row,
+    row_of,
 )
 from robust_train.sweep.session import prepare, session
 from robust_train.sweep.table import screen_table, tally
@@ -236,13 +238,10 @@ class GpuQueue:
         job = prepare(config, folder)
         if job.refusal is not None:
             log.error("job %d refused: %s", number, job.refusal)
-            code, reason = EXIT_BAD_CONFIG, job.refusal
-            self._ended(
-                replace(row, status=Status.REFUSED, exit_code=code, reason=reason)
-            )
+            self._ended(row.ended(Status.REFUSED, EXIT_BAD_CONFIG, job.refusal))
             return
         if not job.runs:
-            self._ended(read_row(folder, job.record))
+            self._ended(row_of(job.record or row, folder))
             return
         self._reports.begin(number, folder)
         process = start_job(
@@ -318,7 +317,7 @@ class GpuQueue:
         for job in self._running:
             row = read_row(job.folder)
             # before it has its folder's lock it looks as if it had died
-            if row.status != Status.DIED:
+            if row is not None and row.status != Status.DIED:
                 rows[job.number] = row
         live.show(list(rows.values()), self._reports.last)
 
@@ -339,7 +338,7 @@ class GpuQueue:
     def _settle(self, job: RunningJob, returncode: int) -> None:
         """Take how a job has ended; record it if the job could not."""
         own = replace(self.rows[job.number], status=Status.STARTED)
-        row = read_row(job.folder, own, returncode)
+        row = row_of(read_record(job.folder) or own, job.folder, returncode)
         with contextlib.suppress(OSError):  # a disk that takes nothing
             row.write(job.folder)
         self._ended(row)
@@ -359,7 +358,6 @@ class GpuQueue:
             )
 
     def _ended(self, row: SweepJob) -> None:
-        assert row.job is not None
         self.rows[row.job] = row
         self._points.ended(row)
 

@@ -14,7 +14,7 @@ from robust_train.files import parse_json
 from robust_train.folder.run_list import read_run
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import Json
-from robust_train.sweep.record import SweepJob, job_folders, read_record
+from robust_train.sweep.record import job_folders, read_record
 
 
 class Runs(list[dict[str, Json]]):
@@ -63,7 +63,7 @@ def _row(folder: Path) -> dict[str, Json] | None:
         if run is None:
             return None
         summary = Summary(run.status)
-    job = read_record(folder) or SweepJob(None, ())
+    job = read_record(folder)
     shown = ("status", "reason", "result", "wall_seconds", "wait_seconds", "attempts")
     content = summary.as_json()
     return {
@@ -71,10 +71,10 @@ def _row(folder: Path) -> dict[str, Json] | None:
         "name": folder.name if run is None or run.state is None else run.state.name,
         **{name: content[name] for name in shown},
         "samples_per_second": _speed(summary),
-        "job": job.job,
-        "trial": job.trial,
-        "overrides": list(job.overrides),
-        "params": dict(map(_param, job.overrides)),
+        "job": job and job.job,
+        "trial": job and job.trial,
+        "overrides": list(job.overrides) if job else [],
+        "params": dict(map(_param, job.overrides if job else ())),
         "config": _config(folder),
     }
 

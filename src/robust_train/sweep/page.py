@@ -25,8 +25,7 @@ from robust_train.sweep.record import (
     Status,
     SweepJob,
     SweepTable,
-    job_folders,
-    read_row,
+    read_rows,
     read_table,
 )
 from robust_train.sweep.table import best_first, differing, tally
@@ -41,11 +40,6 @@ class JobStory:
 
     row: SweepJob
     story: Story | None = field(default=None, repr=False)
-
-    @property
-    def label(self) -> str:
-        """Its number for people."""
-        return "?" if self.row.job is None else str(self.row.job)
 
     @property
     def is_pruned(self) -> bool:
@@ -89,16 +83,14 @@ def sweep_story_of(folder: Path) -> SweepStory:
     """Return the story of the sweep in a folder, as far as it can be read."""
     table = read_table(folder) or SweepTable("", "")
     # one that never started is in the table alone
-    jobs: dict[object, JobStory] = {row.job: JobStory(row) for row in table.jobs}
-    for job_dir in job_folders(folder):
-        row = read_row(job_dir)
-        if table.sweep in ("", row.sweep):
-            has_story = (job_dir / "journal.jsonl").exists()
-            story = story_of(read_sources(job_dir)) if has_story else None
-            jobs[row.folder if row.job is None else row.job] = JobStory(row, story)
+    jobs = {row.job: JobStory(row) for row in table.jobs}
+    for row in read_rows(folder, table.sweep):
+        job_dir = Path(str(row.folder))
+        has_story = (job_dir / "journal.jsonl").exists()
+        story = story_of(read_sources(job_dir)) if has_story else None
+        jobs[row.job] = JobStory(row, story)
     rows = tuple(job.row for job in jobs.values())
     best = best_first(replace(table, jobs=rows))
-    places = {row.job: n for n, row in enumerate(r for p in best for r in p.rows)}
     wall = table.wall_seconds
     sentence = tally(rows)
     sentence += "." if wall is None else f" in {duration(wall)}."
@@ -112,12 +104,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        jobs=tuple(
-            sorted(
-                jobs.values(),
-                key=lambda job: places.get(job.row.job, len(places)),
-            )
-        ),
+        jobs=tuple(jobs[row.job] for point in best for row in point.rows),
     )
 
 
@@ -126,10 +113,10 @@ def sweep_page(sweep: SweepStory) -> str:
     reports = Reports(Path(sweep.folder))
     values, losses = [], []
     for job in sweep.jobs:
-        own = reports.values.get(-1 if job.row.job is None else job.row.job)
+        label, own = str(job.row.job), reports.values.get(job.row.job)
         curves = [tuple(own.items())] if own else []
-        values.append((job.label, curves, job.is_pruned))
-        losses.append((job.label, _losses(job.story), job.is_pruned))
+        values.append((label, curves, job.is_pruned))
+        losses.append((label, _losses(job.story), job.is_pruned))
     texts = differing([job.row for job in sweep.jobs])
     return render(
         "sweep.html.j2",
@@ -178,7 +165,7 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
     """Draw the value of each job over each parameter that differs, the most important first."""
     points: dict[str, list[tuple[str, float, bool]]] = {}
     for job in sweep.jobs:
-        value = last.get(job.row.job or 0) if job.is_pruned else job.row.value
+        value = last.get(job.row.job) if job.is_pruned else job.row.value
         for override in job.row.overrides if value is not None else ():
             key, _, text = override.partition("=")
             points.setdefault(key, []).append((text, value or 0.0, job.is_pruned))

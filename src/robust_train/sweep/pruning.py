@@ -30,7 +30,7 @@ class Reports:
         self._read: dict[int, int] = {}  # bytes of each job's journal
         for each in job_folders(folder):
             record = read_record(each)
-            if record is not None and record.job is not None:
+            if record is not None:
                 self.new(record.job, each)
 
     def begin(self, job: int, folder: Path) -> None:

@@ -49,12 +49,12 @@ class Status:
 class SweepJob:
     """One job of a sweep, as ``sweep.json`` has it; None if unknown or not yet."""
 
-    job: int | None  # its number
+    job: int  # its number
     overrides: tuple[str, ...]
     sweep: str = ""  # the launch of the sweep that ran it, or reused it
     status: str = Status.STARTED
     exit_code: int | None = None  # that of the job if it had run alone
-    attempts: int = 0
+    attempts: int = 0  # of all its launches
     devices: tuple[str, ...] = ()  # of the attempts, in order, each once
     batch_size: int | None = None  # micro-batch size of the last attempt
     step: int | None = None  # the last one that it reported, of `total_steps`
@@ -91,6 +91,22 @@ class SweepJob:
                 return value
         return None
 
+    def ended(
+        self,
+        status: str,
+        exit_code: int | None,
+        reason: str | None = None,
+        result: Any = None,
+    ) -> SweepJob:
+        """Return the job as it has ended."""
+        return replace(
+            self,
+            status=status,
+            exit_code=exit_code,
+            reason=reason,
+            result=result,
+        )
+
     def write(self, folder: Path) -> None:
         """Write it into its run folder, whole or not at all. Raises OSError."""
         write_json(folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2)
@@ -119,11 +135,8 @@ def begun(
         )
         # resumed anyway: put back into the queue, or left by another launcher
         resume = before == now and (resume or earlier.sweep == own.sweep)
-    if (
-        not resume
-        or earlier is None
-        or earlier.status not in (Status.COMPLETED, Status.PRUNED)
-    ):
+    is_over = earlier and earlier.status in (Status.COMPLETED, Status.PRUNED)
+    if not resume or not is_over or earlier is None:
         return own, resume
     mine = {n: getattr(own, n) for n in ("job", "overrides", "sweep", "trial")}
     return replace(earlier, **mine, reused=True), True
@@ -136,66 +149,51 @@ def read_record(folder: Path) -> SweepJob | None:
     return None
 
 
-def read_row(
+def read_row(folder: Path) -> SweepJob | None:
+    """Return the job in ``folder`` as it is now; None if there is none that can be read."""
+    record = read_record(folder)
+    return None if record is None else row_of(record, folder)
+
+
+def row_of(
+    job: SweepJob,
     folder: Path,
-    own: SweepJob | None = None,
     returncode: int | None = None,
 ) -> SweepJob:
-    """Return the job in ``folder`` as it stands, however it has ended.
-
-    Args:
-        folder: its run folder.
-        own: its record, should the folder have none.
-        returncode: of its process, for whoever knows that it has ended.
-    """
-    job = read_record(folder) or own or SweepJob(None, ())
+    """Return a job of which this is the record as it is now, however it has ended. ``returncode``
+    is of its process, for whoever knows that it has ended."""
+    summary, attempts = read_summary(folder), tuple[Attempt, ...]()
     job = replace(job, folder=str(folder))
-    summary = read_summary(folder)
-    attempts: tuple[Attempt, ...] = ()
     if summary is not None:
         attempts = summary.attempts
         job = replace(
             job,
-            attempts=len(attempts),
             wall_seconds=summary.wall_seconds,
             wait_seconds=summary.wait_seconds,
         )
     if job.status != Status.STARTED:
         pass  # recorded by its own process
     elif summary is not None:
-        code = (
-            143
-            if summary.status == Status.INTERRUPTED
-            else EXIT_CODES.get(summary.status)
-        )
-        job = replace(
-            job,
-            status=summary.status,
-            exit_code=1 if code is None else code,
-            reason=summary.reason or None,
-            result=summary.objective if summary.status == Status.COMPLETED else None,
+        status = summary.status
+        job = job.ended(
+            status,
+            EXIT_CODES.get(status, 143 if status == Status.INTERRUPTED else 1),
+            summary.reason,
+            summary.objective if status == Status.COMPLETED else None,
         )
     elif returncode is None and is_held(folder):
-        state = read_state(folder)
-        job = replace(job, status=Status.RUNNING)
+        job, state = replace(job, status=Status.RUNNING), read_state(folder)
         if state is not None and not state.is_final:
             job = replace(job, status=state.state)
-            if state.attempt is not None:
-                attempts = (state.attempt,)
-                job = replace(job, attempts=state.attempt.number)
+            attempts = (state.attempt,) if state.attempt else ()
     else:
-        status, code, reason = ending_of_process(returncode)
-        job = replace(
-            job,
-            status=status,
-            exit_code=code,
-            reason=reason,
-        )
+        job = job.ended(*ending_of_process(returncode))
     if not attempts:
         return job
     last = attempts[-1]
     return replace(
         job,
+        attempts=last.number,
         devices=tuple(dict.fromkeys(one.spec.device for one in attempts)),
         batch_size=last.spec.batch_size if last.spec.has_batch else None,
         step=last.step,
@@ -211,12 +209,8 @@ def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
         return Status.COMPLETED, 0, None
     signum = -returncode if returncode < 0 else returncode - 128
     if signum in INTERRUPTIONS:
-        name = signal_name(signum)
-        return (
-            Status.INTERRUPTED,
-            128 + signum,
-            f"interrupted by {name} before it had begun",
-        )
+        why = f"interrupted by {signal_name(signum)} before it had begun"
+        return Status.INTERRUPTED, 128 + signum, why
     if returncode < 0:
         return Status.DIED, 1, f"its process was killed by {signal_name(signum)}"
     why = f"its process ended with exit code {returncode} and without a summary"
@@ -225,8 +219,8 @@ def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
 
 def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
     """Return the rows of the jobs of this launch of a sweep; the folder may hold others."""
-    rows = [read_row(folder) for folder in job_folders(sweep_folder)]
-    return [row for row in rows if row.sweep == sweep]
+    rows = map(read_row, job_folders(sweep_folder))
+    return [row for row in rows if row is not None and row.sweep == sweep]
 
 
 def exit_code_of(rows: Sequence[SweepJob]) -> int:

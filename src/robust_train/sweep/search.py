@@ -106,7 +106,7 @@ class Search:
         over = {one.number for one in self._trials() if one.state.is_finished()}
         for folder in job_folders(self._folder):
             row = read_row(folder)
-            if row.trial in over and row.sweep != sweep.table.sweep:
+            if row and row.trial in over and row.sweep != sweep.table.sweep:
                 with contextlib.suppress(OSError):
                     replace(row, sweep=sweep.table.sweep, reused=True).write(folder)
 

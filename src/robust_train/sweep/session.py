@@ -101,16 +101,12 @@ class CurrentJob:
         self,
         status: str,
         exit_code: int | None,
-        **more: Any,
+        reason: str | None = None,
+        result: Any = None,
     ) -> None:
-        """Record the job's end, with its ``reason`` or ``result``. The first call counts."""
+        """Record the job's end. The first call counts."""
         if self.record is not None and self.runs:
-            self.record = replace(
-                self.record,
-                status=status,
-                exit_code=exit_code,
-                **more,
-            )
+            self.record = self.record.ended(status, exit_code, reason, result)
             self.write()
 
     def write(self) -> None:
@@ -148,9 +144,9 @@ class Sweep:
 
     def rows(self) -> list[SweepJob]:
         """Return the jobs so far, by number, with known ones that have left nothing on disk."""
-        rows: dict[int | None, SweepJob] = dict(self.known.items())
-        rows |= {row.job: row for row in read_rows(self.folder, self.table.sweep)}
-        return sorted(rows.values(), key=lambda row: (row.job is None, row.job or 0))
+        found = {row.job: row for row in read_rows(self.folder, self.table.sweep)}
+        rows = self.known | found
+        return [rows[number] for number in sorted(rows)]
 
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
@@ -243,7 +239,7 @@ class HydraSession:
         """Record the end of the job that Hydra has entered, if it did not complete."""
         self.note(exit_code)
         if self.job is not None:
-            self.job.ended(status, exit_code, reason=reason)
+            self.job.ended(status, exit_code, reason)
 
     def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
@@ -256,11 +252,11 @@ class HydraSession:
         """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
         ConfigError: a live sweep holds the folder, or it cannot be used; nothing was written."""
         self.finish()  # an earlier sweep of this process that an error has ended
-        subdir: Any = OmegaConf.to_container(config.hydra.sweep)["subdir"]  # type: ignore[call-overload,index]
-        if "${" not in str(subdir):
+        place: Any = OmegaConf.to_container(config.hydra.sweep)
+        if "${" not in str(place["subdir"]):
             raise ConfigError(
-                f"hydra.sweep.subdir={subdir}: each job needs a run folder of its own inside the "
-                "sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
+                f"hydra.sweep.subdir={place['subdir']}: each job needs a run folder of its own "
+                "inside the sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
             )
         folder = sweep_folder_of(config).resolve()
         launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
@@ -371,17 +367,17 @@ def prepare(config: DictConfig, folder: Path) -> CurrentJob:
     is not to run has ended."""
     if (problem := refusal(folder)) is not None:
         return CurrentJob(folder, refusal=problem)  # what a live job has there stays
-    number = OmegaConf.select(config, "hydra.job.num", throw_on_missing=False)
+    number = int(config.hydra.job.num)
     settings, sweep = unchecked(config), os.environ.get(SWEEP_VARIABLE, "")
     own = SweepJob(
         number,
         tuple(map(str, config.hydra.overrides.task)),
         sweep,
-        trial=None if number is None else number // _repeat(config),
+        trial=number // _repeat(config),
     )
     record, stays = begun(
         own,
-        None if read_record(folder) is None else read_row(folder),
+        read_row(folder),
         resume=settings.sweep_resume,
     )
     job = CurrentJob(folder, record)
@@ -401,7 +397,7 @@ def prepare(config: DictConfig, folder: Path) -> CurrentJob:
             job.refusal = f"{folder}: cannot move aside what it holds: {error.strerror}"
             return job
         if reason := _reason_not_to_start(sweep_folder_of(config), sweep, settings):
-            job.record = replace(record, status=Status.NOT_STARTED, reason=reason)
+            job.record = record.ended(Status.NOT_STARTED, None, reason)
             log.info("job %s is not started: %s", number, reason)
     else:
         log.info(

@@ -81,7 +81,7 @@ class Listed:
 
     def ended(self, row: SweepJob) -> None:
         """Leave the job to others; one that completed they find completed."""
-        self._claims.release(row.job or 0)
+        self._claims.release(row.job)
 
 
 def launch(

@@ -51,8 +51,7 @@ def best_first(table: SweepTable) -> list[Point]:
     """Return what a sweep has tried, the best first, what has no value last."""
     points: dict[int, list[SweepJob]] = {}
     for row in table.jobs:
-        if row.job is not None:
-            points.setdefault(row.job // table.repeat, []).append(row)
+        points.setdefault(row.job // table.repeat, []).append(row)
 
     def rank(point: Point) -> tuple[bool, float]:
         values = point.values
@@ -111,13 +110,13 @@ def _cells(
     of = "" if row.total_steps is None else f"/{row.total_steps}"
     wall = row.wall_seconds
     return [
-        "?" if row.job is None else row.job,
+        row.job,
         f"{row.status.replace('_', ' ')}{' earlier' if row.reused else ''}",
         row.attempts or None,
         ",".join(row.devices),
         row.batch_size,
         None if row.step is None else f"{row.step}{of}",
-        short_result(values.get(row.job or 0) if row.is_running else row.result),
+        short_result(values.get(row.job) if row.is_running else row.result),
         None if wall is None else f"{wall:.1f} s",
         overrides,
     ]
