@@ -346,9 +346,8 @@ def _lock_or_join(
     with the same overrides is joined. Without ``overrides`` it cannot be shared. Raises
     ConfigError: another sweep holds the folder."""
     id_, problem = uuid.uuid4().hex, None
-    for _ in range(
-        2
-    ):  # another launcher of a killed one's sweep may take it over just now
+    # twice: another launcher of a killed one's sweep may take it over just now
+    for _ in range(2):
         table, holder = read_table(folder), read_holder(folder)
         is_shared = table is not None and table.overrides == overrides
         if table and holder and is_shared and not holder.is_dead and is_held(folder):
@@ -383,13 +382,9 @@ def prepare(config: DictConfig, folder: Path) -> CurrentJob:
     job = CurrentJob(folder, record)
     if job.runs:
         try:
-            aside = (
-                None if stays or not folder.exists() else set_aside(folder, OF_HYDRA)
-            )
-            if aside is not None:
-                log.info(
-                    "what an earlier job left in this run folder is now in %s", aside
-                )
+            is_others = not stays and folder.exists()
+            if is_others and (aside := set_aside(folder, OF_HYDRA)):
+                log.info("what an earlier job left here is now in %s", aside)
             # else a job that dies early would seem to have ended as the one before it
             (folder / "summary.json").unlink(missing_ok=True)
         except OSError as error:
