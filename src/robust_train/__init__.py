@@ -17,20 +17,24 @@ if TYPE_CHECKING:
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
     from robust_train.launcher.job import launch
-    from robust_train.memory import (
-        GPUMemoryContext,
+    from robust_train.memory.clearing import (
         cleanup_model_memory,
         clear_cuda_memory,
         clear_gpu_memory,
+    )
+    from robust_train.memory.cuda import (
         enable_memory_efficient_settings,
+        set_memory_fraction,
+    )
+    from robust_train.memory.stats import (
+        GPUMemoryContext,
         get_cuda_memory_info,
         get_gpu_memory_stats,
         log_gpu_memory_stats,
         print_cuda_memory_info,
         reset_peak_memory_stats,
-        safe_tensor_to_cpu,
-        set_memory_fraction,
     )
+    from robust_train.memory.tensors import safe_tensor_to_cpu
     from robust_train.model.errors import (
         AttemptsExhausted,
         ConfigError,
@@ -76,12 +80,13 @@ _NAMES = {
     "failures": "classify_exit classify_failure",
     "gpu.select": "find_best_device",
     "launcher.job": "launch",
-    "memory": (
-        "GPUMemoryContext cleanup_model_memory clear_cuda_memory clear_gpu_memory "
-        "enable_memory_efficient_settings get_cuda_memory_info get_gpu_memory_stats "
-        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats safe_tensor_to_cpu "
-        "set_memory_fraction"
+    "memory.clearing": "cleanup_model_memory clear_cuda_memory clear_gpu_memory",
+    "memory.cuda": "enable_memory_efficient_settings set_memory_fraction",
+    "memory.stats": (
+        "GPUMemoryContext get_cuda_memory_info get_gpu_memory_stats log_gpu_memory_stats "
+        "print_cuda_memory_info reset_peak_memory_stats"
     ),
+    "memory.tensors": "safe_tensor_to_cpu",
     "step.batcher": "MicroBatcher",
     "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
     "step.probing": "FoundBatchSize find_batch_size",

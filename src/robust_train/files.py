@@ -102,7 +102,24 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._has_warned = False
         self._after_torn_line = self._ends_torn()
+
+    def try_append(self, data: bytes) -> bool:
+        """Append whole lines; return whether that was possible. A disk that is full or gone costs
+        one warning."""
+        try:
+            self.append(data)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "cannot write %s: %s; training goes on",
+                    self._path,
+                    error.strerror,
+                )
+            return False
+        return True
 
     def append(self, data: bytes) -> None:
         """Append whole lines. Raises OSError."""

@@ -103,7 +103,7 @@ def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_n
     tmp_path: Path,
 ):
     assert parse('{"event": "report", "value": 0.5, "step": 3}') == ValueReported(0.5, 3)
-    with pytest.raises(NotUnderstood, match="report needs value, a number"):
+    with pytest.raises(NotUnderstood, match="report: ValueReported needs value"):
         parse('{"event": "report", "step": 3}')
     reported: list[Event] = []
     run = Run(run_dir=tmp_path, report=reported.append)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from robust_train.memory import cleanup_model_memory, clear_gpu_memory, largest_tensors
+from robust_train import cleanup_model_memory, clear_gpu_memory
+from robust_train.memory.tensors import largest_tensors
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import warm
+from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
-from robust_train.memory import set_memory_fraction
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(
@@ -34,7 +34,7 @@ def test_without_cuda_a_share_of_the_host_is_the_limit_and_beyond_it_memory_runs
         """
         import json, resource
         import torch
-        from robust_train.memory import set_memory_fraction
+        from robust_train import set_memory_fraction
         from robust_train.host.memory import read_host_memory
         total = read_host_memory().total
         limit = set_memory_fraction((read_host_memory().data + 200 * 2**20) / total)
@@ -105,7 +105,7 @@ def test_the_allocator_of_this_torch_takes_the_setting_at_run_time() -> None:
 
 
 def test_a_limit_is_told_in_mib() -> None:
-    from robust_train.memory import MemoryLimit
+    from robust_train.memory.cuda import MemoryLimit
 
     limit = MemoryLimit("cuda:0", 0.5, 512 * MIB, 1024 * MIB, 600 * MIB)
     assert limit.description == (

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
+from robust_train import GPUMemoryContext, reset_peak_memory_stats
 from robust_train.host import memory as host
-from robust_train.memory import GPUMemoryContext, reset_peak_memory_stats
 from simulated_nvml import MIB
 
 pytestmark = pytest.mark.skipif(

@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from robust_train import save_checkpoint
 from robust_train.folder.checkpoints import CheckpointError
-from robust_train.memory import safe_tensor_to_cpu
-from robust_train.memory.tensors import picked_out
+from robust_train.memory.tensors import picked_out, safe_tensor_to_cpu
 
 Pair = namedtuple("Pair", "first second")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from robust_train import memory
+import robust_train as memory
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.run import Run
 from robust_train.config.schema import MemoryConfig, RobustConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from live_folder import change_json, open_folder
 
-from robust_train.folder.checkpoints import record_checkpoint
+from robust_train.folder.checkpoints import Manifest, record_checkpoint
 from robust_train.folder.identity import begin_job, complete_job, count_launch
 from robust_train.folder.requests import REQUESTS, request_sweep_stop
 from robust_train.folder.run_list import read_run
@@ -29,7 +29,7 @@ def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
         path = run_dir / "checkpoints" / "last.pt"
         path.parent.mkdir(exist_ok=True)
         path.write_text(str(saves))
-        record_checkpoint(path.parent, path, job=job, attempt=1, step=saves, seconds=None)
+        record_checkpoint(path.parent, Manifest(job, 1, saves, path))
     return job
 
 

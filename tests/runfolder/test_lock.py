@@ -149,17 +149,6 @@ def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(
         RunLock(tmp_path, "0-bbbbbb").release()
 
 
-def test_a_job_of_version_0_2_is_respected_while_its_launcher_lives(tmp_path: Path):
-    RunLock(tmp_path, "0-aaaaaa").release()  # leaves this process's name
-    with (tmp_path / "lock").open() as old:
-        fcntl.flock(old, fcntl.LOCK_EX)
-        assert is_held(tmp_path)
-        with pytest.raises(ConfigError, match="is in use by the job of"):
-            RunLock(tmp_path, "0-bbbbbb")
-        change_json(tmp_path / "lock", process_started=1.0)
-    assert is_held(tmp_path) is False
-
-
 @pytest.mark.usefixtures("short_lease")
 def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
     held = RunLock(tmp_path, "0-aaaaaa")

@@ -13,7 +13,7 @@ from command_world import CommandWorld
 from disks import fill, small_disk
 from robust_train.attempt.checkpoints import CheckpointFolder
 from robust_train.attempt.run import Run
-from robust_train.folder.checkpoints import read_manifests, record_checkpoint, why_full
+from robust_train.folder.checkpoints import Manifest, read_manifests, record_checkpoint, why_full
 from robust_train.folder.identity import begin_job, wait_until_readable
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
 from world import World
@@ -30,7 +30,7 @@ def test_a_full_disk_keeps_no_job_from_resuming(disk: Path):
     path = disk / "checkpoints" / "step-5.bin"
     path.parent.mkdir()
     path.write_text("5")
-    record_checkpoint(path.parent, path, job=job, attempt=1, step=5, seconds=None)
+    record_checkpoint(path.parent, Manifest(job, 1, 5, path))
     fill(disk)
     begun = begin_job(disk, resume=True, max_launches=3)
     assert (begun.job, begun.checkpoint) == (job, path)

@@ -102,9 +102,13 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
         unfinished.mkdir(parents=True)
         torch.save([weights], unfinished / "of-rank-1.pt")
 
-    other.save_files(unfinished, 1, keep=1, write=write_other, publish=publish)
+    other.try_to_save(
+        lambda: other.checkpoints(1).save_files(unfinished, 1, write=write_other, publish=publish)
+    )
     assert (unfinished / "of-rank-1.pt").exists(), "the first rank meets it and waits for no more"
-    run.save_files(unfinished, 1, keep=1, write=write, publish=publish)
+    run.try_to_save(
+        lambda: run.checkpoints(1).save_files(unfinished, 1, write=write, publish=publish)
+    )
     weights += 1
     assert not whole.exists()
     may_write.set()

@@ -12,7 +12,13 @@ from robust_train.attempt.cadence import Saving
 from robust_train.attempt.guard import Losses
 from robust_train.attempt.run import Run
 from robust_train.config.schema import DivergenceConfig
-from robust_train.folder.checkpoints import newest_checkpoint, of_job, record_checkpoint, rotate
+from robust_train.folder.checkpoints import (
+    Manifest,
+    newest_checkpoint,
+    of_job,
+    record_checkpoint,
+    rotate,
+)
 from robust_train.model.errors import Spoiled
 
 TRAINER = "trainer._target_=diverging_trainers.train"
@@ -161,7 +167,7 @@ def saved(folder, *checkpoints):
         path = folder / f"step-{step}.pt"
         path.parent.mkdir(exist_ok=True)
         path.write_text("content")
-        record_checkpoint(folder, path, job="j", attempt=1, step=step, seconds=None, loss=loss)
+        record_checkpoint(folder, Manifest("j", 1, step, path, loss=loss))
 
 
 @pytest.mark.parametrize(

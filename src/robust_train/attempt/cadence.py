@@ -209,18 +209,17 @@ class Saving:
         """Write the manifest of the complete checkpoint at ``path``, if it is good."""
         seconds, self.owed = self.clock.saved(step), None
         if self.job is not None and is_good:
-            self._unlisted[path] = partial(
-                record_checkpoint,
-                self.folder,
+            manifest = Manifest(
+                self.job,
+                self._attempt,
+                step,
                 path,
-                job=self.job,
-                attempt=self._attempt,
-                step=step,
                 seconds=seconds,
                 loss=loss,
                 position=position,
                 content=self._contents.pop(path, None),
             )
+            self._unlisted[path] = partial(record_checkpoint, self.folder, manifest)
             self._list()
 
     def _list(self) -> None:

@@ -150,7 +150,9 @@ class CheckpointFolder:
         ``path``; ``publish`` turns them into a whole one, whose path it returns.
 
         What is passed to ``torch.save`` and safetensors is copied, and written while training goes
-        on, unless ``at_once``. Raises CheckpointError, also for the one before; nothing is left."""
+        on, unless ``at_once``. All ranks have to call it; all but the first write at once, so that
+        it knows when their files are there. Raises CheckpointError, also for the one before;
+        nothing is left."""
         self.report_written(wait=True)
         owed: list[Callable[[], None]] = []
 
@@ -161,6 +163,7 @@ class CheckpointFolder:
             else:
                 owed.append(partial(save, *copied.values()))
 
+        at_once |= not self._run.is_main
         copying = nullcontext() if at_once else saving_files(later)
 
         def complete() -> Path:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from robust_train.attempt.asked import Asked
 from robust_train.attempt.cadence import Saving
@@ -44,15 +44,13 @@ from robust_train.model.events import (
 from robust_train.model.failure import Clue, Failure
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
-    from typing_extensions import Unpack
 
     from robust_train.attempt.checkpoints import CheckpointFolder
     from robust_train.config.schema import RobustConfig
     from robust_train.model.spec import AttemptSpec
     from robust_train.policy.sizes import BatchSearch
-    from robust_train.step.batcher import ForwardOptions, MicroBatcher, StepOptions
+    from robust_train.step.batcher import MicroBatcher
     from robust_train.step.rewind import Models
 
 log = logging.getLogger("robust_train")
@@ -317,22 +315,6 @@ class Run(Asked):
             )
         return self._micro_batcher
 
-    @overload
-    def backward(
-        self,
-        loss_of: Callable[[Any], Tensor],
-        batch: Any,
-        model: Models = None,
-        **options: Unpack[StepOptions],
-    ) -> Tensor: ...
-    @overload
-    def backward(
-        self,
-        loss_of: Callable[[Any], tuple[Tensor, T]],
-        batch: Any,
-        model: Models = None,
-        **options: Unpack[StepOptions],
-    ) -> tuple[Tensor, list[T]]: ...
     def backward(
         self,
         loss_of: Callable[[Any], Any],
@@ -403,7 +385,7 @@ class Run(Asked):
         function: Callable[[Any], T],
         batch: Any,
         model: Models = None,
-        **options: Unpack[ForwardOptions],
+        **options: Any,
     ) -> list[T]:
         """Return what ``function`` returns for the parts of a batch, in order::
 
@@ -516,41 +498,18 @@ class Run(Asked):
         self.saving.clock.begin(step)
         self.speed.pause()
         is_first = self._folder is None
-        folder = self._checkpoints(keep, suffix)
+        folder = self.checkpoints(keep, suffix)
         if is_first:
             folder.remove_leftovers()
         self.try_to_save(lambda: folder.save_from_copy(content, step))
 
-    def save_files(
-        self,
-        path: Path,
-        step: int,
-        *,
-        keep: int,
-        write: Callable[[], object],
-        publish: Callable[[], Path],
-        at_once: bool = False,
-    ) -> None:
-        """Save a checkpoint of many files that a framework's ``write`` makes in the folder
-        ``path``, as above, or ``at_once``; ``publish`` turns them into a whole one, whose path it
-        returns. The newest ``keep`` stay; 0: the framework removes old ones. All ranks have to
-        call it; all but the first write at once, so that it knows when their files are there."""
-        folder = self._checkpoints(keep)
-        self.try_to_save(
-            lambda: folder.save_files(
-                path,
-                step,
-                write=write,
-                publish=publish,
-                at_once=at_once or not self.is_main,
-            )
-        )
-
-    def _checkpoints(
+    def checkpoints(
         self,
         keep: int,
         suffix: str = ".pt",
     ) -> CheckpointFolder:
+        """Return what writes and reports checkpoints; the newest ``keep`` stay; 0: who writes them
+        removes old ones. Call it within :meth:`try_to_save`."""
         from robust_train.attempt.checkpoints import CheckpointFolder
 
         if self._folder is None:

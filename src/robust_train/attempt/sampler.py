@@ -44,11 +44,9 @@ class SampleFile:
     _MOST_HELD = 200
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._file = LineFile(path)
         self._spacing = Spacing()
         self._held: deque[bytes] = deque(maxlen=self._MOST_HELD)
-        self._warned = False
 
     def add(self, sample: Sample) -> None:
         """Write one more sample, or keep it until :meth:`flush`."""
@@ -59,26 +57,14 @@ class SampleFile:
             sample.time,
         ):
             self._held.clear()
-            self._write(line)
+            self._file.try_append(line)
         else:
             self._held.append(line)
 
     def flush(self) -> None:
         """Write the samples since the last one that is in the file."""
-        self._write(b"".join(self._held))
+        self._file.try_append(b"".join(self._held))
         self._held.clear()
-
-    def _write(self, lines: bytes) -> None:
-        try:
-            self._file.append(lines)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "cannot write %s: %s; training goes on",
-                    self._path,
-                    error.strerror,
-                )
 
 
 @functools.lru_cache(maxsize=1)

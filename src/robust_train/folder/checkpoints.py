@@ -72,11 +72,11 @@ class Manifest:
     job: str  # identity of the job that saved it, see identity
     attempt: int  # number of the attempt that saved it
     step: int | None  # optimizer steps done, None if the trainer reported none
-    time: float  # when it was complete, seconds since the epoch
     path: Path  # absolute; in the file relative to the manifest where it lies beside it
-    kind: str  # `file` or `directory`
-    files: int  # how many files it has
-    bytes: int  # their size altogether
+    time: float = 0.0  # when it was complete, seconds since the epoch
+    kind: str = ""  # `file` or `directory`
+    files: int = 0  # how many files it has
+    bytes: int = 0  # their size altogether
     # for how long saving held training up, None if it was not measured
     seconds: float | None = None
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
@@ -97,39 +97,23 @@ class Manifest:
         return self.attempt, -1 if self.step is None else self.step, self.time
 
 
-def record_checkpoint(
-    folder: Path,
-    path: Path,
-    *,
-    job: str,
-    attempt: int,
-    step: int | None,
-    seconds: float | None,
-    loss: str = "unknown",
-    position: Position = START,
-    content: int | None = None,
-) -> None:
-    """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk.
-    ``path`` is in ``folder``, the run's folder of checkpoints, or anywhere else. Raises OSError if
-    it is not there, or the manifest cannot be written."""
-    path = path.absolute()
+def record_checkpoint(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a complete checkpoint, with its time, size and checksum, once the
+    checkpoint itself is on the disk: in ``folder``, the run's folder of checkpoints, or anywhere
+    else. Raises OSError if it is not there, or the manifest cannot be written."""
+    path, job = manifest.path.absolute(), manifest.job
     sync_all(path)
     # the clock may have been set back
     latest = max((one.time for one in of_job(folder, job)), default=0.0)
-    now = round(max(time.time(), latest + 1e-6), 6)
-    size = size_of(path)
-    manifest = Manifest(
-        job,
-        attempt,
-        step,
-        now,
-        path,
-        *size,
-        seconds=seconds,
-        loss=loss,
-        position=position,
+    kind, files, size = size_of(path)
+    manifest = replace(
+        manifest,
+        path=path,
+        time=round(max(time.time(), latest + 1e-6), 6),
+        kind=kind,
+        files=files,
+        bytes=size,
         checksum=checksum_of(path),
-        content=content,
     )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
@@ -268,19 +252,7 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             changed.path,
         )
         return changed
-    return _unlisted(
-        folder,
-        Manifest(
-            job,
-            0,
-            -1,
-            0.0,
-            folder / _OURS,
-            "",
-            0,
-            0,
-        ),
-    )
+    return _unlisted(folder, Manifest(job, 0, -1, folder / _OURS))
 
 
 _OURS = "step-0.pt"
@@ -303,15 +275,7 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
         if whole_by_form(path) and damage_in(path, reads=True) is None:
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
             step = None if known.step is None else max(its_numbers[-1], known.step + 1)
-            size = size_of(path)
-            return Manifest(
-                known.job,
-                known.attempt,
-                step,
-                known.time,
-                path,
-                *size,
-            )
+            return Manifest(known.job, known.attempt, step, path, known.time)
     return None
 
 

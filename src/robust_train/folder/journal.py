@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from robust_train.model.events import (
     parse,
 )
 from robust_train.model.json import MalformedEvent
-
-log = logging.getLogger("robust_train")
 
 _MOST_OWED = 100
 
@@ -37,7 +34,6 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._has_warned = False
         self._file = LineFile(path)
         self._spacing = Spacing()
         self._held: dict[str, bytes] = {}
@@ -69,19 +65,10 @@ class Journal:
             held = b"".join(self._held.values())
             self._held.clear()
         matters = not event.is_frequent or isinstance(event, CheckpointSaved)
-        try:
-            self._file.append(b"".join((*self._owed, held, line)))
+        if self._file.try_append(b"".join((*self._owed, held, line))):
             self._owed.clear()
-        except OSError as error:
-            if matters and len(self._owed) < _MOST_OWED:
-                self._owed.append(line)
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "cannot write %s: %s; training goes on",
-                    self.path,
-                    error.strerror,
-                )
+        elif matters and len(self._owed) < _MOST_OWED:
+            self._owed.append(line)
 
 
 def _kind_of(event: Event) -> str:

@@ -28,7 +28,6 @@ from robust_train.gpu.processes import (
 )
 from robust_train.host.linux import (
     end_processes_of,
-    is_flocked,
     is_locked,
     lock,
     marked_processes,
@@ -56,7 +55,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class Holder:
     """The content of a lock: the launcher that holds it since ``since``, and its job's id.
     ``process_started`` is the start time of process ``pid``, in seconds since boot: the clock may
-    be set meanwhile. ``pid_namespace`` is where its process has that number; empty: version 0.2."""
+    be set meanwhile. ``pid_namespace`` is where its process has that number."""
 
     host: str
     pid: int
@@ -64,15 +63,13 @@ class Holder:
     since: float
     user: str
     job: str
-    pid_namespace: str = ""
+    pid_namespace: str
 
     @property
     def is_here(self) -> bool:
         """Whether this process numbers processes as the launcher does."""
-        return self.host == socket.gethostname() and self.pid_namespace in (
-            "",
-            own_pid_namespace(),
-        )
+        is_same = self.pid_namespace == own_pid_namespace()
+        return is_same and self.host == socket.gethostname()
 
     @property
     def process(self) -> psutil.Process | None:
@@ -117,7 +114,7 @@ class RunLock:
             if os.fstat(self._fd).st_uid == os.geteuid():
                 os.fchmod(self._fd, 0o600)  # version 0.2 made it readable for all
             fd = self._fd
-            _wait_until(lambda: not _is_held_by_0_2(fd) and lock(fd), run_dir)
+            _wait_until(lambda: lock(fd), run_dir)
         except ConfigError:
             self.release()
             raise
@@ -168,7 +165,7 @@ def is_held(run_dir: Path) -> bool | None:
     except OSError:
         return None
     try:
-        return is_locked(fd) or _is_held_by_0_2(fd)
+        return is_locked(fd)
     except OSError:
         return None
     finally:
@@ -262,15 +259,6 @@ def _end_leftovers(holder: Holder | None) -> None:
         ORPHAN_SECONDS,
     ):
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
-
-
-def _is_held_by_0_2(fd: int) -> bool:
-    """Return whether a job of version 0.2, whose lock was a ``flock``, is alive in the folder.
-
-    Another user may hold a ``flock`` as well, so it counts only while the launcher lives.
-    """
-    holder = _parse(os.pread(fd, _MAX_BYTES, 0))
-    return holder is not None and holder.process is not None and is_flocked(fd)
 
 
 def _in_use(run_dir: Path, holder: Holder | None) -> str:

@@ -30,6 +30,7 @@ from robust_train.config.placeholders import RUN_DIR_VARIABLE
 from robust_train.config.values import is_secret
 from robust_train.files import read_object, write_json
 from robust_train.gpu.bounded import printed_by
+from robust_train.gpu.inventory import read_inventory
 from robust_train.model.events import Json
 from robust_train.model.gpu import Group
 
@@ -182,10 +183,7 @@ class Provenance:
                 "executable": sys.executable,
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
-                "driver": _found(
-                    r"Kernel Module\D*?([\d.]+)",
-                    "/proc/driver/nvidia/version",
-                ),
+                "driver": read_inventory(processes=False).driver_version,
                 "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
                 "variables": public_variables(os.environ),
                 "packages": packages,
@@ -255,18 +253,6 @@ def _packages() -> dict[str, str]:
             )
             found.setdefault(fields["Name"], fields["Version"])
     return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
-
-
-def _found(pattern: str, file: str | Path) -> str | None:
-    """Return what a pattern finds in a file."""
-    with contextlib.suppress(OSError):
-        found = re.search(
-            pattern,
-            Path(file).read_text(),
-            re.M,
-        )
-        return found and found[1]
-    return None
 
 
 _OURS = ("robust-train", "robust_train.cli.main")

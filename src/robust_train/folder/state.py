@@ -222,6 +222,7 @@ class StateFile:
 
 
 SUMMARY_FILE = "summary.json"
+_NOT_IN_FILE = ("run_dir", "earlier_seconds", "error")
 
 
 @dataclass(frozen=True)
@@ -295,16 +296,14 @@ class Summary:
         content: dict[str, Json] = strict_json(
             {
                 "schema": SCHEMA,
-                "status": self.status,
-                "reason": self.reason,
-                "result": self.result,
+                **{
+                    name: as_json(value)
+                    for name, value in vars(self).items()
+                    if name not in _NOT_IN_FILE
+                },
                 "wall_seconds": _rounded(self.wall_seconds),
                 "wait_seconds": _rounded(self.wait_seconds),
-                "goodput": self.goodput,
                 "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-                "environment": self.environment,
-                "advice": self.advice,
-                "attempts": [attempt.as_json() for attempt in self.attempts],
             }
         )
         return content

@@ -277,18 +277,6 @@ def is_locked(fd: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def is_flocked(fd: int) -> bool:
-    """Return whether another opened file holds an exclusive ``flock``, as version 0.2 did."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return True
-    except OSError:  # no such locks here
-        return False
-    return False
-
-
 def _request(kind: int, byte: int | None = None) -> bytes:
     start, length = (0, 0) if byte is None else (byte, 1)  # 0: up to the end
     return _FLOCK.pack(

@@ -188,12 +188,13 @@ class RobustLoop:
         if of_all_ranks(is_there)[0]:
             return
         self._saved_step = self.step
-        self.run.save_files(
-            unfinished,
-            self.step,
-            keep=self._cfg.keep_checkpoints,
-            write=lambda: self.accelerator.save_state(str(unfinished)),
-            publish=lambda: unfinished.rename(path),
+        self.run.try_to_save(
+            lambda: self.run.checkpoints(self._cfg.keep_checkpoints).save_files(
+                unfinished,
+                self.step,
+                write=lambda: self.accelerator.save_state(str(unfinished)),
+                publish=lambda: unfinished.rename(path),
+            )
         )
 
     def state_dict(self) -> dict[str, object]:

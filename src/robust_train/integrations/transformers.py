@@ -320,13 +320,14 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             unfinished.rename(mark)
             return path
 
-        self.run.save_files(
-            path,
-            state.global_step,
-            keep=0,
-            write=write_all,
-            publish=publish,
-            at_once=args.push_to_hub,
+        self.run.try_to_save(
+            lambda: self.run.checkpoints(keep=0).save_files(
+                path,
+                state.global_step,
+                write=write_all,
+                publish=publish,
+                at_once=args.push_to_hub,
+            )
         )
 
     def on_save(

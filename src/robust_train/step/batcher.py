@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar, overload
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,27 +36,9 @@ from robust_train.step.splitting import (
 
 log = logging.getLogger("robust_train")
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 T = TypeVar("T")
 S = TypeVar("S", bound=Step[Any])
 Backward = Callable[[Tensor], object]
-
-
-class ForwardOptions(TypedDict, total=False):
-    """Options of :meth:`MicroBatcher.forward`."""
-
-    split: Split | None
-    length: Length | None
-
-
-class StepOptions(ForwardOptions, total=False):
-    """Options of :meth:`MicroBatcher.backward`, which explains them."""
-
-    count: Count | None
-    backward: Backward | None
-    training: bool
 
 
 LOOP_IS_GONE = (
@@ -127,22 +109,6 @@ class MicroBatcher:
         """Most samples in one pass of training, None as long as that is the whole batch."""
         return self._training.current
 
-    @overload
-    def backward(
-        self,
-        loss_of: Callable[[Any], Tensor],
-        batch: Any,
-        model: Models = None,
-        **options: Unpack[StepOptions],
-    ) -> Tensor: ...
-    @overload
-    def backward(
-        self,
-        loss_of: Callable[[Any], tuple[Tensor, T]],
-        batch: Any,
-        model: Models = None,
-        **options: Unpack[StepOptions],
-    ) -> tuple[Tensor, list[T]]: ...
     def backward(
         self,
         loss_of: Callable[[Any], Any],

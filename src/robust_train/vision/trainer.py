@@ -354,13 +354,14 @@ class Training:
             )
 
         try:
-            return self.run.backward(
+            loss: Tensor = self.run.backward(
                 loss_of_part,
                 batch,
                 self.model,
                 length=lambda _: samples,
                 backward=lambda loss: torch.autograd.backward(scaler.scale(loss)),
             )
+            return loss
         except Exception as error:
             # of a sharded model all ranks have to save
             can_save = not self.is_sharded or isinstance(error, RankFailure)

@@ -47,6 +47,14 @@ ReportLine = Callable[[dict[str, events.Json]], None]
 
 _LARGEST_LINE = 50_000
 _ADDED_FIELDS = frozenset({"event", "attempt", "time"})
+_DOCUMENTED = {
+    "progress": "progress",
+    "started": "training_started",
+    "training_started": "training_started",
+    "checkpoint": "checkpoint",
+    "report": "report",
+}
+"""Which event of ours is meant by an event of a script's."""
 _OF_A_RUN = frozenset(
     {
         "micro_batch_changed",
@@ -96,25 +104,8 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
     fields = {
         key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS
     }
-    if name == "progress":
-        total = _count(fields, "total_steps", name) if fields.get("total_steps") else 0
-        return events.Progress(
-            _count(fields, "step", name),
-            total or None,
-            _metrics(fields),
-        )
-    if name in ("started", "training_started"):
-        return events.TrainingStarted(_count(fields, "step", name))
-    if name == "checkpoint":
-        path, step = fields.get("path"), fields.get("step")
-        if not (isinstance(path, str) and path):
-            raise NotUnderstood("checkpoint needs path, a string")
-        return events.CheckpointSaved(path, step if type(step) is int else None)
-    if name == "report":
-        value = fields.get("value")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise NotUnderstood("report needs value, a number")
-        return events.ValueReported(float(value), _count(fields, "step", name))
+    if name in _DOCUMENTED:
+        return _documented(name, fields)
     if name == "result":
         if "value" not in fields:
             raise NotUnderstood("result needs value")
@@ -147,15 +138,24 @@ def _metrics(fields: Mapping[str, events.Json]) -> dict[str, float]:
     }
 
 
-def _count(
-    fields: Mapping[str, events.Json],
-    key: str,
-    event: str,
-) -> int:
-    value = fields.get(key)
-    if type(value) is not int or value < 0:
-        raise NotUnderstood(f"{event}: {key} must be an integer of 0 or more")
-    return value
+def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
+    step = fields.get("step")
+    if isinstance(step, int) and step < 0:
+        raise NotUnderstood(f"{name}: step must be an integer of 0 or more")
+    if name == "progress":
+        fields |= {
+            "total_steps": fields.get("total_steps") or None,
+            "metrics": _metrics(fields),
+        }
+    elif name == "checkpoint":
+        fields = {
+            "path": fields.get("path") or None,
+            "step": step if type(step) is int else None,
+        }
+    try:
+        return events.parse({**fields, "event": _DOCUMENTED[name]})
+    except events.MalformedEvent as error:
+        raise NotUnderstood(f"{name}: {error}") from None
 
 
 class LineReader:
