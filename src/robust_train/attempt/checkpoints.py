@@ -19,7 +19,7 @@ from collections.abc import (
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from errno import EINVAL, ENOENT, ESTALE
+from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,6 +45,7 @@ from robust_train.folder.checkpoints import (
     read_manifests,
     size_of,
     sync_all,
+    why_full,
     write_atomically,
 )
 from robust_train.folder.identity import wait_until_readable
@@ -189,9 +190,15 @@ class CheckpointFolder:
         except Exception as error:
             if not is_of_disk(error):
                 raise
+            why = first_line(error)
+            # torch's writer of files does not say why
+            if not isinstance(error, OSError) and why_full(
+                self._run.run_dir, str(path)
+            ):
+                why = os.strerror(ENOSPC)
             if self._run.is_main:
                 shutil.rmtree(path, ignore_errors=True)
-            raise CheckpointError(f"cannot write {path}: {first_line(error)}") from None
+            raise CheckpointError(f"cannot write {path}: {why}") from None
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
         self._in_flight = _InFlight(step, self._run.position, _in_background(write))
