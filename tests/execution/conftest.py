@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,9 +33,7 @@ class Attempts:
         self.run_dir.mkdir()
         self.events: list[Event] = []
 
-    def run(
-        self, path: str, /, *, on_event: Callable[[Event], None] = lambda event: None, **keys: Any
-    ) -> Attempt:
+    def run(self, path, /, *, on_event=lambda event: None, **keys):
         """Run the trainer at ``path`` once, with these keys of the config."""
 
         attempt = Attempt(1, AttemptSpec((), 8, 1))

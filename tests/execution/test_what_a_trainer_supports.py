@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -39,11 +37,7 @@ class Declares:
         return logs_all_keys(cfg) or reads_nothing(cfg)
 
 
-def events_of(
-    trainer: object,
-    folder: Path,
-    begins: Callable[[Callable[[], None]], object] = lambda stop: None,
-) -> list[Event]:
+def events_of(trainer, folder, begins=lambda stop: None):
     cfg = complete({"device": "cpu", "memory": {"sample_interval_ms": 0}})
     events: list[Event] = []
     request = AttemptRequest(

@@ -73,9 +73,7 @@ def test_every_process_on_every_gpu_has_a_row(machine_with: MachineWith) -> None
     assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
 
 
-def test_without_a_driver_the_reason_and_the_host_s_memory_are_told(
-    machine_with: MachineWith,
-) -> None:
+def test_without_a_driver_the_reason_and_the_host_s_memory_are_told(machine_with):
     process = machine_with().start(SHOW)
     out, _ = process.communicate(timeout=60)
     first, second, _ = out.splitlines()
@@ -122,9 +120,7 @@ def test_a_terminal_is_told_how_to_use_the_lines_and_programs_get_json() -> None
 
 
 @pytest.mark.parametrize("arguments", [("memory", "info"), ("cleanup", "--stats-only")])
-def test_without_a_live_run_info_shows_the_machine(
-    machine_with: MachineWith, alone, arguments
-) -> None:
+def test_without_a_live_run_info_shows_the_machine(machine_with, alone, arguments):
     environ = alone(machine_with(Gpu(compute=[(2**30, 700)])))
     done = run(environ, *arguments)
     assert done.returncode == 0

@@ -71,9 +71,7 @@ def run(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
     return warm.robust_train("memory", "kill", *arguments, environ=machine.environment())
 
 
-def test_own_cuda_processes_are_shown_and_ended_once_the_user_says_yes(
-    cuda_machine_with: MachineWith, start
-) -> None:
+def test_own_cuda_processes_are_shown_and_ended_once_the_user_says_yes(cuda_machine_with, start):
     machine = cuda_machine_with(Gpu(), Gpu())
     process = start(machine)
     machine.update(0, compute=[(process.pid, 700)])
@@ -92,9 +90,7 @@ def test_own_cuda_processes_are_shown_and_ended_once_the_user_says_yes(
 @pytest.mark.parametrize(
     ("answer", "exit_code"), [("n\n", 1), ("yess\n", 1), ("\x04", 1), ("\x03", 130)]
 )
-def test_any_other_answer_ends_nothing(
-    cuda_machine_with: MachineWith, start, answer: str, exit_code: int
-) -> None:
+def test_any_other_answer_ends_nothing(cuda_machine_with, start, answer, exit_code):
     machine = cuda_machine_with(Gpu())
     process = start(machine)
     machine.update(0, compute=[(process.pid, 700)])
@@ -126,9 +122,7 @@ def test_a_pipe_has_to_pass_yes(cuda_machine_with: MachineWith, start) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_who_ignores_sigterm_is_killed_and_others_are_not(
-    cuda_machine_with: MachineWith, start
-) -> None:
+def test_who_ignores_sigterm_is_killed_and_others_are_not(cuda_machine_with, start):
     machine = cuda_machine_with(Gpu())
     polite, stubborn, bystander = start(machine), start(machine, "stubborn"), start(machine)
     machine.update(0, compute=[(polite.pid, 1), (stubborn.pid, None)])
@@ -144,9 +138,7 @@ def test_who_ignores_sigterm_is_killed_and_others_are_not(
     assert bystander.poll() is None
 
 
-def test_what_it_was_started_from_is_neither_shown_nor_ended(
-    cuda_machine_with: MachineWith,
-) -> None:
+def test_what_it_was_started_from_is_neither_shown_nor_ended(cuda_machine_with):
     machine = cuda_machine_with(Gpu(compute=[(os.getpid(), 700)]))
     done = run(machine, "--yes")
     assert done.returncode == 0
@@ -156,9 +148,7 @@ def test_what_it_was_started_from_is_neither_shown_nor_ended(
     assert "what it was started from" in done.stderr
 
 
-def test_what_is_no_cuda_process_is_refused_and_then_nobody_is_ended(
-    cuda_machine_with: MachineWith, start
-) -> None:
+def test_what_is_no_cuda_process_is_refused_and_then_nobody_is_ended(cuda_machine_with, start):
     machine = cuda_machine_with(Gpu())
     unlisted, drawing, computing = start(machine), start(machine), start(machine)
     machine.update(0, compute=[(computing.pid, 1)], graphics=[(drawing.pid, 1)])
@@ -177,9 +167,7 @@ def test_what_is_no_cuda_process_is_refused_and_then_nobody_is_ended(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="starts a process as another user: needs root")
-def test_root_ends_others_processes_only_if_they_are_named(
-    cuda_machine_with: MachineWith, tmp_path: Path
-) -> None:
+def test_root_ends_others_processes_only_if_they_are_named(cuda_machine_with, tmp_path):
     machine = cuda_machine_with(Gpu())
     pid = os.fork()
     if pid == 0:
@@ -245,9 +233,7 @@ def _on_a_gpu(*processes: GpuProcess) -> Inventory:
     return Inventory(gpus=(GpuInfo("GPU-0", "A", 0, "0", 9, 9, 0, processes=processes),))
 
 
-def test_in_a_container_a_process_without_cuda_s_library_is_no_cuda_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_in_a_container_a_process_without_cuda_s_library_is_no_cuda_process(monkeypatch):
     monkeypatch.setattr(processes, "sees_host_pids", lambda: False)
     inventory = _on_a_gpu(GpuProcess(os.getpid(), 5))
     listed = list_cuda_processes(inventory)

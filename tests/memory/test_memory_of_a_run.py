@@ -31,9 +31,7 @@ def written_down(ended: Ended, attempt: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
-def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(
-    own_trainers: World, isolation: str
-):
+def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(own_trainers, isolation):
     ended = run(
         own_trainers,
         "ends_epochs",
@@ -62,7 +60,7 @@ def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_what_fills_the_memory_is_written_down_while_the_failed_functions_hold_it(
-    own_trainers: World, isolation: str
+    own_trainers, isolation
 ):
     ended = run(
         own_trainers,
@@ -126,7 +124,7 @@ def test_memory_that_is_full_to_the_last_byte_leaves_room_to_record_it(own_train
     ],
 )
 def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
-    tmp_path: Path, error: Exception, setting: bool, files: list[str]
+    tmp_path, error, setting, files
 ):
     reported: list[Event] = []
     settings = RobustConfig(
@@ -139,9 +137,7 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     assert len([event for event in reported if isinstance(event, OutOfMemory)]) == len(files)
 
 
-def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_path, caplog):
     caplog.set_level("INFO", "robust_train")
     (tmp_path / "oom-attempt-1.json").mkdir()  # a folder where the file should be
     reported: list[Event] = []
@@ -164,7 +160,7 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(
 
 @pytest.mark.parametrize("shrinks", [False, True])
 def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, shrinks: bool
+    tmp_path, caplog, shrinks
 ):
     reported: list[Event] = []
     run = Run(run_dir=tmp_path, report=reported.append)
@@ -211,9 +207,7 @@ def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers: World):
 
 
 @pytest.mark.slow
-def test_the_frames_of_a_failed_trainer_are_left_to_a_debugger_that_asks_for_them(
-    own_trainers: World,
-):
+def test_the_frames_of_a_failed_trainer_are_left_to_a_debugger_that_asks_for_them(own_trainers):
     for setting, reasons in (("true", ["failure"]), ("false", [])):
         ended = run(
             own_trainers,

@@ -66,8 +66,8 @@ def _hears_of_it(run: Run) -> None:
     ("train", "is_recorded"), [(_splits, True), (_breaks, False), (_hears_of_it, False)]
 )
 def test_every_trainer_that_runs_out_of_memory_leaves_the_figures(
-    tmp_path: Path, train: Callable[[Run], None], is_recorded: bool, caplog
-) -> None:
+    tmp_path, train, is_recorded, caplog
+):
     events: list[Event] = []
     run = Run(run_dir=tmp_path, report=events.append)
     cfg = complete({"device": "cpu", "memory": {"log_frequency": 1}})
@@ -108,9 +108,7 @@ def test_the_figures_are_printed_and_logged(capsys, caplog) -> None:
     assert record.message == f"after epoch 3: {stats.description}"
 
 
-def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(
-    machine_with: MachineWith,
-) -> None:
+def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(machine_with):
     machine = machine_with(Gpu(total_mib=1000, free_mib=900), Gpu(total_mib=2000, free_mib=300))
     code = """
     import json
@@ -171,9 +169,7 @@ V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
         ((), []),
     ],
 )
-def test_a_cgroup_above_limits_what_there_is_where_it_has_a_limit(
-    tmp_path: Path, above: tuple[str, ...], rooms: list[tuple[int, int]]
-) -> None:
+def test_a_cgroup_above_limits_what_there_is_where_it_has_a_limit(tmp_path, above, rooms):
     proc, job = tmp_path / "proc/self", tmp_path / "sys/fs/cgroup/job"
     for folder, names, texts in (
         (proc, ("cgroup", "mountinfo"), ("0::/job/inner\n", V2_MOUNT)),

@@ -46,9 +46,7 @@ def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers: World):
     assert samples_of(own_trainers)[-1].step >= min(step, 100)
 
 
-def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(
-    own_trainers: World, cuda_machine_with: Callable[..., Machine]
-):
+def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(own_trainers, cuda_machine_with):
     machine = cuda_machine_with(
         Gpu(uuid=A, total_mib=24000, free_mib=5000), Gpu(uuid=B, total_mib=24000, free_mib=20000)
     )
@@ -97,9 +95,7 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..
     assert open_and_asked[0] < open_and_asked[1]
 
 
-def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(
-    own_trainers: World, cuda_machine_with: Callable[..., Machine]
-):
+def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(own_trainers, cuda_machine_with):
     machine = cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B))
     world = own_trainers.with_environ(machine.environ)
     ended = run(world, "forks_workers_that_ask_nvml", "memory.sample_interval_ms=10")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,16 +13,16 @@ from robust_train.readable import GIB, MIB
 
 
 def attempt(
-    steps: int,
-    level: Callable[[int], float],
+    steps,
+    level,
     *,
-    seed: int = 0,
-    sawtooth: float = 2 * GIB,
-    per_step: float = 1.0,
-    reserved: Callable[[int], float] = lambda step: 6 * GIB,
-    host: Callable[[int], float] = lambda step: 2 * GIB,
-    on_gpu: bool = True,
-) -> list[Sample]:
+    seed=0,
+    sawtooth=2 * GIB,
+    per_step=1.0,
+    reserved=lambda step: 6 * GIB,
+    host=lambda step: 2 * GIB,
+    on_gpu=True,
+):
     """Samples at random moments of steps whose memory rises from ``level`` by ``sawtooth``."""
     chance = random.Random(seed)
     samples = []

@@ -31,9 +31,7 @@ with SignalWatch() as signals, RunFolder(Path(sys.argv[1]), "elsewhere", signals
 
 
 @contextlib.contextmanager
-def open_folder(
-    run_dir: Path, name: str = "a job", sweep: Path | None = None
-) -> Iterator[RunFolder]:
+def open_folder(run_dir, name="a job", sweep=None):
     """A run folder that this process holds."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with SignalWatch() as signals, RunFolder(run_dir, name, signals, sweep) as folder:

@@ -97,9 +97,7 @@ def test_a_checkpoint_is_answered_when_it_is_saved(attempt: Callable[..., Asking
         assert asking.reply(number)["answer"] == {"path": "somewhere", "step": 7}
 
 
-def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(
-    attempt: Callable[..., Asking],
-):
+def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(attempt):
     asking = attempt()
     asking.ask("checkpoint")
     assert asking.run.checkpoint_requested
@@ -108,9 +106,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(
     assert not asking.run.checkpoint_requested
 
 
-def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(
-    attempt: Callable[..., Asking],
-):
+def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(attempt):
     asking = attempt()
     asking.ask("checkpoint")
     asking.run.progress(1)
@@ -179,9 +175,7 @@ def step_of(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_an_optimizers_step_is_a_boundary_from_the_first_request_on(
-    attempt: Callable[..., Asking],
-):
+def test_an_optimizers_step_is_a_boundary_from_the_first_request_on(attempt):
     hooks = _global_optimizer_post_hooks
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     asking = attempt()
@@ -211,9 +205,7 @@ def test_hooks_of_others_are_left_alone(attempt: Callable[..., Asking]):
         theirs.remove()
 
 
-def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(
-    attempt: Callable[..., Asking],
-):
+def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(attempt):
     asking = attempt()
     for _ in range(20):
         asking.ask("explode")
@@ -227,9 +219,7 @@ def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(
     assert not find_requests(asking.path.parent, TAKEN)
 
 
-def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(
-    attempt: Callable[..., Asking],
-):
+def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(attempt):
     asking = attempt(rank=1, world_size=2)
     path = asking.path / "1.json"
     path.write_text('{"verb": "figures"}')

@@ -163,9 +163,7 @@ def test_large_events_become_sparse(path: Path):
     assert (steps[0], steps[-1]) == (0, 299)
 
 
-def test_a_disk_that_takes_long_holds_up_neither_a_line_nor_the_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_that_takes_long_holds_up_neither_a_line_nor_the_summary(tmp_path, monkeypatch):
     waits = []
     monkeypatch.setattr(os, "fsync", lambda fd: waits.append(read_summary(tmp_path)))
     Journal(tmp_path / "journal.jsonl").write(JobEnded("failed", "a reason"))

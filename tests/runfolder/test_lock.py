@@ -53,9 +53,7 @@ def test_the_lock_outlives_its_launcher_as_long_as_an_attempt_has_the_descriptor
     assert is_held(tmp_path) is False
 
 
-def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(tmp_path, caplog):
     held = RunLock(tmp_path, "0-aaaaaa")
     (descriptor,) = held.hold
     attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
@@ -84,9 +82,7 @@ def test_a_launcher_in_another_pid_namespace_is_not_taken_for_dead(tmp_path: Pat
     held.release()
 
 
-def test_an_attempt_that_stays_is_refused_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_attempt_that_stays_is_refused_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
     held = RunLock(tmp_path, "0-aaaaaa")
     change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
@@ -134,9 +130,7 @@ def test_the_lock_of_a_lost_host_is_waited_for(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("operation", [fcntl.LOCK_SH, fcntl.LOCK_EX])
-def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(
-    tmp_path: Path, operation: int
-):
+def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(tmp_path, operation):
     (tmp_path / "lock").touch(mode=0o644)
     with (tmp_path / "lock").open() as stranger:
         fcntl.flock(stranger, operation)
@@ -162,9 +156,7 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
     held.release()
 
 
-def test_a_disk_that_knows_no_locks_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_disk_that_knows_no_locks_costs_one_warning(tmp_path, monkeypatch, caplog):
     def no_locks(fd: int, *arguments: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -68,9 +68,7 @@ def test_a_manifest_with_a_value_of_a_wrong_type_is_passed_over(folder: Path, ch
     assert newest(folder) == path
 
 
-def test_the_clock_that_is_set_back_makes_no_older_checkpoint_the_newest(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_clock_that_is_set_back_makes_no_older_checkpoint_the_newest(folder, monkeypatch):
     for number, now in enumerate((5000.0, 4000.0, 4001.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         path = folder / f"{'bac'[number]}.txt"
@@ -142,9 +140,7 @@ def test_a_byte_that_was_flipped_in_the_middle_is_seen_before_a_job_resumes(fold
 
 
 @pytest.mark.parametrize("content", [None, '{"job": "ours"'])
-def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_read(
-    folder: Path, content: str | None
-):
+def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_read(folder, content):
     save(folder, 7)
     for name, byte in (
         ("step-00000008.txt", b"8"),
@@ -293,7 +289,7 @@ def test_what_cannot_be_read_is_an_error_after_a_while_and_no_reason_to_begin_an
 
 @pytest.mark.parametrize("bad", range(3))
 def test_a_disk_that_is_away_for_a_moment_delays_the_beginning_whenever_that_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int
+    tmp_path, monkeypatch, bad
 ):
     reads = itertools.count()
 

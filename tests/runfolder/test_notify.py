@@ -37,7 +37,6 @@ from robust_train.model.events import CheckpointFailed, CheckpointSaved, Stalled
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 from sweep_world import SweepWorld
-from world import World
 
 URL = "json://user:open-sesame@127.0.0.1:1/here"
 NEW = RunState("3-abc", "lora", "/r", 7, "gpu1", "ann", started=1000.0, since=1000.0)
@@ -66,9 +65,7 @@ def _nobody_yet(monkeypatch: pytest.MonkeyPatch) -> None:
         (WAITING, replace(WAITING, since=400.0), "waiting"),
     ],
 )
-def test_what_is_news(
-    before: RunState, after: RunState, event: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_news(before, after, event, monkeypatch):
     monkeypatch.setattr(module.time, "time", lambda: 1000.0)
     sent: list[str] = []
     notifier = Notifier(NotifyConfig(("program",), waiting_minutes=10))
@@ -138,9 +135,7 @@ def test_a_disk_that_takes_no_checkpoint_is_notified_of_once_until_it_does(tmp_p
         ((sys.executable, "-S", "-c", "import time; time.sleep(600)"), "it took too long"),
     ],
 )
-def test_a_failed_delivery_is_one_line(
-    command: tuple[str, ...], problem: str, caplog: pytest.LogCaptureFixture
-):
+def test_a_failed_delivery_is_one_line(command, problem, caplog):
     notifier = Notifier(NotifyConfig(command))
     notifier.send("failed", "text", {})
     notifier.finish(0.3 if "long" in problem else 10.0)
@@ -150,9 +145,7 @@ def test_a_failed_delivery_is_one_line(
     assert notifier.has_failed
 
 
-def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp_path, caplog):
     begun = tmp_path / "begun"
     code = f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"
 
@@ -187,9 +180,7 @@ def test_urls_are_those_of_one_launch():
         assert notifications(checked(cfg).notify, environ).urls == tuple(urls)
 
 
-def test_a_launched_job_tells_and_leaves_no_url_behind(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_launched_job_tells_and_leaves_no_url_behind(tmp_path, capfd, monkeypatch):
     sent = []
     monkeypatch.setattr(Notifier, "deliver", lambda self, *given: sent.append(given))
     seen = {}
@@ -223,9 +214,7 @@ def test_urls_leave_the_config_and_hydras_part_of_it():
     assert not hide_urls(cfg)
 
 
-def test_notify_test_says_whether_it_was_delivered(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_notify_test_says_whether_it_was_delivered(tmp_path, capfd):
     assert main(["notify", "test"]) == 2
     assert "nothing to send to" in capfd.readouterr().err
     program = tmp_path / "program"
@@ -258,9 +247,7 @@ def posted() -> tuple[str, list[bytes]]:
 
 
 @pytest.mark.slow
-def test_a_job_and_a_sweep_tell_a_url_once_and_write_it_nowhere(
-    world: World, posted: tuple[str, list[bytes]]
-):
+def test_a_job_and_a_sweep_tell_a_url_once_and_write_it_nowhere(world, posted):
     pytest.importorskip("apprise")
     url, bodies = posted
     arguments = (f"notify.urls={url}", "device=cpu")

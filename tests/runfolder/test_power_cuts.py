@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,7 @@ class Disk:
             monkeypatch.setattr(os, name, self._cutting(getattr(os, name)))
         monkeypatch.setattr(os, "fsync", self._cutting(os.fsync, self._sync))
 
-    def _cutting(
-        self, call: Callable[..., Any], work: Callable[..., None] = lambda *_: None
-    ) -> Callable[..., Any]:
+    def _cutting(self, call, work=lambda *_: None):
         def watched(*arguments: Any, **options: Any) -> Any:
             self.cut()
             result = call(*arguments, **options)
@@ -122,9 +119,7 @@ def work(disk: Disk) -> None:
     disk.promised = (STEPS, ("summary",))
 
 
-def test_every_power_cut_leaves_the_last_checkpoint_that_was_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_power_cut_leaves_the_last_checkpoint_that_was_reported(tmp_path, monkeypatch):
     root, copies = tmp_path / "disk", tmp_path / "cuts"
     root.mkdir()
     copies.mkdir()

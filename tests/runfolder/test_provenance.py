@@ -122,7 +122,7 @@ def test_who_else_may_read_a_run_folder(tmp_path: Path):
     ],
 )
 def test_a_run_folder_in_which_others_can_replace_files_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, owner: int, mode: int, who: str | None
+    tmp_path, caplog, owner, mode, who
 ):
     (tmp_path / "train.py").touch()
     os.chown(tmp_path, owner, -1)
@@ -165,9 +165,7 @@ def test_a_job_records_commit_changes_and_versions(tmp_path: Path, repository: P
     assert short["git_commit"] == clean["git_commit"]
 
 
-def test_a_git_that_hangs_costs_its_answer_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path
-):
+def test_a_git_that_hangs_costs_its_answer_only(tmp_path, monkeypatch, repository):
     git = tmp_path / "bin" / "git"
     git.parent.mkdir()
     git.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -182,9 +180,7 @@ def test_a_git_that_hangs_costs_its_answer_only(
 @pytest.mark.parametrize(
     "folder", ["/a/2026-01-31_x.y", "/a b/c", "/a[1]/{x},=y%20 $z", "/ü/(1)", "/it's", '/"a"']
 )
-def test_the_command_goes_on_in_that_folder_whatever_it_is_called(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_command_goes_on_in_that_folder_whatever_it_is_called(folder, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "lr=1", "hydra.sweep.dir=/other"])
     *words, last = shlex.split(sweep_resume_command(Path(folder), "/my work"))
     assert words == ["cd", "/my work", "&&", sys.executable, "train.py", "lr=1"]
@@ -193,8 +189,6 @@ def test_the_command_goes_on_in_that_folder_whatever_it_is_called(
     assert (override.key_or_group, getattr(value, "text", value)) == ("hydra.sweep.dir", folder)
 
 
-def test_a_command_with_a_line_break_is_not_kept_for_readers_drop_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_command_with_a_line_break_is_not_kept_for_readers_drop_it(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "a = 1\nb = 2"])
     assert sweep_resume_command(Path("/a"), "/my work") is None

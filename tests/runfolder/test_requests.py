@@ -68,9 +68,7 @@ def test_the_oldest_request_comes_first_and_is_taken_once(inbox: Path):
     ],
     ids=lambda garbage: repr(garbage[:20]),
 )
-def test_garbage_is_called_so_and_removed(
-    inbox: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
-):
+def test_garbage_is_called_so_and_removed(inbox, garbage, caplog):
     (inbox / "1.json").write_bytes(garbage)
     assert find_requests(inbox.parent) == []
     assert json.loads((inbox / "1.answer").read_text()) == {"error": "that is not a request"}
@@ -78,9 +76,7 @@ def test_garbage_is_called_so_and_removed(
     assert "is refused: that is not a request" in caplog.text
 
 
-def test_what_is_no_small_file_neither_hangs_nor_crashes(
-    inbox: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_no_small_file_neither_hangs_nor_crashes(inbox, tmp_path, caplog):
     precious = tmp_path / "precious"
     precious.write_text('{"verb": "stop"}')
     os.mkfifo(inbox / "1.json")
@@ -95,9 +91,7 @@ def test_what_is_no_small_file_neither_hangs_nor_crashes(
 
 
 @needs_root
-def test_another_user_s_request_is_refused_with_a_line(
-    inbox: Path, caplog: pytest.LogCaptureFixture
-):
+def test_another_user_s_request_is_refused_with_a_line(inbox, caplog):
     path = inbox / "1.json"
     path.write_text('{"verb": "stop"}')
     os.chown(path, ANOTHER_USER, ANOTHER_USER)

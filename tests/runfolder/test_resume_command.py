@@ -62,9 +62,7 @@ def end(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
     wait_until(lambda: not any(run.alive for run in find_runs()), "its attempt has ended, too")
 
 
-def test_a_script_goes_on_by_one_word_wherever_that_is_said(
-    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, capsys):
     end(start(here, "mine"), signal.SIGINT)
     (here / "go").touch()
     if os.geteuid() == 0:
@@ -82,9 +80,7 @@ def test_a_script_goes_on_by_one_word_wherever_that_is_said(
 
 
 @pytest.mark.slow
-def test_all_are_those_that_no_one_has_ended(
-    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_all_are_those_that_no_one_has_ended(here, tmp_path, capsys):
     for name, signum in (
         ("stopped by its user", signal.SIGINT),
         ("killed, its output in the way", signal.SIGKILL),

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from robust_train.cli.main import main
 from robust_train.folder.live import ControlError, StillQueued, ask
 from robust_train.folder.run_list import choose_run, read_run
 from robust_train.model.errors import ConfigError
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import Gpu
 from sweep_world import SweepWorld
 from two_gpu_machine import A
 from world import Ended, World, is_running, wait_until
@@ -213,9 +213,7 @@ def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
-def test_halving_during_training_ends_in_the_same_weights(
-    host: Host, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_halving_during_training_ends_in_the_same_weights(host, isolation, tmp_path, monkeypatch):
     world = host.world("halved")
     process = host.train(world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
     answer = host.told("halve-batch", "--run", str(world.run_dir))
@@ -275,9 +273,7 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host
     assert host.told("status")["step"] == 1, "the launcher answers for it"
 
 
-def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(
-    host: Host, cuda_machine_with: Callable[..., Machine]
-):
+def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_with):
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
     first, second = (host.world(name).with_environ(machine.environ) for name in ("one", "two"))
     host.train(first, "never_uses_run", NEVER)
@@ -361,9 +357,7 @@ def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host: Host):
     wait_until(lambda: launcher.num_threads() == 1, "one thread is left")
 
 
-def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_path, monkeypatch):
     def break_down(*_: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
@@ -388,9 +382,7 @@ def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(
     ],
     ids=lambda how: how[0],
 )
-def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(
-    host: Host, how: tuple[str, str]
-):
+def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(host, how):
     launcher, isolation = how
     world = host.world("first")
     sweeps = SweepWorld(world)

@@ -51,9 +51,7 @@ def test_a_run_keeps_its_earlier_ids(tmp_path: Path):
         assert choose_run(first).id == f"7-{folder.token}" == choose_run(f"7-{folder.token}").id
 
 
-def test_the_queue_names_jobs_that_train_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_queue_names_jobs_that_train_on_the_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
     with open_folder(tmp_path / "one") as one, open_folder(tmp_path / "two"):
         one.attempt_starts(Attempt(1, AttemptSpec((), 64, 1)))
@@ -62,9 +60,7 @@ def test_the_queue_names_jobs_that_train_on_the_cpu(
     assert capsys.readouterr().out == said
 
 
-def test_a_folder_whose_name_is_no_text_is_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_whose_name_is_no_text_is_listed(tmp_path, capsys):
     with open_folder(tmp_path / os.fsdecode(b"\xff")) as folder:
         assert main(["ps"]) == 0
         shown = capsys.readouterr().out
@@ -72,9 +68,7 @@ def test_a_folder_whose_name_is_no_text_is_listed(
     assert "\\udcff" in shown
 
 
-def test_a_name_with_a_line_break_or_an_escape_is_one_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_name_with_a_line_break_or_an_escape_is_one_row(tmp_path, capsys):
     folder = tmp_path / "two\nlines\x1b[2J"
     with open_folder(folder):
         main(["run", "list"])
@@ -135,9 +129,7 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path: Pa
         assert ask(run, "stop")["after"] == "stopping"
 
 
-def test_status_of_a_killed_launcher_says_died_with_its_last_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, capsys):
     with another_launcher(tmp_path) as process:
         run = read_run(tmp_path)
         assert run is not None
@@ -163,9 +155,7 @@ def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert state_directory({}) == Path("/.local/state/robust-train/runs")
 
 
-def test_the_list_stays_short_and_forgets_folders_that_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_list_stays_short_and_forgets_folders_that_are_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(run_list, "MOST_LINKS", 3)
     folders = [tmp_path / str(number) for number in range(5)]
     for folder in folders:
@@ -180,9 +170,7 @@ def test_the_list_stays_short_and_forgets_folders_that_are_gone(
     assert [link.resolve() for link in links] == [folders[2], folders[3], folders[0]]
 
 
-def test_a_list_that_cannot_be_written_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_list_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", "/proc/nowhere")
     with open_folder(tmp_path) as folder:

@@ -38,9 +38,7 @@ def died(run_dir: Path, name: str = "clip", *, with_the_host: bool = False) -> s
     return state.id
 
 
-def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, capsys):
     for name, status in (("a", "completed"), ("b", "failed"), ("mine", "completed")):
         ended(tmp_path / name, name, status)
     own = tmp_path / "mine" / "thesis.tex"
@@ -59,9 +57,7 @@ def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(
     assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
 
 
-def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(tmp_path, capsys):
     first = ended(tmp_path / "a", "lora", "completed", {"objective": 0.875, "more": [1]})
     second = ended(tmp_path / "b", "probe", "failed", reason="it broke")
     third = died(tmp_path / "c", with_the_host=True)
@@ -92,7 +88,7 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(
 
 
 def test_on_a_terminal_a_run_has_a_line_without_the_folder_where_that_is_too_long(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path, capsys, monkeypatch
 ):
     ended(tmp_path / ("a" * 40), "lora", "failed", reason="it broke " * 20)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -104,9 +100,7 @@ def test_on_a_terminal_a_run_has_a_line_without_the_folder_where_that_is_too_lon
         assert (str(tmp_path) in line) is has_folder
 
 
-def test_of_many_runs_the_newest_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_of_many_runs_the_newest_are_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("robust_train.cli.runs.USUALLY", 1)
     for name in ("one", "two"):
         ended(tmp_path / name, name, "completed")
@@ -118,9 +112,7 @@ def test_of_many_runs_the_newest_are_shown(
     assert "one" in capsys.readouterr().out
 
 
-def test_logs_shows_the_last_attempt_or_the_one_that_is_named(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-):
+def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, capfdbinary):
     ended(tmp_path / "a", "lora", "completed")
     (tmp_path / "a" / "attempt-2.log").write_bytes(b"early\n")
     (tmp_path / "a" / "attempt-10.log").write_bytes(b"late \xff\nno end")
@@ -158,9 +150,7 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
     assert list(shown) == [b"again"]
 
 
-def test_attach_shows_the_end_of_the_log_until_the_job_ends(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
     assert main(["attach"]) == 1
     assert "no run of yours is alive" in capfd.readouterr().err
@@ -188,9 +178,7 @@ def _end(folder: RunFolder) -> None:
     folder.ended("completed", None)
 
 
-def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path, capsys):
     ended(tmp_path / "a", "lora", "completed")
     ended(tmp_path / "b", "probe", "interrupted", reason="interrupted by SIGTERM", code=143)
     died(tmp_path / "c")
@@ -220,9 +208,7 @@ def test_wait_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     change_json(tmp_path / "live" / "state.json", state="running", exit_code=None)
 
 
-def test_without_any_run_each_list_names_where_there_may_be_some(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_without_any_run_each_list_names_where_there_may_be_some(capsys):
     assert main(["ps", "--live"]) == main(["ps"]) == 0
     live, all_runs = capsys.readouterr().out.splitlines()
     assert "robust-train ps lists earlier ones" in live

@@ -149,9 +149,7 @@ def test_no_bytes_crash_the_reader(data: bytes):
     assert RunState.read(data) is None
 
 
-def test_a_disk_that_takes_nothing_costs_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_disk_that_takes_nothing_costs_one_warning(tmp_path, caplog):
     kept = StateFile(tmp_path / "gone", STATE)
     for number in range(5):
         kept.update(lambda s, n=number: replace(s, attempt=Attempt(n, SPEC)))

@@ -41,9 +41,7 @@ def test_wandb_gets_the_jobs_id_unless_the_user_has_set_one(tmp_path: Path):
         assert given(tmp_path, {name: ""}) == {}, "also an empty one"
 
 
-def test_a_function_gets_it_where_wandb_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_function_gets_it_where_wandb_is_installed(tmp_path, monkeypatch):
     for is_there, expected in ((None, {}), (object(), WANDB)):
         monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, it=is_there: it)
         assert given(tmp_path, is_script=False) == expected
@@ -67,7 +65,7 @@ def test_mlflow_gets_the_run_that_was_active_last(tmp_path: Path, mlflow):
 
 
 def test_a_server_that_the_trainer_chooses_itself_is_the_same_at_the_next_attempt(
-    tmp_path: Path, mlflow, monkeypatch: pytest.MonkeyPatch
+    tmp_path, mlflow, monkeypatch
 ):
     note = TrackerNote(tmp_path, "abc")
     mlflow("first")

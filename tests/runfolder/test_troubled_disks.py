@@ -16,7 +16,6 @@ from robust_train.attempt.run import Run
 from robust_train.folder.checkpoints import Manifest, read_manifests, record_checkpoint, why_full
 from robust_train.folder.identity import begin_job, wait_until_readable
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
-from world import World
 
 
 @pytest.fixture
@@ -43,9 +42,7 @@ def test_a_new_job_on_a_full_disk_may_be_tried_again(disk: Path):
 
 
 @pytest.mark.parametrize("is_script", [True, False])
-def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(
-    world: World, disk: Path, is_script: bool
-):
+def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(world, disk, is_script):
     fill(disk)
     world.run_dir = disk / "run"
     ended = CommandWorld(world).run("--", "true") if is_script else world.run("device=cpu")
@@ -85,9 +82,7 @@ def test_whether_a_disk_has_room_again(disk: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ESTALE, RunFolderUnavailable), (errno.EACCES, ConfigError)]
 )
-def test_what_may_pass_by_itself_is_no_mistake_of_the_configuration(
-    number: int, kind: type[ConfigError]
-):
+def test_what_may_pass_by_itself_is_no_mistake_of_the_configuration(number, kind):
     def read() -> None:
         raise OSError(number, os.strerror(number), "/runs/a")
 

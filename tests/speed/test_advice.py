@@ -26,7 +26,7 @@ def test_nothing_is_advised_where_nothing_is_known():
     ("share", "steps", "is_advised"), [(0.21, 1000, True), (0.2, 1000, False), (0.9, 20, False)]
 )
 def test_more_than_20_percent_waiting_for_data_is_told_if_it_cost_anything(
-    share: float, steps: int, is_advised: bool
+    share, steps, is_advised
 ):
     found = advice(replace(FAST, data_share=share, steps=steps))
     assert bool(found) == is_advised

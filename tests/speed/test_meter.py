@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -174,9 +172,7 @@ def test_the_first_batch_of_an_epoch_counts_where_the_loader_is_known(clock: Clo
     [(0.8, 1.0, 0), (1.0, 0.6, 1 / 1.6)],
     ids=["the GPU computes all the time", "it is idle"],
 )
-def test_a_wait_is_one_for_data_where_the_gpu_is_idle(
-    clock: Clock, gpu: type, wait: float, compute: float, share: float
-):
+def test_a_wait_is_one_for_data_where_the_gpu_is_idle(clock, gpu, wait, compute, share):
     meter = SpeedMeter()
     for step in range(1, 31):
         meter.wait_begins()
@@ -252,7 +248,7 @@ def _looks(cfg: DictConfig) -> object:
     ],
 )
 def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
-    clock: Clock, tmp_path: Path, look: Callable[[DictConfig], object], samples: int | None
+    clock, tmp_path, look, samples
 ):
     """``data.train_batch_size`` refers to it, and is resolved before."""
     cfg = complete({"data": {"train_batch_size": "${training.batch_size}"}})
@@ -276,9 +272,7 @@ def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
         ({"workers": None, "loaders": None}, lambda data: data.loaders, False),
     ],
 )
-def test_a_trainer_may_keep_its_numbers_of_workers_in_any_shape(
-    tmp_path: Path, data: dict[str, object], look: Callable[[DictConfig], object], reads: bool
-):
+def test_a_trainer_may_keep_its_numbers_of_workers_in_any_shape(tmp_path, data, look, reads):
     cfg = complete({"data": data})
     OmegaConf.resolve(cfg)
     run = Run(run_dir=tmp_path)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import getpass
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 from robust_train.launcher.slow_watch import SlowWatch
 from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
 from robust_train.model.spec import Speed
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import Gpu
 
 STEADY = Speed(100, 0.2, 0.3, seconds_per_step_now=0.2)
 
@@ -88,16 +87,12 @@ def test_slow_steps_are_not_explained_by_what_nobody_measured():
     assert job.trains(30, slower) == []
 
 
-def test_a_gpu_says_whether_heat_or_power_slows_it_down(
-    machine_with: Callable[..., Machine],
-):
+def test_a_gpu_says_whether_heat_or_power_slows_it_down(machine_with):
     machine = machine_with(Gpu(throttle=0x20 | 0x80), Gpu(throttle=0x1), Gpu())
     assert machine.python(OF_A_GPU) == {"GPU 0": "GPU 0 is throttled (too hot, power brake)"}
 
 
-def test_a_neighbour_on_the_same_gpu_is_named_where_the_jobs_own_processes_are_known(
-    machine_with: Callable[..., Machine],
-):
+def test_a_neighbour_on_the_same_gpu_is_named_where_the_jobs_own_processes_are_known(machine_with):
     machine = machine_with(Gpu(), Gpu())
     imports = OF_A_GPU[: OF_A_GPU.index("print")]
     process = machine.start(imports + OF_A_NEIGHBOUR)
