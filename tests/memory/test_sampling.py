@@ -74,9 +74,10 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..
         f"""
         import json, pathlib, time
         from robust_train.gpu.inventory import known_session
-        from robust_train.attempt.sampler import Sampler
+        from robust_train.attempt import sampler as module
+        module._COST_SHARE, module._NVML_SECONDS = 1, 0.05
         folder = pathlib.Path({str(machine.folder)!r})
-        sampler = Sampler(folder, 1, "cuda:0", 0.001, lambda: 1, cost_share=1, nvml_seconds=0.05)
+        sampler = module.Sampler(folder, 1, "cuda:0", 0.001, lambda: 1)
         sampler.start()
         calls, seen = folder / "calls", []
         while not calls.exists() or calls.read_text().count("nvmlShutdown") < 3:

@@ -55,7 +55,6 @@ class OOMHandler:
         min_batch_size: no try uses a smaller one.
         gradient_accumulation_steps: accumulation of the first try; it grows as the batch shrinks.
         max_retries: tries after the first one; None: as many as there are sizes.
-        preserve_effective_batch_size: False leaves the accumulation as it is.
         batch_argument: which parameter of a function given to :meth:`run` is the batch.
         check_memory: False skips the comparison with the memory at the start, which takes some ten
             milliseconds here and after each failure.
@@ -71,7 +70,6 @@ class OOMHandler:
         *,
         gradient_accumulation_steps: int = 1,
         max_retries: int | None = None,
-        preserve_effective_batch_size: bool = True,
         batch_argument: str = "batch_size",
         check_memory: bool = True,
     ) -> None:
@@ -88,7 +86,6 @@ class OOMHandler:
             initial_batch_size,
             gradient_accumulation_steps,
             min_batch_size=min_batch_size,
-            preserve_effective_batch_size=preserve_effective_batch_size,
         )
         self._max_retries = math.inf if max_retries is None else max_retries
         self._batch_argument = batch_argument
@@ -231,10 +228,6 @@ def adaptive_batch_training(
     train_fn: Callable[..., T],
     initial_batch_size: int = 128,
     min_batch_size: int = 4,
-    *,
-    gradient_accumulation_steps: int = 1,
-    max_retries: int | None = None,
-    batch_argument: str = "batch_size",
 ) -> T:
     """Call ``train_fn`` with smaller batches until it fits; see :class:`OOMHandler`.
 
@@ -242,14 +235,7 @@ def adaptive_batch_training(
         TypeError: ``train_fn`` is a generator or a coroutine.
         AttemptsExhausted: it does not fit at ``min_batch_size`` either.
     """
-    handler = OOMHandler(
-        initial_batch_size,
-        min_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        max_retries=max_retries,
-        batch_argument=batch_argument,
-    )
-    return handler.run(train_fn)
+    return OOMHandler(initial_batch_size, min_batch_size).run(train_fn)
 
 
 @overload
