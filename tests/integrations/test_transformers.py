@@ -1,6 +1,5 @@
 """transformers' Trainer as an attempt: ``examples/transformers_sonnets``."""
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -129,35 +128,6 @@ def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
     assert not rest.seen
     assert torch.equal(rest.layer.weight, whole.layer.weight)
     assert again["eval_loss"] == pytest.approx(result["eval_loss"])
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda mark: mark.write_text("")])
-def test_an_incomplete_checkpoint_is_not_resumed_from(tmp_path, damage, caplog):
-    folder = tmp_path / "job"
-    _, _, run = _fit(folder, framework_config(8))
-    damage(run.last_checkpoint / "robust_train.json")
-    _, _, again = _fit(folder, framework_config(8), run.last_checkpoint)
-    assert [e["step"] for e in again.of("training_started")] == [0]
-    assert "is incomplete" in caplog.text
-
-
-@pytest.mark.parametrize("is_rank_0s", [True, False])
-def test_whether_to_resume_is_what_rank_0_found_on_the_disk(tmp_path, is_rank_0s, monkeypatch):
-    _, _, run = _fit(tmp_path, framework_config(8))
-    saved = run.checkpoints[1]
-    module = importlib.import_module("robust_train.integrations.transformers")
-    first: list = [8 if is_rank_0s else None]
-    monkeypatch.setattr(module, "of_all_ranks", lambda value: [first.pop()] if first else [value])
-    if is_rank_0s:  # the mark has not come to this rank's machine
-        (saved / "robust_train.json").unlink()
-    _, _, again = _fit(tmp_path / "again", framework_config(8), saved)
-    assert again.events[0] == {"event": "training_started", "step": 1 if is_rank_0s else 0}
-
-
-def test_another_effective_batch_is_logged(tmp_path, caplog):
-    _, _, run = _fit(tmp_path / "job", framework_config(8))
-    _fit(tmp_path / "other", framework_config(3, 2), run.checkpoints[1])
-    assert "effective batch size of 8, now it is 6" in caplog.text
 
 
 @pytest.mark.parametrize(

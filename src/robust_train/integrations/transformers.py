@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,9 +22,9 @@ from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer, saving_through
 from robust_train.config.trainers import require
+from robust_train.folder.checkpoints import is_whole
 from robust_train.integrations.steering import (
     Steps,
-    effective_batch_size,
     framework,
     refuse_saving_on_each_node,
     result_of,
@@ -47,9 +46,9 @@ log = logging.getLogger("robust_train.integrations")
 
 __all__ = ["fit", "training_arguments"]
 
-_MARK = "robust_train.json"
-"""Marks a complete checkpoint; the Trainer writes many files in place. Until all are there its name
-ends in ``.tmp``, which shows that the folder is torn."""
+_MARK = "robust_train.tmp"
+"""Is in a checkpoint until all of its files are there, which shows that the folder is torn: the
+Trainer writes many in place."""
 
 
 def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
@@ -129,32 +128,17 @@ def fit(
     trainer.training_step = training_step
     if run.is_main:
         # of an attempt that was killed while it saved: the Trainer would count it as a checkpoint
-        for torn in Path(trainer.args.output_dir).glob(f"checkpoint-*/{_MARK}.tmp"):
+        for torn in Path(trainer.args.output_dir).glob(f"checkpoint-*/{_MARK}"):
             shutil.rmtree(torn.parent, ignore_errors=True)
-    checkpoint = trainer.args.resume_from_checkpoint
-    there = of_all_ranks(None if checkpoint is None else _marked(Path(checkpoint)))[0]
-    if there is None and checkpoint == str(run.resume_checkpoint):
-        log.warning(
-            "checkpoint %s is incomplete: training starts from the beginning",
-            checkpoint,
-        )
-        checkpoint = None
-    if there is not None and there != effective_batch_size(cfg):
-        log.warning(
-            "the checkpoint was written at an effective batch size of %d, now it is %d: the "
-            "Trainer counts steps, so this epoch continues at another sample",
-            there,
-            effective_batch_size(cfg),
-        )
     try:
         try:
-            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         except _AlreadyDone:
             log.info("training was complete already")
         return _result(trainer, metric)
     except _StoppedInEvaluation:
         run.finish_saving()
-        if of_all_ranks(_marked(_folder(trainer.args, trainer.state)))[0] is None:
+        if not of_all_ranks(is_whole(_folder(trainer.args, trainer.state)))[0]:
             # nothing was trained since the last step
             save_trainer(trainer)
         raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
@@ -299,17 +283,13 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         args: Any,
         state: Any,
     ) -> None:
-        """Save a checkpoint, which is marked complete once all its files are there."""
+        """Save a checkpoint, which is marked as torn until all its files are there."""
         path, is_main = _folder(args, state), self.run.is_main
-        mark, unfinished = path / _MARK, path / f"{_MARK}.tmp"
-        content = {"effective_batch_size": effective_batch_size(self._cfg)}
 
         def prepare() -> None:
             if is_main:
                 path.mkdir(parents=True, exist_ok=True)
-                unfinished.write_text(json.dumps(content))
-                # of this very step: it is overwritten file by file
-                mark.unlink(missing_ok=True)
+                (path / _MARK).touch()
 
         def write_all() -> None:
             # apart: other ranks would wait in a collective of `write`
@@ -317,7 +297,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             write()
 
         def publish() -> Path:
-            unfinished.rename(mark)
+            (path / _MARK).unlink()
             return path
 
         self.run.try_to_save(
@@ -399,14 +379,6 @@ def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if hasattr(trainer.args, name):
             setattr(trainer.args, name, True)
-
-
-def _marked(checkpoint: Path) -> int | None:
-    """Return the effective batch size of a complete checkpoint, None of any other."""
-    try:
-        return int(json.loads((checkpoint / _MARK).read_text())["effective_batch_size"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
