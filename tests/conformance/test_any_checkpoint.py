@@ -38,7 +38,7 @@ def test_from_any_step_the_samples_that_follow_and_the_weights_are_the_same(
         monkeypatch.setenv(name, str(tmp_path / name))
     per_epoch, steps = (16, 2) if options else (SAMPLES, 3)
     whole, run = trained(tmp_path / "whole", kind, 8, **options)
-    saved = run.checkpoints
+    saved = run.saved_at
     last = steps * conformance_trainers.EPOCHS
     assert set(saved) == set(range(1, last + 1))
     for step in (

@@ -137,7 +137,7 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path):
     (leftover / "model.safetensors").write_bytes(b"half")
     _, run = _train(tmp_path, framework_config(8))
     assert not leftover.exists()
-    assert len(run.checkpoints) == 9
+    assert len(run.saved_at) == 9
 
 
 def test_an_accumulation_of_accelerates_own_is_refused(tmp_path):
@@ -176,4 +176,4 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     _, run = _train(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text
-    assert not run.checkpoints
+    assert not run.saved_at

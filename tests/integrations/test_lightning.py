@@ -117,7 +117,7 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
     whole, _, run = _fit(
         tmp_path / "whole", cfg, trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8)
     )
-    saved = run.checkpoints
+    saved = run.saved_at
     for step in (2, 3, 5):
         rest, _, _ = _fit(
             tmp_path / f"from-{step}",
@@ -138,7 +138,7 @@ def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
     trainer = _trainer(tmp_path, enable_checkpointing=True, callbacks=[only_weights])
     _, _, run = _fit(tmp_path, cfg, trainer=trainer)
     assert len(list((tmp_path / "weights").iterdir())) == 6
-    (ours,) = run.checkpoints.values()  # after the epoch
+    (ours,) = run.saved_at.values()  # after the epoch
     assert ours.parent == tmp_path / "checkpoints"
 
 
@@ -303,7 +303,7 @@ def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp
         return _HoldsAModule(_Line().layer, functools.partial(torch.optim.SGD, lr=0.1))
 
     whole, _, run = _fit(tmp_path / "whole", framework_config(8), model=model())
-    saved = run.checkpoints[1]
+    saved = run.saved_at[1]
     rest, _, _ = _fit(tmp_path / "rest", framework_config(8), model=model(), resume=saved)
     assert rest.seen == whole.seen[8:]
     assert torch.equal(rest.layer.weight, whole.layer.weight)
@@ -311,7 +311,7 @@ def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp
 
 def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path):
     whole, _, run = _fit(tmp_path / "whole", framework_config(8, epochs=2), model=_Manual())
-    saved = run.checkpoints
+    saved = run.saved_at
     assert list(saved) == [2, 4, 6, 8, 10, 12], "two steps in each of three batches"
     for step in (4, 6, 12):  # within an epoch, at its end, at the last
         rest, _, again = _fit(
@@ -406,7 +406,7 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
     trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
     with pytest.raises(Interrupted):
         fit(trainer, model, _loader(8), cfg=cfg, run=run, val_dataloaders=_loader(8))
-    assert list(run.checkpoints) == [3]
+    assert list(run.saved_at) == [3]
     assert not recorded(run.events, "validation")
 
     rest, _, _ = _fit(tmp_path / "rest", cfg, resume=run.last_checkpoint)
@@ -419,4 +419,4 @@ def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     _, result, run = _fit(tmp_path, framework_config(8))
     assert "training goes on" in caplog.text
     assert "train_loss" in result
-    assert not run.checkpoints
+    assert not run.saved_at

@@ -185,7 +185,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
     )
     with pytest.raises(Interrupted):
         fit(trainer, cfg=cfg, run=run)
-    assert list(run.checkpoints) == [3]
+    assert list(run.saved_at) == [3]
     assert not [e for e in recorded(run.events, "metrics") if "eval_loss" in e]
 
     rest, _, _ = _fit(tmp_path / "rest", framework_config(8), run.last_checkpoint)

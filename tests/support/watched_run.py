@@ -44,7 +44,7 @@ class WatchedRun(Run):
         return [one for one in self.events if one["event"] == event]
 
     @property
-    def checkpoints(self) -> dict[int, Path]:
+    def saved_at(self) -> dict[int, Path]:
         """Those that were reported, by their step."""
         return {one["step"]: Path(one["path"]) for one in self.of("checkpoint")}
 
