@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from robust_train.folder import journal as journal_module
-from robust_train.folder.journal import Journal, read_earlier
+from robust_train.folder.journal import Journal, attempts_in
 from robust_train.model.events import (
     AttemptStarted,
     CheckpointSaved,
@@ -78,14 +78,14 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     print(
-        f"{'events':>12} {'kB':>8} {'lines':>7} {'read_earlier ms':>16} {'read_sources ms':>16} "
+        f"{'events':>12} {'kB':>8} {'lines':>7} {'attempts_in ms':>16} {'read_sources ms':>16} "
         f"{'write µs/event':>15}"
     )
     for events in (AN_HOUR, arguments.events):
         wrote = write(arguments.folder, events)
         path = arguments.folder / "journal.jsonl"
         lines = path.read_bytes().count(b"\n")
-        earlier = median_of(lambda path=path: read_earlier(path))
+        earlier = median_of(lambda path=path: attempts_in(path))
         sources = median_of(lambda: read_sources(arguments.folder))
         print(
             f"{events:>12,} {path.stat().st_size / 1000:>8.0f} {lines:>7} {1000 * earlier:>16.1f} "

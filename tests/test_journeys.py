@@ -6,7 +6,6 @@ an action and any of the words in :func:`in_words`, and after ``|`` words of its
 """
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,8 +235,6 @@ an internal error twice at a step: half the batch once
     fault:cudnn:step=7 → switch_gpu 32×2 cuda:1
 no CUDA could work
     0:70 1:60 // setup → give up | CUDA cannot work here: a setup message
-no code for this model of GPU
-    0:70 1:60 2:50v // setup:gpu_model → switch_gpu cuda:2; setup:gpu_model → give up
 a busy GPU that another job has
     (0:20) // unavailable:busy → wait
 # peers, disks, stops, crashes
@@ -303,11 +300,8 @@ fewer GPUs, where the user allows it | FOUR min_num_gpus=2
     else=cpu_fallback
 never fewer GPUs | FOUR
     0:40 1:40 2:40 3:40 // fault:hardware:rank=3 → cpu_fallback
-without the GPU that has too little memory | FOUR min_num_gpus=2 max_retries=0
-    0:40 1:40 2:40 3:20 // oom:rank=3:step=3 → fewer_gpus counts=3,2 exclude=GPU-3 room=20GiB
-    else=cpu_fallback
-no GPU of the group has more | FOUR min_num_gpus=2 max_retries=0
-    0:40 1:40 2:40 3:40 // oom:rank=0:step=3 → cpu_fallback
+fewer GPUs have no more memory | FOUR min_num_gpus=2 max_retries=0
+    0:40 1:40 2:40 3:20 // oom:rank=3:step=3 → cpu_fallback
 waiting for another GPU comes before fewer | FOUR min_num_gpus=3
     0:40 1:40 2:40 3:40 [4:40] // fault:hardware:rank=3 → wait counts=4 else=fewer_gpus
 # a batch that must not be split
@@ -387,11 +381,10 @@ JOURNEYS: list[tuple[Any, ...]] = [
     ),
     *(
         (
-            f"a batch that must not be split is not shared by fewer ranks: {kind}{kept}",
-            f"(0:10) (1:20) // {kind}:hardware:rank=0{kept} → {then}",
+            f"a batch that must not be split is not shared by fewer ranks: {then}",
+            f"(0:10) (1:20) // fault:hardware:rank=0{kept} → {then}",
             {**TWO, "min_num_gpus": 1, "min_batch_size": 8},
         )
-        for kind in ("oom", "fault")
         for kept, then in (("", "fewer_gpus"), (":kept", "give up"))
     ),
     (
@@ -444,10 +437,9 @@ def machine(offers):
     """The GPUs that could be taken, those that others have, and those that the job has left."""
     found: dict[str, list[GpuInfo]] = {"": [], "[": [], "(": []}
     for word in offers.replace("cpu", "").split():
-        index, free = word.strip("[]()!v").split(":")
+        index, free = word.strip("[]()!").split(":")
         unusable = "a memory row failed" if word.endswith("!") else None
         one = gpu(int(index), float(free), unusable)
-        one = replace(one, name="V100") if word.endswith("v") else one
         found[word[0] if word[0] in "[(" else ""].append(one)
     return tuple(map(tuple, found.values()))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from robust_train.folder import journal as journal_module
-from robust_train.folder.journal import Journal, read_earlier
+from robust_train.folder.journal import Journal, attempts_in
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import (
     AttemptStarted,
@@ -97,7 +97,7 @@ def test_a_journal_that_cannot_be_looked_up_costs_one_warning(path: Path, caplog
 def test_a_journal_that_cannot_be_read_now_is_no_empty_one(path: Path):
     path.mkdir()
     with pytest.raises(IsADirectoryError):
-        read_earlier(path)
+        attempts_in(path)
 
 
 class Weeks:
@@ -115,7 +115,7 @@ def write_many(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> Journ
     monkeypatch.setattr(journal_module, "time", Weeks())
     journal = Journal(path)
     journal.write(AttemptStarted(AttemptSpec((), 64, 1)), 1)
-    journal.write(BatchSizeFound(32, 2, 64, "key"), 1)
+    journal.write(BatchSizeFound(32, 2, 64), 1)
     for step in range(count):
         journal.write(Progress(step, metrics={"loss": 1 / (step + 1)}), 1)
         if step % 10 == 0:
@@ -138,7 +138,7 @@ def test_a_journal_stays_small_and_keeps_what_matters(path: Path, monkeypatch):
     assert steps == sorted(steps)
     assert all(after - before < 2 + 0.01 * before for before, after in itertools.pairwise(steps))
     assert [e["step"] for e in found if e["event"] == "checkpoint"][-1] == 29_990
-    assert read_earlier(path) == (1, {"key": 32})
+    assert attempts_in(path) == 1
 
 
 def test_a_user_event_with_a_name_for_each_step_does_not_fill_the_disk(path: Path, monkeypatch):

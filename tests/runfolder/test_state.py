@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live_folder import open_folder
 
 from attempts import gpu
 from robust_train.folder.state import (
-    REQUESTED,
     RunState,
     StateFile,
     read_state,
@@ -30,7 +28,6 @@ from robust_train.model.events import (
     Progress,
     TrainingStarted,
 )
-from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec
 
 SPEC = AttemptSpec((), 8, 1)
@@ -75,22 +72,6 @@ def test_a_loss_that_is_no_number_does_not_cost_the_state(loss: object, tmp_path
     read = read_state(tmp_path)
     assert read is not None
     assert (read.attempt.step, read.attempt.loss) == (3, None)
-
-
-def test_a_requested_micro_batch_is_kept_for_the_next_launch_of_the_job(tmp_path: Path):
-    for event, requested in (
-        (MicroBatchChanged(3, True, 64, "memory", FailureKind.DEVICE_OOM, after=32), None),
-        (MicroBatchChanged(4, True, 32, "memory is nearly out", after=16), None),
-        (MicroBatchChanged(5, True, 16, REQUESTED, after=8), 8),
-        (MicroBatchChanged(6, True, 8, "memory", FailureKind.DEVICE_OOM, after=4), 8),
-    ):
-        with open_folder(tmp_path) as folder:
-            folder.record(JobStarted("/run", "trainer", "c0ffee"))
-            folder.record(event)
-        assert read_state(tmp_path).requested_micro_batch == requested, event
-    with open_folder(tmp_path) as folder:
-        folder.record(JobStarted("/run", "trainer", "another"))
-        assert folder.state.requested_micro_batch is None
 
 
 def test_what_is_written_is_read(tmp_path: Path):

@@ -24,7 +24,6 @@ from robust_train.folder.requests import (
     Request,
     find_requests,
 )
-from robust_train.folder.state import REQUESTED
 from robust_train.memory.reports import perform
 from robust_train.model.events import AttemptProcess, RequestDone
 from robust_train.readable import named_line
@@ -194,7 +193,7 @@ class AttemptRequests:
                 "this trainer does not use run.backward, so its batch cannot be changed while it "
                 "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
             )
-        changed = run.micro_batcher.shrink(REQUESTED)
+        changed = run.micro_batcher.shrink("requested by 'robust-train halve-batch'")
         size, least = run.micro_batcher.size, run.micro_batch_plan.min_batch_size
         if changed is None and size is None:
             raise Refused("no batch was split so far; try again after the first step")

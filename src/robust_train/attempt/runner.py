@@ -91,11 +91,7 @@ def run_attempt(
     run.asked = request.asked
     run.skips_to = request.spec.skips_to
     if request.spec.searches:
-        run.batch_search = BatchSearch.of(
-            request.config,
-            request.spec,
-            request.search_key,
-        )
+        run.batch_search = BatchSearch.of(request.config, request.spec)
     error: BaseException | None = None
     ending: Finished | Failed
     with contextlib.ExitStack() as signals:

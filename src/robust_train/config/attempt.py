@@ -144,7 +144,6 @@ class AttemptRequest:
     environ: dict[str, str]  # the whole environment of the attempt's process
     cwd: str
     longest_pause: float = 0.0  # between two reports in the job so far, seconds
-    search_key: str = ""  # what memory depends on, for a search of the micro-batch
     has_live_status: bool = False  # the launcher shows steps and loss on a terminal
     # variables in `environ` that the other ranks do without
     of_first_rank: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,7 @@ from robust_train.folder.checkpoints import (
     newest_checkpoint,
     read_manifests,
 )
-from robust_train.folder.journal import read_earlier
+from robust_train.folder.journal import attempts_in
 from robust_train.folder.state import read_summary
 from robust_train.model.errors import (
     ConfigError,
@@ -62,11 +62,10 @@ class Identity:
 @dataclass(frozen=True)
 class Beginning:
     """Where a launch begins: the job's identity, the highest number of an attempt so far (0 without
-    any), micro-batches that probes have found, and the checkpoint to resume from."""
+    any) and the checkpoint to resume from."""
 
     job: str
     attempts: int
-    found: Mapping[str, int]
     checkpoint: Path | None
 
 
@@ -126,7 +125,7 @@ def begin_job(
     """
     folder = run_dir / "checkpoints"
     journal = run_dir / "journal.jsonl"
-    attempts, found = wait_until_readable(lambda: read_earlier(journal))
+    attempts = wait_until_readable(lambda: attempts_in(journal))
     job = wait_until_readable(lambda: read_identity(run_dir))
     if job is None or job.completed is not None or not resume:
         job = Identity(
@@ -153,7 +152,6 @@ def begin_job(
     return Beginning(
         job.id,
         most,
-        found,
         resume_from(run_dir, job.id),
     )
 

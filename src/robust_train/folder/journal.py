@@ -13,13 +13,10 @@ from pathlib import Path
 
 from robust_train.files import LineFile, Spacing, json_lines, strict_json
 from robust_train.model.events import (
-    BatchSizeFound,
     CheckpointSaved,
     Event,
     UserEvent,
-    parse,
 )
-from robust_train.model.json import MalformedEvent
 
 _MOST_OWED = 100
 
@@ -77,16 +74,12 @@ def _kind_of(event: Event) -> str:
     return f"{event.name} {name} {getattr(event, 'rank', None) or ''}"
 
 
-def read_earlier(path: Path) -> tuple[int, dict[str, int]]:
-    """Return the highest number of an attempt in a journal, and the micro-batches that probes have
-    found, by what memory depends on; torn lines are skipped. Raises OSError: it cannot be read."""
-    attempts, found = 0, {}
+def attempts_in(path: Path) -> int:
+    """Return the highest number of an attempt in a journal; torn lines are skipped. Raises OSError:
+    it cannot be read."""
+    attempts = 0
     with contextlib.suppress(FileNotFoundError):
         for content in filter(None, json_lines(path)):
             number = content.get("attempt")
             attempts = max(attempts, number if isinstance(number, int) else 0)
-            with contextlib.suppress(MalformedEvent):
-                event = parse(content)
-                if isinstance(event, BatchSizeFound) and event.batch_size:
-                    found[event.key] = event.batch_size
-    return attempts, found
+    return attempts

@@ -27,7 +27,6 @@ from robust_train.model.events import (
     Event,
     JobStarted,
     Json,
-    MicroBatchChanged,
     PauseLearned,
 )
 from robust_train.model.failure import MEMORY_FAILURES
@@ -45,8 +44,6 @@ EXIT_CODES = {
     "no_device": EXIT_TRY_LATER,
 }
 """By how a job ended; that of an interrupted one depends on the signal."""
-REQUESTED = "requested by 'robust-train halve-batch'"
-"""Why a micro-batch changed on request, as the event has it."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
 
@@ -77,8 +74,6 @@ class RunState:
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
     longest_pause: float | None = None  # between two reports of progress, seconds
-    # the micro-batch that `robust-train halve-batch` has led to, for the next launch too
-    requested_micro_batch: int | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
     # of `robust-train resume`; None: no command of ours started the job, an engine such as torchrun
@@ -116,8 +111,6 @@ class RunState:
                     checkpoint=event.path,
                     checkpoint_step=event.step,
                 )
-            case MicroBatchChanged(training=True, reason=reason) if reason == REQUESTED:
-                return replace(state, requested_micro_batch=event.after)
             case PauseLearned():
                 return replace(state, longest_pause=event.seconds)
             case JobStarted() if self.job == event.job:
@@ -127,7 +120,6 @@ class RunState:
                     state,
                     job=event.job,
                     longest_pause=None,
-                    requested_micro_batch=None,
                     earlier_seconds=0.0,
                 )
         return state

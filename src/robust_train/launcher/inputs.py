@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,9 +16,9 @@ from robust_train.config.attempt import (
     trainer_config,
 )
 from robust_train.config.placeholders import placeholders_in
-from robust_train.config.projects import ours, resolved
+from robust_train.config.projects import ours
 from robust_train.config.schema import RobustConfig
-from robust_train.config.trainers import Trainer, TrainerRef, name_of
+from robust_train.config.trainers import TrainerRef
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
 from robust_train.host.allocator import (
@@ -53,8 +52,6 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
 
 def policy_settings(
     config: RobustConfig,
-    found_sizes: Mapping[str, int] | None = None,  # by probes, by kind of device
-    requested_size: int | None = None,  # what `robust-train halve-batch` led to
     used: Collection[str] | None = None,  # values of an attempt that reach its script
 ) -> PolicySettings:
     """Return what the decisions of a job depend on."""
@@ -69,16 +66,8 @@ def policy_settings(
         may_use_expandable_segments=(
             exported_expandable_segments(os.environ) is None and not is_wsl()
         ),
-        found_sizes=found_sizes or {},
-        requested_size=requested_size or 0,
         used=used,
     )
-
-
-def search_prefix(cfg: DictConfig, trainer: Trainer) -> str:
-    """Return what names a job's config and trainer: a size that was found holds for no other."""
-    text = f"{name_of(trainer)}\n{OmegaConf.to_yaml(resolved(cfg))}"
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:32] + " "
 
 
 def request_for(
@@ -89,7 +78,6 @@ def request_for(
     run_dir: Path,
     *,
     job: str = "",  # the identity under which trackers go on; empty: they do not
-    search_prefix: str = "",
     longest_pause: float = 0.0,  # between two reports in the job so far, seconds
     # the split of the batch that the job was asked for; None: the config's
     asked: AttemptSpec | None = None,
@@ -138,7 +126,6 @@ def request_for(
         of_first_rank=tuple(trackers),
         cwd=os.getcwd(),
         longest_pause=longest_pause,
-        search_key=search_prefix + spec.device_kind,
         has_live_status=owns_terminal(config),
         asked=asked or PolicySettings.of(config).asked,
         code=_code_plan(

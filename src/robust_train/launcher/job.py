@@ -57,7 +57,6 @@ from robust_train.launcher.hydra_state import (
 from robust_train.launcher.inputs import (
     policy_settings,
     request_for,
-    search_prefix,
     values_used,
 )
 from robust_train.launcher.notifier import Notifier, notifications
@@ -221,7 +220,6 @@ class Job:
             )
         self.trainer = trainer or target_of(config)
         self.trainer_ref = TrainerRef.of(self.trainer, inline=config.runs_inline)
-        self.search_prefix = search_prefix(cfg, self.trainer)
         self.values_used = values_used(cfg, config)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(
@@ -299,13 +297,7 @@ class Job:
                 schema=SCHEMA,
             )
         )
-        prefix, found = self.search_prefix, beginning.found.items()
-        self.policy = policy_settings(
-            self.config,
-            {key.removeprefix(prefix): n for key, n in found if key.startswith(prefix)},
-            self.folder.state.requested_micro_batch,
-            self.values_used,
-        )
+        self.policy = policy_settings(self.config, self.values_used)
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -514,7 +506,6 @@ class Job:
             self.trainer_ref,
             self.run_dir,
             job=job,
-            search_prefix=self.search_prefix,
             longest_pause=self.folder.state.longest_pause or 0.0,
             asked=self.policy.asked,
             is_first=not self.attempts,

@@ -98,7 +98,6 @@ class RunFolder:
                 state,
                 job=before.job,
                 longest_pause=before.longest_pause,
-                requested_micro_batch=before.requested_micro_batch,
                 earlier_seconds=round(before.seconds(before.updated), 3),
             )
         self._file = StateFile(run_dir, state)

@@ -272,7 +272,6 @@ class BatchSizeFound(Event):
     batch_size: int | None
     gradient_accumulation_steps: int | None
     effective_batch_size: int
-    key: str = ""
     search: Mapping[str, Json] = field(default_factory=dict)
 
     @property

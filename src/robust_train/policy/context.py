@@ -131,11 +131,6 @@ class FailureContext:
         )
 
     @property
-    def nothing_was_reported(self) -> bool:
-        """Whether no attempt reported anything that shows a step: the batch may not matter."""
-        return not any(one.has_begun for one in self.history)
-
-    @property
     def sizes_not_tried(self) -> list[int]:
         """The micro-batches, largest first, below all that were tried."""
         smallest = min(one.sizes[-1] for one in self.history)

@@ -31,7 +31,6 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.checkpoint_gradients,
         remedies.switch_gpu,
         remedies.second_opinion,
-        remedies.fewer_gpus,
         remedies.again_after_progress,
         remedies.sizes_left,
         remedies.cpu_fallback,
@@ -66,7 +65,6 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.fewer_gpus,
         remedies.cpu_fallback,
     ),
-    FailureKind.SETUP: (remedies.other_model,),
     FailureKind.DISK_FULL: (remedies.same_again,),
     FailureKind.COMM: (remedies.same_again,),
     FailureKind.DIVERGED: (
@@ -264,8 +262,6 @@ def _why_give_up(context: FailureContext) -> str:
         hint += "; a smaller micro-batch would change the effective batch size, which is kept"
     if not can_halve:
         hint += "; the batch was not halved: the command has no {batch_size}"
-    elif context.nothing_was_reported:
-        hint += "; no attempt reported a step: where model or data do not fit, no batch does"
     if can_halve and context.config.max_retries is not None and context.sizes_not_tried:
         left = ", ".join(map(str, context.sizes_not_tried))
         hint += (

@@ -280,50 +280,20 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
-    """Go on with fewer GPUs at the same effective batch, where the user allows it.
-
-    Where memory ran out: on those of the group that had more than the GPU on which it did.
-    """
-    excluded, least = {*context.faulty}, context.config.min_gpu_memory_bytes
-    most = len(context.last.gpus)
-    if context.failure.kind is FailureKind.DEVICE_OOM:
-        had, short = _shortest(context)
-        excluded.update(uuids(short))
-        most, least = most - len(short), max(least, had + 1)
-    elif context.failure.rank is not None:
+    """Go on with fewer GPUs at the same effective batch, where the user allows it."""
+    excluded = {*context.faulty}
+    if context.failure.rank is not None:
         excluded.update(uuids(context.failed_gpus))
-    fewer = context.settings.fewer_ranks(len(context.last.gpus))
-    counts = tuple(count for count in fewer if count <= most)
+    counts = context.settings.fewer_ranks(len(context.last.gpus))
     if not counts:
         return None
-    room = Room(
-        (),
-        least,
-        tuple(sorted(excluded)),
-        counts,
-    )
+    least = context.config.min_gpu_memory_bytes
+    room = Room((), least, tuple(sorted(excluded)), counts)
     how = (
         " and no other GPU is available: on with fewer GPUs "
         f"(min_num_gpus={context.config.min_num_gpus})"
     )
     return context.retry("fewer_gpus", how, room=room)
-
-
-def other_model(context: FailureContext) -> Retry | None:
-    """Retry the same batch on a GPU of another model: this build has no code for the one it had."""
-    if context.evidence.clue != Clue.GPU_MODEL:
-        return None
-    tried = (one for one in context.history if one.evidence.clue == Clue.GPU_MODEL)
-    names = {gpu.name for one in tried for gpu in one.failed_gpus}
-    offers = [gpu for gpu in _untried(context) if gpu.name not in names]
-    how, why = ": same batch on ", ", which is of another model"
-    return _exchange(
-        context,
-        context.failed_gpus,
-        offers,
-        how,
-        why,
-    )
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:

@@ -8,8 +8,8 @@ memory is bytes. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from robust_train.config.placeholders import placeholders_in
@@ -30,10 +30,6 @@ class PolicySettings:
     may_use_expandable_segments: bool = True
     # the trainer supports `training.gradient_checkpointing`
     can_checkpoint: bool = False
-    # micro-batches that earlier launches found, by kind of device
-    found_sizes: Mapping[str, int] = field(default_factory=dict)
-    # the one that `robust-train halve-batch` led to in an earlier launch; 0: none
-    requested_size: int = 0
 
     @classmethod
     def of(
@@ -213,21 +209,14 @@ class BatchSearch:
     min_batch_size: int = 1  # nor smaller
     # of the device's memory, the most to count on; above 0 to 1
     memory_share: float = 1.0
-    key: str = ""  # names model, data and device, so that the result can be remembered
 
     @classmethod
-    def of(
-        cls,
-        config: RobustConfig,
-        spec: AttemptSpec,
-        key: str,
-    ) -> BatchSearch:
+    def of(cls, config: RobustConfig, spec: AttemptSpec) -> BatchSearch:
         """Return the search of an attempt."""
         return cls(
-            effective_batch_size=spec.batch_size * spec.gradient_accumulation_steps,
-            min_batch_size=config.min_batch_size,
-            memory_share=config.memory.fraction / config.gpu_jobs_per_device,
-            key=key,
+            spec.batch_size * spec.gradient_accumulation_steps,
+            config.min_batch_size,
+            config.memory.fraction / config.gpu_jobs_per_device,
         )
 
     def sizes(self, samples: int) -> tuple[int, ...]:
@@ -286,26 +275,9 @@ def size_to_begin_with(
         for one in own
     ):
         return spec, ""  # it came far enough to show what fits
-    ranks = settings.for_ranks(spec.ranks)
-    exact = exact_sizes(ranks.share, ranks.min_batch_size)
-    # the job may go on with other sizes than it was requested with
-    requested = [size for size in exact if size <= settings.requested_size]
-    if requested and not history and requested[-1] < spec.batch_size:
-        smaller = ranks.resized(spec, requested[-1])
-        was, now = spec.effective_batch_size, smaller.effective_batch_size
-        stays = f"stays {now}" if now == was else f"is {now} instead of {was}"
-        return smaller, (
-            f"micro-batch {requested[-1]} instead of {spec.batch_size}, as 'robust-train "
-            f"halve-batch' requested of this job; the effective batch size {stays}"
-        )
     if not settings.config.finds_batch_size:
         return spec, ""
-    earlier = settings.found_sizes.get(spec.device_kind)
-    if earlier in exact:  # not if the ranks are others than then
-        why = (
-            f"training.batch_size=auto: {earlier}, as found earlier in this run folder"
-        )
-        return ranks.resized(spec, earlier), why
+    ranks = settings.for_ranks(spec.ranks)
     whole = ranks.resized(spec, ranks.share)
     is_script = settings.config.is_script
     if spec.ranks == 1 and not is_script:

@@ -316,9 +316,7 @@ class MicroBatcher:
         log.info("training.batch_size=auto: %s", found)
         accumulation = None if size is None else -(-effective // size)
         result = found.as_json()
-        self._recorder.on_event(
-            BatchSizeFound(size, accumulation, effective, search.key, result)
-        )
+        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, result))
 
 
 def _loss_and_more(result: Any) -> tuple[Any, ...]:
