@@ -68,7 +68,7 @@ class Attempts:
             if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
                 raise ConfigError(attempt.ending.config_error)
             whole = replace(attempt, exit=process_exit)
-            return ended(whole, 1.0, log=request.log_file, stacks=request.stacks_file)
+            return ended(whole, request, 1.0)
         finally:
             executor.close()
 

@@ -18,7 +18,6 @@ from robust_train.launcher.interpreters import (
     Interpreter,
     Interpreters,
     preparation,
-    wait_until_prepared,
 )
 from robust_train.launcher.process import has_room_for_standby
 from robust_train.readable import MIB
@@ -38,7 +37,7 @@ def interpreters() -> Iterator[Interpreters]:
 def prepared(interpreters: Interpreters, *modules: str) -> Interpreter:
     one = interpreters.start()
     one.prepare(preparation(modules))
-    wait_until_prepared(interpreters, [one], lambda: None)
+    interpreters.await_prepared([one])
     return one
 
 
@@ -80,7 +79,7 @@ def test_an_interpreter_is_of_no_use_once_the_environment_has_changed(interprete
 
 def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters: Interpreters):
     one = prepared(interpreters)
-    interpreters.signal(one, signal.SIGKILL)
+    one.signal(signal.SIGKILL)
     wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
     assert one.returncode == -signal.SIGKILL
     assert one.max_resident_bytes > 1 << 20

@@ -31,9 +31,7 @@ def find(machine: Machine, *cases: Case, before: str = "") -> list[list[str]]:
     return found
 
 
-def test_the_number_means_the_freest_gpu_in_pci_order_within_the_mask(
-    cuda_machine_with,
-):
+def test_the_number_means_the_freest_gpu_in_pci_order_within_the_mask(cuda_machine_with):
     machine = cuda_machine_with(Gpu("T4", free_mib=6000), Gpu("T4"), Gpu("H100", free_mib=9000))
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(1, free_mib=5000)
@@ -52,16 +50,12 @@ def test_once_cuda_has_started_its_own_numbers_count(cuda_machine_with: MachineW
     assert find(machine, ("0", 4000), before=START_CUDA) == [["cuda:0", None]]
 
 
-def test_only_the_slice_that_a_process_can_address_is_considered(
-    cuda_machine_with,
-):
+def test_only_the_slice_that_a_process_can_address_is_considered(cuda_machine_with):
     machine = cuda_machine_with(Gpu(), Gpu(mig=[Slice(5000), Slice(9000)]))
     assert [device for device, _ in find(machine, (None, 4000), (None, 6000))] == ["cuda:0", "cpu"]
 
 
-def test_without_a_suitable_gpu_it_is_the_cpu_and_the_log_has_the_reason(
-    machine_with,
-):
+def test_without_a_suitable_gpu_it_is_the_cpu_and_the_log_has_the_reason(machine_with):
     cases = ((None, 4000), ("", 4000), ("7", 4000))
     process = machine_with(Gpu(free_mib=3999)).start(FIND.format(before="", cases=cases))
     out, err = process.communicate(timeout=120)

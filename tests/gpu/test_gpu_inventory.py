@@ -215,9 +215,7 @@ def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with: M
     assert free["unusable"] is None
 
 
-def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(
-    machine_with,
-):
+def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(machine_with):
     machine = machine_with(
         Gpu(compute=[(10, 500), (11, None), (12, None)], graphics=[(10, 20), (12, 30), (13, 40)])
     )
@@ -350,9 +348,7 @@ def test_exclusive_mode_owned_by_mps_is_no_obstacle(machine_with, tmp_path):
     assert not owned["mps"]
 
 
-def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another(
-    machine_with,
-):
+def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another(machine_with):
     machine = machine_with(Gpu())
     assert machine.python(
         """

@@ -256,9 +256,7 @@ def test_equal_models_are_counted_in_pci_order_without_asking_cuda(cuda_machine_
     assert machine.calls("cuInit") == []
 
 
-def test_pci_order_with_a_warning_where_cuda_cannot_be_asked(
-    cuda_machine_with,
-):
+def test_pci_order_with_a_warning_where_cuda_cannot_be_asked(cuda_machine_with):
     machine = cuda_machine_with(Gpu("T4"), Gpu("H100"))
     machine.fail("cuInit", 100)
     uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="1")
@@ -276,18 +274,14 @@ def ill_first(machine_with: MachineWith) -> Machine:
     return machine
 
 
-def test_an_ill_gpu_that_cuda_does_not_count_shifts_the_numbers(
-    cuda_machine_with,
-):
+def test_an_ill_gpu_that_cuda_does_not_count_shifts_the_numbers(cuda_machine_with):
     machine = ill_first(cuda_machine_with)
     machine.cuda_order = [machine.uuid(1), machine.uuid(2)]
     machine.update(0)
     assert machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="0")[0] == [machine.uuid(1)]
 
 
-def test_an_ill_gpu_keeps_its_number_where_cuda_cannot_be_asked(
-    cuda_machine_with,
-):
+def test_an_ill_gpu_keeps_its_number_where_cuda_cannot_be_asked(cuda_machine_with):
     machine = ill_first(cuda_machine_with)
     machine.fail("cuInit", 100)
     uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="1,0")

@@ -203,11 +203,6 @@ def test_in_a_cell_a_line_begins_with_the_time_of_day(monkeypatch: pytest.Monkey
     assert re.fullmatch(r"\d\d:\d\d:\d\d hello\n", cell.text)
 
 
-def test_a_typo_in_the_configuration_is_one_line():
-    with pytest.raises(ConfigError, match=r"no such key; did you mean training\.batch_size"):
-        launch(trainers.has_a_bug, {"training": {"batchsize": 1}})
-
-
 def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog):
     def mistaken(cfg: object) -> None:
         raise UserError("no weights here")
@@ -255,39 +250,29 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     assert read_identity(tmp_path).completed is not None
 
 
-def test_however_often_ctrl_c_is_pressed_the_gpu_is_released(tmp_path, monkeypatch):
-    released = []
-    release = HostQueue.release
-
-    def slow_release(self: HostQueue) -> None:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
-        release(self)
-        released.append(True)
-
+def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorded(
+    tmp_path, monkeypatch
+):
     def train(cfg: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(HostQueue, "release", slow_release)
+    released: list[type] = []
+
+    def interrupted(act: Callable[..., None]) -> Callable[..., None]:
+        def slow(self: object) -> None:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+            act(self)
+            released.append(type(self))
+
+        return slow
+
+    for owner, name in ((HostQueue, "release"), (launcher.Summary, "write")):
+        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
     with pytest.raises(JobInterrupted):
         launch(train, {"isolation": "none"}, run_dir=tmp_path)
-    assert released
+    assert {HostQueue, launcher.Summary} <= {*released}
     assert read_state(tmp_path).exit_code == 130
-
-
-def test_however_often_ctrl_c_is_pressed_the_end_is_recorded(tmp_path, monkeypatch):
-    def train(cfg: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    write = launcher.Summary.write
-
-    def slow_write(summary: launcher.Summary) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        write(summary)
-
-    monkeypatch.setattr(launcher.Summary, "write", slow_write)
-    with pytest.raises(JobInterrupted):
-        launch(train, {"isolation": "none"}, run_dir=tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 

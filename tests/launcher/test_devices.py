@@ -19,18 +19,10 @@ def visible_to_trainer(world: World, *arguments: str) -> str:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_the_gpu_with_the_most_free_memory_is_the_only_one_the_trainer_sees(world: World):
-    ended = world.train("what_it_was_given", code=0)
-    assert ended.summary["result"]["visible"] == A
-    assert ended.summary["result"]["device"] == "cuda:0"
-    assert ended.attempts[0]["device"] == "cuda:0"
-    assert ended.attempts[0]["gpu_uuid"] == A
-
-
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("arguments", "visible"),
     [
+        ([], A),  # the one with the most free memory
         (["device=cpu"], ""),
         (["device=cuda:1"], B),
         (["device=GPU-bbbb", "auto_device=false"], B),
@@ -38,7 +30,11 @@ def test_the_gpu_with_the_most_free_memory_is_the_only_one_the_trainer_sees(worl
     ],
 )
 def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, arguments, visible):
-    assert visible_to_trainer(world, *arguments) == visible
+    ended = world.train("what_it_was_given", *arguments, code=0)
+    given, (attempt,) = ended.summary["result"], ended.attempts
+    assert given["visible"] == visible
+    assert given["device"] == ("cuda:0" if visible else "cpu")
+    assert attempt["gpu_uuid"] == (visible or None)
 
 
 def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(world: World):

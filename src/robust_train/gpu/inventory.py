@@ -176,6 +176,7 @@ class _Device:
     name: str
     pci_bus_id: str
     parent: _Device | None = None  # the GPU of which it is a slice
+    knows_slices: bool = False  # of such a GPU MIG may be turned on at any time
 
 
 class NvmlSession:
@@ -258,7 +259,8 @@ class NvmlSession:
         if device is None:
             handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
             device = self._known[index] = self._device(index, handle)
-        if self._is_sliced(device):
+        is_on = self.nvml.NVML_DEVICE_MIG_ENABLE
+        if device.knows_slices and self._mig_mode(device.handle) == is_on:
             found = self._read_slices(device, processes)
         else:
             found = [self._read_device(device, processes)]
@@ -282,6 +284,7 @@ class NvmlSession:
             str(name or unknown),
             self._pci_bus_id(handle) if parent is None else parent.pci_bus_id,
             parent,
+            self._mig_mode(handle) is not None,
         )
 
     def _pci_bus_id(self, handle: Any) -> str:
@@ -290,9 +293,10 @@ class NvmlSession:
             return ""
         return f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
 
-    def _is_sliced(self, gpu: _Device) -> bool:
-        mode = self._optional(self.nvml.nvmlDeviceGetMigMode, gpu.handle)
-        return mode is not None and mode[0] == self.nvml.NVML_DEVICE_MIG_ENABLE
+    def _mig_mode(self, handle: Any) -> int | None:
+        """Return whether MIG is on, as NVML has it; None for a GPU that cannot be sliced."""
+        mode = self._optional(self.nvml.nvmlDeviceGetMigMode, handle)
+        return None if mode is None else int(mode[0])
 
     def _read_slices(
         self,

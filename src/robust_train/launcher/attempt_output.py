@@ -8,7 +8,6 @@ import fcntl
 import io
 import os
 import pty
-import selectors
 import stat
 import struct
 import sys
@@ -122,6 +121,11 @@ class OutputPump:
         self.held: list[tuple[OutputStream, bytes]] | None = None
 
     @property
+    def descriptors(self) -> list[int]:
+        """What becomes readable when something is printed."""
+        return [stream.read_fd for stream in self.streams]
+
+    @property
     def input_fd(self) -> int | None:
         """What attempts read: our standard input where that is a file or a pipe, a terminal without
         input where ours is one (``stty size`` asks there); None: nothing."""
@@ -182,11 +186,8 @@ class OutputPump:
 
     def drain(self) -> None:
         """Pass on the rest after the writer is gone; a terminal hands over a little late."""
-        with selectors.DefaultSelector() as selector:
-            for stream in self.streams:
-                selector.register(stream.read_fd, selectors.EVENT_READ)
-            while selector.select(timeout=0.02) and self.move():
-                pass
+        while readable(self.descriptors, 0.02) and self.move():
+            pass
 
     def close(self) -> None:
         """Pass on the rest and release everything."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
 from robust_train.failures.exits import by_oom_killer
 from robust_train.failures.stack import (
@@ -37,41 +38,32 @@ _LINES = 15
 
 
 def ended(
-    attempt: Attempt,
+    attempt: Attempt,  # with all its events and its exit
+    request: AttemptRequest,
     seconds: float,
-    *,
-    log: Path,
-    stacks: Path,
 ) -> Attempt:
-    """Return the attempt with why it ended, from its own reports and its process's exit.
-
-    Args:
-        attempt: all its events are in it, and its exit.
-        seconds: its wall time.
-        log: what it printed.
-        stacks: where its threads wrote what they were doing.
-    """
-    end = attempt.exit
+    """Return the attempt with why it ended, from its own reports and its process's exit."""
+    end, memory = attempt.exit, attempt.memory
     crash = None if end.stalled else native_stack_in(end.stacks or end.output)
-    failure = _with_workers(_failure(attempt, crash, stacks), end)
-    traceback = attempt.ending.traceback if isinstance(attempt.ending, Failed) else None
+    failure = _with_workers(_failure(attempt, crash, request.stacks_file), end)
+    traceback = None
     if failure is None:
-        traceback = None
+        pass
     elif failure.evidence.clue == Clue.STALLED:
         traceback = end.stacks or None
     elif attempt.script is not None:
-        traceback = last_words(end.output, log.name)
-    elif traceback is None and crash is not None:
+        traceback = last_words(end.output, request.log_file.name)
+    elif isinstance(attempt.ending, Failed) and attempt.ending.traceback is not None:
+        traceback = attempt.ending.traceback
+    elif crash is not None:
         traceback = str(crash)
-    peak = attempt.memory.get("max_allocated")
-    if peak is None:
-        peak = end.max_resident_bytes or attempt.memory.get("max_resident")
+    resident = end.max_resident_bytes or memory.get("max_resident")
     return replace(
         attempt,
         seconds=seconds,
         failure=failure,
         traceback=traceback,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=memory.get("max_allocated", resident),
     )
 
 

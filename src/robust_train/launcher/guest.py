@@ -115,13 +115,8 @@ class Rank:
             name,
             self.run_dir,
         )
-        function = functools.partial(
-            function_of,
-            trainer,
-            self._trainer_ref,
-        )
         self.executor = InlineExecutor(
-            functools.cache(function),
+            functools.cache(lambda: function_of(trainer, self._trainer_ref)),
             rank=guest.rank,
             flags=self.votes,
             on_failure=self._leave,
@@ -158,12 +153,7 @@ class Rank:
         event: Failed,
     ) -> None:
         """Leave how this rank's part of an attempt failed, for the next start."""
-        failures = RankFailures(request.run_dir)
-        failures.leave(
-            request.attempt,
-            self.guest.rank,
-            event,
-        )
+        RankFailures(request.run_dir).leave(request.attempt, self.guest.rank, event)
 
     def begin(self, start: Mapping[str, object]) -> None:
         """Send all ranks how this start begins, as rank 0; the first call counts."""
@@ -269,25 +259,18 @@ class Rank:
                 signals.raise_if_received()
         finally:
             self.devices.queue.release()
-        attempt = ended(
-            attempt,
-            0.0,
-            log=request.log_file,
-            stacks=request.stacks_file,
-        )
+        attempt = ended(attempt, request, 0.0)
         summary = Summary(
-            "completed",
+            "completed" if attempt.failure is None else "failed",
             request.run_dir,
             result=attempt.result,
+            reason=None
+            if attempt.failure is None
+            else f"rank {self.guest.rank}: {attempt.message}",
             attempts=(attempt,),
+            error=process_exit.error,
         )
         if attempt.failure is not None:
-            summary = replace(
-                summary,
-                status="failed",
-                reason=f"rank {self.guest.rank}: {attempt.message}",
-                error=process_exit.error,
-            )
             explain(summary)
         return summary
 
@@ -323,31 +306,23 @@ def _open_store(guest: GuestRank) -> Store:
             )
         )[0]
         return found
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    agent = TCPStore(
-        host,
-        port,
-        is_master=False,
-        wait_for_workers=False,
-    )
+
+    def open_at(port: int, *, is_ours: bool = False) -> TCPStore:
+        return TCPStore(
+            os.environ["MASTER_ADDR"],
+            port,
+            is_master=is_ours,
+            wait_for_workers=False,
+            multi_tenant=is_ours,
+        )
+
+    agent = open_at(int(os.environ["MASTER_PORT"]))
     key = f"robust_train/{guest.restarts}/port"
     if guest.rank == 0:
-        store = TCPStore(
-            host,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = open_at(0, is_ours=True)
         agent.set(key, str(store.port))
     else:
-        port = int(agent.get(key))
-        store = TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-        )
+        store = open_at(int(agent.get(key)))
     os.environ["MASTER_PORT"] = str(store.port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     return store

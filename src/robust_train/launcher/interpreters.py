@@ -35,6 +35,7 @@ from robust_train.host.linux import (
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
 from robust_train.host.wire import read_events
 from robust_train.launcher.attempt_output import OutputPump
+from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
 
 log = logging.getLogger("robust_train")
@@ -52,7 +53,6 @@ class Interpreter:
         max_resident_bytes: its peak resident memory, once it has ended.
         is_asked: it was given something to import.
         is_begun: it was given its attempt.
-        refusal: why the trainer does not accept the config, None if it does.
         is_unfit: it can run no attempt: an import of its has started CUDA.
     """
 
@@ -66,7 +66,6 @@ class Interpreter:
         self.channel = channel
         self.returncode: int | None = None
         self.max_resident_bytes = 0
-        self.refusal: str | None = None
         self.is_unfit = self.is_asked = self.is_begun = False
         self._environ = _environ_at_import()
         self._answers_due = 0
@@ -115,14 +114,24 @@ class Interpreter:
         self._send(begin, descriptors)
 
     def read(self, most: int | None = None) -> Iterator[Event]:
-        """Yield the events of its attempt that have arrived; handle its own answers."""
+        """Yield the events of its attempt that have arrived; handle its own answers.
+
+        Raises:
+            ConfigError: its trainer does not accept the config.
+        """
         for event in read_events(self.channel, most):
             if not isinstance(event, Prepared):
                 yield event
                 continue
             self._answers_due -= 1
-            self.refusal = self.refusal or event.refusal
             self.is_unfit |= event.is_unfit
+            if event.refusal is not None:
+                raise ConfigError(event.refusal)
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal; it may have ended."""
+        if self.is_running:
+            os.kill(self.pid, signum)
 
     def _send(
         self,
@@ -160,33 +169,30 @@ class Interpreters:
         _open.add(self)
         become_subreaper()
         theirs, self._reapers_pipe = os.pipe()
-        with open(theirs, "rb") as pipe, open(reaper.__file__, "rb") as program:
-            words = [
+        with open(theirs, "rb"), open(reaper.__file__, "rb") as file:
+            words = (
+                base_executable(),
+                "-I",
+                "-S",
+                f"/dev/fd/{file.fileno()}",
                 theirs,
                 self._owner,
                 int(stop_signal(os.environ)),
                 ORPHAN_GRACE_SECONDS,
                 *map(int, STOP_SIGNALS),
-            ]
-            self._reaper = _start(
-                [
-                    base_executable(),
-                    "-I",
-                    "-S",
-                    f"/dev/fd/{program.fileno()}",
-                    *map(str, words),
-                ],
+            )
+            self._reaper = self._start(
+                [str(word) for word in words],
                 os.environ,
-                (pipe.fileno(), program.fileno()),
+                (theirs, file.fileno()),
                 subprocess.DEVNULL,
-                self.pump,
             )
         self.mark(os.urandom(3).hex())
 
     @property
-    def descriptors(self) -> list[int]:
-        """What becomes readable when an interpreter prints something."""
-        return [stream.read_fd for stream in self.pump.streams]
+    def waiting(self) -> list[Interpreter]:
+        """Those without an attempt."""
+        return [one for one in self.running.values() if not one.is_begun]
 
     def start(self) -> Interpreter:
         """Start an interpreter.
@@ -200,12 +206,11 @@ class Interpreters:
         stdin = self.pump.input_fd
         with theirs:
             channel = theirs.fileno()
-            process = _start(
+            process = self._start(
                 [sys.executable, program, str(self._owner), str(channel)],
                 shared_machine_environment(os.environ),
                 (channel,),
                 subprocess.DEVNULL if stdin is None else stdin,
-                self.pump,
             )
         set_mark(process.pid, self._mark)
         one = Interpreter(process, ours)
@@ -221,20 +226,29 @@ class Interpreters:
         with contextlib.suppress(OSError):  # the reaper was killed
             os.write(self._reapers_pipe, b"%d\n" % self._mark)
 
-    def signal(
-        self,
-        one: Interpreter,
-        signum: int,
-    ) -> None:
-        """Send a signal to an interpreter that may have ended."""
-        if one.is_running:
-            os.kill(one.pid, signum)
-
-    def poll(self) -> None:
-        """See which interpreters have ended: :attr:`Interpreter.returncode` is set then."""
+    def poll(self) -> bool:
+        """See which interpreters have ended, which sets ``returncode``, and pass on what they have
+        printed; return whether there was anything."""
         for one in self._uncollected:
             one.collect()
         self._uncollected = [one for one in self._uncollected if one.is_running]
+        return self.pump.move()
+
+    def await_prepared(
+        self,
+        wanted: Sequence[Interpreter],
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
+        while pending := [
+            one for one in wanted if one.is_running and not one.is_prepared
+        ]:
+            channels = [one.channel.fileno() for one in pending]
+            readable([*self.pump.descriptors, *channels], TICK_SECONDS)
+            self.poll()
+            for one in pending:
+                list(one.read())
+            tick()
 
     def collect_orphans(self) -> None:
         """Collect what interpreters have left behind and has ended: this process adopts it."""
@@ -248,11 +262,11 @@ class Interpreters:
     def kill_leftovers(self, kept: Sequence[Interpreter]) -> list[int]:
         """Kill all but these interpreters and what they started; return what cannot be killed."""
         spared = {self._reaper.pid}
-        for pid in [one.pid for one in kept]:
+        for one in kept:
+            spared.add(one.pid)
             with contextlib.suppress(psutil.Error):
-                root = psutil.Process(pid)
-                tree = (root, *root.children(recursive=True))
-                spared.update(process.pid for process in tree)
+                below = psutil.Process(one.pid).children(recursive=True)
+                spared.update(process.pid for process in below)
         return kill_descendants(
             lambda process: process.pid not in spared and self._is_ours(process)
         )
@@ -262,7 +276,7 @@ class Interpreters:
 
     def end(self, one: Interpreter) -> None:
         """End an interpreter that is no longer needed."""
-        self.signal(one, signal.SIGKILL)
+        one.signal(signal.SIGKILL)
         self.forget(one)
 
     def forget(self, one: Interpreter) -> None:
@@ -278,8 +292,8 @@ class Interpreters:
         is_owner = os.getpid() == self._owner
         for one in tuple(self.running.values()):
             if is_owner:
-                self.end(one)
-            one.channel.close()
+                one.signal(signal.SIGKILL)
+            self.forget(one)
         if is_owner:
             if left := self.kill_leftovers(()):
                 log.warning("processes %s of the attempt cannot be ended", left)
@@ -293,51 +307,32 @@ class Interpreters:
         os.close(self._reapers_pipe)
         self.pump.close()
 
+    def _start(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        descriptors: Sequence[int],  # that it inherits
+        stdin: int,
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in a session of its own. The stop signals are blocked in it: one that
+        comes before it can handle them is then pending instead of fatal."""
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return subprocess.Popen(
+                command,
+                pass_fds=descriptors,
+                stdin=stdin,
+                stdout=self.pump.stdout.child_fd,
+                stderr=self.pump.stderr.child_fd,
+                start_new_session=True,
+                env=environ,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
 
 _open: set[Interpreters] = set()
 """Those of this process that are not closed."""
-
-
-def _start(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    descriptors: Sequence[int],  # that it inherits
-    stdin: int,
-    pump: OutputPump,
-) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own. The stop signals are blocked in it: one that comes
-    before it can handle them is then pending instead of fatal."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        return subprocess.Popen(
-            command,
-            pass_fds=descriptors,
-            stdin=stdin,
-            stdout=pump.stdout.child_fd,
-            stderr=pump.stderr.child_fd,
-            start_new_session=True,
-            env=environ,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def wait_until_prepared(
-    interpreters: Interpreters,
-    waited_for: Sequence[Interpreter],
-    tick: Callable[[], None],
-) -> None:
-    """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-    while pending := [
-        one for one in waited_for if one.is_running and not one.is_prepared
-    ]:
-        channels = [one.channel.fileno() for one in pending]
-        readable([*interpreters.descriptors, *channels], TICK_SECONDS)
-        interpreters.poll()
-        interpreters.pump.move()
-        for one in pending:
-            list(one.read())
-        tick()
 
 
 _at_hand: list[Interpreters] = []
@@ -347,8 +342,7 @@ def start_early(modules: Sequence[str] = ()) -> None:
     """Start an interpreter for this process's next job, before it is known what it will run."""
     with contextlib.suppress(OSError):  # the job reports it
         interpreters = Interpreters()
-        one = interpreters.start()
-        one.prepare(preparation(modules))
+        interpreters.start().prepare(preparation(modules))
         _at_hand.append(interpreters)
 
 

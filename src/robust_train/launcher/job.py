@@ -524,12 +524,7 @@ class Job:
         if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
             raise ConfigError(attempt.ending.config_error) from process_exit.error
         first = self.attempts[0] if self.attempts else attempt
-        return ended(
-            attempt.resumed_like(first),
-            seconds,
-            log=request.log_file,
-            stacks=request.stacks_file,
-        )
+        return ended(attempt.resumed_like(first), request, seconds)
 
     def _saved_step(self, checkpoint: str | None) -> int:
         """Return the step of a checkpoint of this launch, 0 if unknown."""

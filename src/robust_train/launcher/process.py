@@ -35,7 +35,6 @@ from robust_train.launcher.interpreters import (
     Interpreters,
     preparation,
     take_early,
-    wait_until_prepared,
 )
 from robust_train.launcher.stall import Standstill
 from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
@@ -91,29 +90,21 @@ class ProcessExecutor:
         has_standby: bool,
         job: str,
     ) -> None:
-        self._trainer = trainer
-        self._cfg = cfg
-        self._has_standby = has_standby
-        self._job = job
+        self._trainer, self._cfg, self._job = trainer, cfg, job
+        self._ranks, self._has_standby = ranks, has_standby
         self._modules = tuple(early_imports(cfg))
-        self._ranks = ranks
         self._standby_bytes = 0
         self._interpreters = take_early()
-        self._interpreters.mark(job)
         with contextlib.suppress(OSError):  # tried again for the attempt
             for one in self._waiting(ranks):
                 one.prepare(self._preparation())
 
     def poll(self) -> None:
         """Raise ConfigError if the trainer has refused the config meanwhile."""
-        if not self._interpreters.is_open:
-            return
-        self._interpreters.poll()
-        self._interpreters.pump.move()
-        for one in self._interpreters.running.values():
-            list(one.read())
-            if one.refusal is not None:
-                raise ConfigError(one.refusal)
+        if self._interpreters.is_open:
+            self._interpreters.poll()
+            for one in self._interpreters.running.values():
+                list(one.read())
 
     def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the trainer has checked the config; raises ConfigError if it refuses."""
@@ -133,21 +124,16 @@ class ProcessExecutor:
         Raises:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
         """
-        oom_kills = OomKillWatch()
-        was_interrupted = False
 
         def take(event: Event) -> None:
-            nonlocal was_interrupted
             if isinstance(event, LibrariesImported):
                 self._begin_standby(request, event)
                 return
-            if isinstance(event, Failed):
-                was_interrupted = event.is_interruption
-                if event.failure.kind not in (
-                    FailureKind.BUG,
-                    FailureKind.INTERRUPTED,
-                ):
-                    self._prepare_next(request, self._preparation())
+            if isinstance(event, Failed) and event.failure.kind not in (
+                FailureKind.BUG,
+                FailureKind.INTERRUPTED,
+            ):
+                self._prepare_next(request, self._preparation())
             on_event(event)
 
         def tick_with_standby() -> None:
@@ -155,8 +141,6 @@ class ProcessExecutor:
             tick()
 
         processes = self._ready(request.ranks, tick)
-        pump = self._interpreters.pump
-        pump.start_log(request.log_file)
         running = RunningAttempt(
             self._interpreters,
             processes,
@@ -164,27 +148,9 @@ class ProcessExecutor:
             take,
         )
         found = running.run(signals, hold, tick_with_standby)
-        pump.end_log()
         if found.pid is None:
             self.close()
-        remove_nccl_pipes(request.run_dir)
-        if was_interrupted:
-            _await_signal(signals)
-        stalled = running.stalled
-        stacks = _stacks(
-            request,
-            keep=not request.config.is_script or stalled is not None,
-        )
-        if stalled is not None:
-            on_event(Stalled(round(stalled.seconds, 1), stacks))
-        return replace(
-            found,
-            output=pump.tail,
-            stacks=stacks,
-            stalled=None if stalled is None else stalled.what,
-            was_stopped=signals.received is not None,
-            oom_killed=oom_kills.killed(),
-        )
+        return found
 
     def close(self) -> None:
         """End all interpreters; later attempts start others."""
@@ -203,10 +169,8 @@ class ProcessExecutor:
             for one in found:
                 # those that import break off: the rest comes with the trainer
                 one.prepare(preparation(()) if one.is_asked else self._preparation())
-            wait_until_prepared(interpreters, found, tick)
+            interpreters.await_prepared(found, tick)
             for one in found:
-                if one.refusal is not None:
-                    raise ConfigError(one.refusal)
                 if one.returncode is not None:
                     self._on_death_at_import(one.returncode)
             if all(one.is_usable for one in found):
@@ -227,14 +191,13 @@ class ProcessExecutor:
         """Return interpreters without an attempt; those that wait first, then new ones."""
         if not self._interpreters.is_open:
             self._interpreters = Interpreters()
-            self._interpreters.mark(self._job)
         interpreters = self._interpreters
+        interpreters.mark(self._job)
         interpreters.poll()
-        waiting = [one for one in interpreters.running.values() if not one.is_begun]
-        for one in waiting:
+        for one in interpreters.waiting:
             if not one.is_usable:
                 interpreters.end(one)
-        found = [one for one in waiting if one.is_usable][:count]
+        found = interpreters.waiting[:count]
         return found + [interpreters.start() for _ in range(count - len(found))]
 
     def _preparation(self) -> Preparation:
@@ -280,9 +243,8 @@ class ProcessExecutor:
     def _check_standby(self) -> None:
         """End the standby when memory becomes short."""
         if not has_room_for_standby(self._standby_bytes):
-            for one in list(self._interpreters.running.values()):
-                if not one.is_begun:
-                    self._interpreters.end(one)
+            for one in self._interpreters.waiting:
+                self._interpreters.end(one)
 
     def _prepare_next(
         self,
@@ -333,8 +295,6 @@ class RunningAttempt:
         processes: those that run this attempt, in the order of their ranks.
         on_event: called with each event; with several ranks with one event of the end.
 
-    Attributes:
-        stalled: why it was killed, if it hung.
     """
 
     def __init__(
@@ -344,12 +304,14 @@ class RunningAttempt:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
     ) -> None:
-        self.stalled: Standstill | None = None
+        self._stalled: Standstill | None = None
         self._interpreters = interpreters
         self._processes = processes
         self._request = request
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
+        self._oom_kills = OomKillWatch()
+        interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
         self._watch = StallWatch(request, pids, on_event)
         self._votes = Votes(request.ranks) if request.ranks > 1 else None
@@ -381,7 +343,7 @@ class RunningAttempt:
                 while not self._poll(wakeup):
                     show_waiting()
                     tick()
-                return self._as_exit()
+                return self._end(signals)
         finally:
             if self._votes is not None:
                 self._votes.close()
@@ -407,7 +369,7 @@ class RunningAttempt:
         interpreters = self._interpreters
         running = [one.channel.fileno() for one in self._processes if one.is_running]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
-        readable([wakeup, *interpreters.descriptors, *running], seconds)
+        readable([wakeup, *interpreters.pump.descriptors, *running], seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
         while self._unannounced:
@@ -418,8 +380,7 @@ class RunningAttempt:
             self._signal_all(signal.SIGKILL)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # ends before events and output: what a process sent before it ended is then there already
-        interpreters.poll()
-        if interpreters.pump.move():
+        if interpreters.poll():
             self._watch.on_output()
         for rank, one in enumerate(self._processes):
             # at its end all; before, a burst must hold up neither signals nor requests
@@ -442,7 +403,7 @@ class RunningAttempt:
         if is_given_up or not any(one.is_running for one in self._processes):
             return True
         if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
-            self.stalled = stalled
+            self._stalled = stalled
             self._kill_in(self._dump_stacks())
         return False
 
@@ -454,9 +415,9 @@ class RunningAttempt:
         for event in self._processes[rank].read(most):
             self._watch.on_event(event)
             if isinstance(event, (Finished, Failed)):
+                end = self._ends[rank]
+                self._ends[rank] = replace(end, ending=event, at=event.at)
                 if self._votes is not None:
-                    end = self._ends[rank]
-                    self._ends[rank] = replace(end, ending=event, at=event.at)
                     continue
                 is_failure = isinstance(event, Failed)
                 self._kill_in(
@@ -505,40 +466,46 @@ class RunningAttempt:
         know = all(end.others_know for end in failed)
         self._kill_in(self._grace_seconds if know else _LAST_REPORT_SECONDS)
 
-    def _as_exit(self) -> Exit:
-        interpreters, own = self._interpreters, self._processes
+    def _end(self, signals: SignalWatch) -> Exit:
+        """Kill what is left, and return how the attempt ended with all that is known of it."""
+        interpreters, own, request = self._interpreters, self._processes, self._request
+        pump, stalled = interpreters.pump, self._stalled
         kept = [one for one in interpreters.running.values() if one not in own]
         left = interpreters.kill_leftovers(kept)
-        interpreters.pump.drain()
+        pump.drain()
+        pump.end_log()
         for one in own:
             interpreters.forget(one)
-        if self._votes is not None:
-            self._send_end(self._ends)
-        if any(one.is_running for one in own):
-            log.warning("the attempt's process hangs in the kernel; it is left behind")
-            return Exit(-signal.SIGKILL)
-        if left:
-            log.warning("processes %s of the attempt cannot be ended", left)
-        found = Exit(
-            own[0].returncode,
-            own[0].pid,
-            max(one.max_resident_bytes for one in own),
-        )
-        seconds, workers = time.monotonic() - self._began, self._workers
-        # that there are none is known only if it was seen late enough
-        if workers is None or (
-            not workers.count and self._looked - self._began < seconds / 3
-        ):
-            return found
-        return replace(
-            found,
-            workers=workers.count,
-            workers_hold_most=workers.hold_most,
-        )
-
-    def _send_end(self, ends: Sequence[RankEnd]) -> None:
-        if ends and (event := event_of(ends)) is not None:
+        if self._votes is not None and (event := event_of(self._ends)) is not None:
             self._on_event(event)
+        is_left = any(one.is_running for one in own)
+        if is_left:
+            log.warning("the attempt's process hangs in the kernel; it is left behind")
+        elif left:
+            log.warning("processes %s of the attempt cannot be ended", left)
+        remove_nccl_pipes(request.run_dir)
+        if any(end.was_stopped for end in self._ends):
+            _await_signal(signals)
+        keeps_stacks = not request.config.is_script or stalled is not None
+        stacks = _stacks(request, keep=keeps_stacks)
+        if stalled is not None:
+            self._on_event(Stalled(round(stalled.seconds, 1), stacks))
+        workers, seconds = self._workers, time.monotonic() - self._began
+        # that there are none is known only if it was seen late enough
+        if workers is not None and not workers.count:
+            workers = workers if self._looked - self._began >= seconds / 3 else None
+        return Exit(
+            returncode=-signal.SIGKILL if is_left else own[0].returncode,
+            pid=None if is_left else own[0].pid,
+            max_resident_bytes=max(one.max_resident_bytes for one in own),
+            output=pump.tail,
+            stacks=stacks,
+            stalled=None if stalled is None else stalled.what,
+            was_stopped=signals.received is not None,
+            oom_killed=self._oom_kills.killed(),
+            workers=None if workers is None else workers.count,
+            workers_hold_most=None if workers is None else workers.hold_most,
+        )
 
     def _dump_stacks(self) -> float:
         running = {
@@ -547,7 +514,7 @@ class RunningAttempt:
         return dump_stacks(
             self._request,
             running,
-            lambda rank: self._interpreters.signal(self._processes[rank], DUMP_STACKS),
+            lambda rank: self._processes[rank].signal(DUMP_STACKS),
         )
 
     def _on_signal(self, signum: int) -> None:
@@ -583,5 +550,4 @@ class RunningAttempt:
 
     def _signal_all(self, signum: int) -> None:
         for one in self._processes:
-            if one.is_running:
-                self._interpreters.signal(one, signum)
+            one.signal(signum)

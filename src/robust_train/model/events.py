@@ -389,11 +389,6 @@ class Failed(Event):
     exceptions: tuple[str, ...] = ()
     at: float = 0.0  # when a rank sent it, by the monotonic clock of this machine
 
-    @property
-    def is_interruption(self) -> bool:
-        """Whether it was stopped."""
-        return self.failure.kind is FailureKind.INTERRUPTED
-
 
 @dataclass(frozen=True)
 class RankDied(Event):

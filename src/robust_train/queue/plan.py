@@ -345,11 +345,11 @@ def gpu_states(
     jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
 ) -> dict[str, GpuState]:
     """Return each GPU's state by its UUID."""
-    jobs = list(jobs)
-    return {
-        gpu.uuid: GpuState(gpu, [job for job in jobs if gpu.uuid in job.gpus])
-        for gpu in gpus
-    }
+    by_gpu: defaultdict[str, list[QueuedJob]] = defaultdict(list)
+    for job in jobs:
+        for uuid in job.gpus:
+            by_gpu[uuid].append(job)
+    return {gpu.uuid: GpuState(gpu, by_gpu[gpu.uuid]) for gpu in gpus}
 
 
 # --- reasons for people ----------------------------------------------------------------------

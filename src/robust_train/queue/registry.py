@@ -325,7 +325,6 @@ class Reservation:
             os.close(again)
 
     def _create(self, job: QueuedJob) -> int:
-        directory = self.registry.fd
         # private until it is locked: another user's lock could come first
         temporary = f"new.{os.urandom(8).hex()}"
         with self._problems():
@@ -334,12 +333,7 @@ class Reservation:
                 lock(fd)
                 _write(fd, job)
                 os.fchmod(fd, 0o644)
-                os.rename(
-                    temporary,
-                    self._name,
-                    src_dir_fd=directory,
-                    dst_dir_fd=directory,
-                )
+                self.registry.publish(temporary, self._name)
             except BaseException:
                 self.registry.remove(temporary)
                 os.close(fd)

@@ -93,10 +93,8 @@ class Waiting:
         on_status: Callable[[WaitStatus], None] = lambda status: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._request = request
-        self._queue = queue
-        self._on_status = on_status
-        self._sleep = sleep
+        self._request, self._queue = request, queue
+        self._on_status, self._sleep = on_status, sleep
         self._next_report = self._next_status = time.monotonic()
         self._deadline = self._next_report + request.timeout_seconds
         self._status = WaitStatus(
@@ -130,23 +128,22 @@ class Waiting:
             has_moved = self._position != self._status.position
             if has_moved or now >= self._next_report or not wait:
                 self._report()
-            if not wait or time.monotonic() >= self._deadline:
+            left = self._deadline - now
+            if not wait or left <= 0:
                 return self._in_vain()
-            next_read = 0.0 if now < self._settle_until else self._next_read
-            if next_read - now >= _CLOSING_SECONDS:
+            if now >= self._next_status:
+                self._next_status = now + _STATUS_SECONDS
+                self._status = replace(self._status, seconds_left=left)
+                self._on_status(self._status)
+            if self._next_read - max(now, self._settle_until) >= _CLOSING_SECONDS:
                 close_session()  # an open one would block a reset of the GPUs
-            self._pause(min(self._pause_seconds, self._seconds_left()))
+            self._sleep(min(self._pause_seconds, left))
         return group
 
     def poll(self) -> Group:
         """Return the job's GPUs if the plan gives it any, ``free_bytes`` as far as it can count on
         them; else none, and why not is known."""
         started = time.monotonic()
-        interval_seconds = self._request.interval_seconds
-        if not self._queue.is_shared:
-            self._next_read = started + interval_seconds
-            self._pause_seconds = interval_seconds
-            return self._decide([])
         others = self._queue.others()
         cost_seconds = time.monotonic() - started
         seen = [
@@ -159,14 +156,20 @@ class Waiting:
             self._seen = seen
             self._next_read = started
         group: Group = ()
-        if started >= self._next_read or started < self._settle_until:
-            self._next_read = started + interval_seconds
+        is_due = started >= min(self._next_read, self._deadline)
+        if is_due or started < self._settle_until:
+            self._next_read = started + self._request.interval_seconds
             group = self._decide(others)
         else:
             self._queue.requeue(self._request, self._me.only)
-        pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (self._position - 1)
-        pause = max(min(pause, _LONGEST_PAUSE_SECONDS), _LISTING_FACTOR * cost_seconds)
-        self._pause_seconds = pause * random.uniform(0.5, 1.0)
+        if self._queue.is_shared:
+            pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (self._position - 1)
+            pause = max(
+                min(pause, _LONGEST_PAUSE_SECONDS), _LISTING_FACTOR * cost_seconds
+            )
+            self._pause_seconds = pause * random.uniform(0.5, 1.0)
+        else:
+            self._pause_seconds = min(_STATUS_SECONDS, self._next_read - started)
         return group
 
     def _decide(self, others: Sequence[QueuedJob]) -> Group:
@@ -201,8 +204,8 @@ class Waiting:
         return ()
 
     def _report(self) -> None:
-        now = time.monotonic()
-        self._next_report, self._next_status = now + self._request.interval_seconds, now
+        self._next_report = time.monotonic() + self._request.interval_seconds
+        self._next_status = 0.0
         obstacles = self._strangers() if self._strangers_only else self._obstacles
         self._status = replace(
             self._status,
@@ -227,19 +230,6 @@ class Waiting:
             decided,
             find_holders(gpus),
         )
-
-    def _pause(self, seconds: float) -> None:
-        """Sleep in slices of a second, so that the time left can be shown counting down."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if time.monotonic() >= self._next_status:
-                self._next_status = time.monotonic() + _STATUS_SECONDS
-                self._status = replace(self._status, seconds_left=self._seconds_left())
-                self._on_status(self._status)
-            self._sleep(min(left, _STATUS_SECONDS))
-
-    def _seconds_left(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.0)
 
     def _in_vain(self) -> NoGpu:
         count, timed_out = self._request.count, self._request.wait
