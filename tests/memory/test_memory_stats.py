@@ -184,3 +184,12 @@ def test_a_cgroup_above_limits_what_there_is_where_it_has_a_limit(tmp_path, abov
 
 def test_a_kernel_that_keeps_its_peak_says_so(tmp_path: Path) -> None:
     assert not reset_peak(tmp_path / "missing" / "clear_refs")
+
+
+def test_the_memory_functions_are_names_of_both():
+    """README's names are importable from ``robust_train.memory`` too."""
+    names = set(dir(robust_train.memory)) & set(robust_train.__all__)
+    assert {"GPUMemoryContext", "clear_gpu_memory", "save_checkpoint"} <= names
+    for name in dir(robust_train.memory):
+        own = getattr(robust_train.memory, name)
+        assert getattr(robust_train, name, own) is own
