@@ -98,7 +98,8 @@ def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleare
     assert rank(registry.marked((other, one)), 0)[0].uuid == one.uuid
     assert chosen(other) == A.uuid
     assert [fault.job for fault in registry.faults()[A.uuid]] == ["/runs/1", "/runs/2", "/runs/3"]
-    planted = registry.path / f"faults.{one.uuid}.{ANOTHER_USER}"
+    assert (base / f"faults.{A.uuid}.{os.geteuid()}").is_file(), "beside the folders of boots"
+    planted = base / f"faults.{one.uuid}.{ANOTHER_USER}"
     planted.write_text("[" * 4000)
     assert one.uuid not in registry.faults()
     remember(0, "/runs/4")
@@ -114,9 +115,9 @@ def test_no_file_of_another_user_ends_an_exclusion_or_makes_one_that_stays(base,
     def plant() -> None:
         later = {"job": "/runs/1", "time": time.time() + 86400, "reason": "x"}
         for uuid in (A.uuid, "GPU-b", *(f"GPU-0{number}" for number in range(1100))):
-            path = registry.path / f"faults.{uuid}.{ANOTHER_USER}"
+            path = base / f"faults.{uuid}.{ANOTHER_USER}"
             path.write_text(json.dumps([later]))
-        mine = registry.path / f"faults.GPU-c.{os.getppid()}"
+        mine = base / f"faults.GPU-c.{os.getppid()}"
         mine.write_text(json.dumps([later | {"time": time.time()}]))
 
     with as_another_user(plant):

@@ -84,7 +84,9 @@ class GpuFault:
     def seconds_left(self) -> float:
         """For how long the GPU is excluded."""
         seconds = time.time() - self.time
-        return EXCLUDED_SECONDS - seconds if 0 <= seconds < EXCLUDED_SECONDS else 0.0
+        has_booted_since = seconds > time.monotonic()
+        is_over = has_booted_since or not 0 <= seconds < EXCLUDED_SECONDS
+        return 0.0 if is_over else EXCLUDED_SECONDS - seconds
 
     def sentence(self) -> str:
         """Return for how long the GPU is excluded, by whom, and why."""
@@ -127,6 +129,7 @@ class QueueDir:
         self,
         pattern: re.Pattern[str],
         without: Collection[str] = (),
+        folder: str = "",  # relative to this one
     ) -> tuple[list[re.Match[str]], dict[int, int]]:
         """Return the names that match, sorted, and how many are left out by user id.
 
@@ -134,7 +137,7 @@ class QueueDir:
         """
         names: set[str] = set()
         with contextlib.suppress(OSError):  # removed
-            names = set(os.listdir(self.fd))
+            names = set(os.listdir(self.base if folder else self.fd))
         named = map(pattern.fullmatch, sorted(names.difference(without)))
         found = [match for match in named if match]
         if len(found) <= MOST_FILES_PER_USER:
@@ -142,8 +145,13 @@ class QueueDir:
         by_owner: dict[int, list[re.Match[str]]] = {}
         for match in found:
             with contextlib.suppress(OSError):
-                status = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False)
-                by_owner.setdefault(status.st_uid, []).append(match)
+                status = os.stat(
+                    folder + match[0],
+                    dir_fd=self.fd,
+                    follow_symlinks=False,
+                )
+                owner = status.st_uid
+                by_owner.setdefault(owner, []).append(match)
         kept, left_out = [], {}
         for owner, matches in by_owner.items():
             kept += matches[:MOST_FILES_PER_USER]
@@ -208,8 +216,8 @@ class QueueDir:
         """Use a GPU as any other again; return False if the caller has nothing against it. Root
         clears for all."""
         removed = [
-            self.remove(match[0])
-            for match in self.matches(_FAULTS_FILE)[0]
+            self.remove(folder + match[0])
+            for match, folder in self._fault_files()
             if match[1] == uuid and os.geteuid() in (0, int(match[2]))
         ]
         return any(removed)
@@ -230,8 +238,8 @@ class QueueDir:
     def faults(self) -> dict[str, list[GpuFault]]:
         """Return by GPU the jobs that it has failed in the last four weeks, the oldest first."""
         found: dict[str, dict[tuple[str, str], GpuFault]] = {}
-        for match in self.matches(_FAULTS_FILE)[0]:
-            for fault in self._faults_in(match):
+        for match, folder in self._fault_files():
+            for fault in self._faults_in(match, folder):
                 found.setdefault(fault.uuid, {})[fault.by, fault.job] = fault
         return {
             uuid: sorted(jobs.values(), key=lambda one: one.time)
@@ -244,8 +252,8 @@ class QueueDir:
         job: str,
         reason: str,
     ) -> bool:
-        """Record that a GPU's hardware failed a job, for weeks; return False if the directory takes
-        no more files."""
+        """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot;
+        return False if the directory takes no more files."""
         match = _FAULTS_FILE.fullmatch(f"faults.{uuid}.{os.geteuid()}")
         if match is None:
             return False
@@ -257,20 +265,34 @@ class QueueDir:
             time.time(),
             text,
         )
-        before = [one for one in self._faults_in(match) if one.job != new.job]
-        kept = [*before[1 - _MOST_FAULTS :], new]
-        temporary = f"new.{os.urandom(8).hex()}"
-        with contextlib.suppress(OSError):
-            with os.fdopen(self.create(temporary, 0o644), "w") as file:
-                os.fchmod(file.fileno(), 0o644)  # whatever the umask
-                json.dump([asdict(one) for one in kept], file)
-            self.publish(temporary, match[0])
-            return True
-        self.remove(temporary)
+        for folder in ("../", ""):
+            before = self._faults_in(match, folder)
+            kept = [one for one in before if one.job != new.job][1 - _MOST_FAULTS :]
+            content = json.dumps([asdict(one) for one in (*kept, new)])
+            temporary = f"{folder}new.{os.urandom(8).hex()}"
+            with contextlib.suppress(OSError):
+                with os.fdopen(self.create(temporary, 0o644), "w") as file:
+                    os.fchmod(file.fileno(), 0o644)  # whatever the umask
+                    file.write(content)
+                self.publish(temporary, folder + match[0])
+                return True
+            self.remove(temporary)
         return False
 
-    def _faults_in(self, file: re.Match[str]) -> list[GpuFault]:
-        data, status = self._read(file[0])
+    def _fault_files(self) -> list[tuple[re.Match[str], str]]:
+        """Return the files about faults, in the directory of all boots and in this boot's."""
+        return [
+            (match, folder)
+            for folder in ("../", "")
+            for match in self.matches(_FAULTS_FILE, folder=folder)[0]
+        ]
+
+    def _faults_in(
+        self,
+        file: re.Match[str],
+        folder: str,
+    ) -> list[GpuFault]:
+        data, status = self._read(folder + file[0])
         if status is None or status.st_uid != int(file[2]):
             return []
         now, about = time.time(), {"uuid": file[1], "by": user_name(status.st_uid)}
