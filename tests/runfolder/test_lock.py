@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -179,37 +178,3 @@ def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: st
     RunLock(tmp_path / "run", "0-aaaaaa").release()
     assert target.read_text() == "precious"
     assert read_holder(tmp_path / "run") is None
-
-
-def test_two_launches_of_one_process_in_one_folder(tmp_path: Path):
-    code = """
-import sys, threading
-import robust_train
-from robust_train.model.errors import ConfigError
-config = {"isolation": "none", "device": "cpu", "auto_device": False, "gpu_queue": False}
-inside, go = threading.Event(), threading.Event()
-def trainer(cfg, run):
-    inside.set()
-    go.wait()
-    return 1
-def launch():
-    return robust_train.launch(trainer, config, run_dir=sys.argv[1]).result
-first = threading.Thread(target=launch)
-first.start()
-inside.wait()
-try:
-    launch()
-except ConfigError as error:
-    print(error)
-go.set()
-first.join()
-print(launch())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()  # among what the jobs themselves say
-    assert any("in use by the job of" in line for line in lines)
-    assert lines[-1] == "1"
-    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "completed"

@@ -185,33 +185,6 @@ def test_stop_a_second_time_has_to_be_meant(host: Host):
     assert not is_running(status["attempt_pid"])
 
 
-@pytest.mark.slow
-def test_a_checkpoint_during_training_gives_a_path_that_exists(host: Host):
-    world = host.world("first")
-    process = world.start(
-        "training.epochs=2000", "training.checkpoint_every_minutes=600", "model.width=8"
-    )
-    host.started.append(process)
-    wait_until(lambda: host.told("ps", "--live")["runs"], "it is alive")
-    wait_until(lambda: host.told("status").get("step"), "it trains", 120)
-    before = host.told("status")["step"]
-    answer = host.told("checkpoint", "--wait", "120")
-    assert Path(answer["path"]).is_file()
-    assert answer["step"] >= before
-    # or a later one: each epoch ends with a checkpoint too
-    wait_until(
-        lambda: (host.told("status").get("checkpoint_step") or 0) >= answer["step"],
-        "status shows it",
-    )
-    said = host.command("checkpoint")
-    assert "checkpoint of step" in said.stdout
-    host.told("stop")
-    ended = world.end(process)
-    assert ended.returncode == 143
-    told = [e["path"] for e in ended.journal if e["event"] == "checkpoint"]
-    assert answer["path"] in told
-
-
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_halving_during_training_ends_in_the_same_weights(host, isolation, tmp_path, monkeypatch):
     world = host.world("halved")

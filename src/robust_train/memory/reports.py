@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from robust_train import compat
@@ -23,6 +23,7 @@ from robust_train.memory.stats import get_gpu_memory_stats, reset_peak_memory_st
 from robust_train.memory.tensors import largest_alive, largest_tensors
 from robust_train.model.events import OutOfMemory
 from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.json import fields_as_json
 from robust_train.readable import first_line, mib
 
 log = logging.getLogger("robust_train")
@@ -73,42 +74,36 @@ def write_out_of_memory(
     try:
         started = time.monotonic()
         path = run_dir / f"oom-attempt-{attempt}.json"
-        snapshot = _dump_snapshot(path.with_suffix(".pickle"))
         asked = failure.evidence.requested_bytes
+        event = OutOfMemory(
+            failure.kind,
+            failure.message,
+            step=step,
+            requested_bytes=asked,
+            tensors=path.name,
+            snapshot=_dump_snapshot(path.with_suffix(".pickle")),
+        )
         devices = ["cpu"] if failure.kind is FailureKind.HOST_OOM else None
         tensors = largest_alive(_TOP, devices)
         content = {
             "time": round(time.time(), 3),
             "attempt": attempt,
-            "step": step,
-            "kind": failure.kind.value,
-            "message": failure.message,
-            "requested_bytes": asked,
-            "snapshot": snapshot,
+            **fields_as_json(event),
             "evidence": asdict(failure.evidence),
             "tensors": [tensor.as_json() for tensor in tensors],
         }
-        file: str | None = path.name
         try:
             write_json(path, content, indent=2)
         except OSError as problem:
             log.warning("cannot write %s: %s", path, problem.strerror)
-            file = None
+            event = replace(event, tensors=None)
         least = _WORTH_NAMING * max([asked or 0, *(tensor.bytes for tensor in tensors)])
         named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
         if named:
-            where = f"; all in {file}" if file else ""
+            where = f"; all in {event.tensors}" if event.tensors else ""
             largest = "; ".join(named)
             log.info("out of memory: the largest tensors are %s%s", largest, where)
-        return OutOfMemory(
-            failure.kind,
-            failure.message,
-            step=step,
-            requested_bytes=asked,
-            tensors=file,
-            snapshot=snapshot,
-            seconds=round(time.monotonic() - started, 3),
-        )
+        return replace(event, seconds=round(time.monotonic() - started, 3))
     except Exception as problem:
         log.warning("cannot record what fills the memory: %s", first_line(problem))
         return None
