@@ -192,7 +192,6 @@ def damaged(run_dir):
     ways = {
         "a flipped byte in a shard": lambda: _flip(path / "__1_0.distcp", 0.1),
         "a flipped byte in the index": lambda: _flip(path / "index.pt", 0.3),
-        "a flipped byte in the values": lambda: _flip(path / "values.pt", 0.3),
         "a shard cut short": lambda: os.truncate(path / "__0_0.distcp", 1000),
         "no shards of a rank": (path / "__1_0.distcp").unlink,
         "no index": (path / "index.pt").unlink,

@@ -75,7 +75,6 @@ def test_a_rank_without_memory_to_write_is_known_to_all(seen):
     [
         "a flipped byte in a shard",
         "a flipped byte in the index",
-        "a flipped byte in the values",
         "a shard cut short",
         "no shards of a rank",
         "no index",

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from robust_train.config.placeholders import SavePlan
@@ -178,8 +178,8 @@ class Saving:
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
         self._contents: dict[Path, int] = {}  # of what was read back
-        # what writes the manifests that could not be written, by checkpoint
-        self._unlisted: dict[Path, Callable[[], None]] = {}
+        # manifests that could not be written, by checkpoint
+        self._unlisted: dict[Path, Manifest] = {}
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
@@ -209,7 +209,7 @@ class Saving:
         """Write the manifest of the complete checkpoint at ``path``, if it is good."""
         seconds, self.owed = self.clock.saved(step), None
         if self.job is not None and is_good:
-            manifest = Manifest(
+            self._unlisted[path] = Manifest(
                 self.job,
                 self._attempt,
                 step,
@@ -219,14 +219,13 @@ class Saving:
                 position=position,
                 content=self._contents.pop(path, None),
             )
-            self._unlisted[path] = partial(record_checkpoint, self.folder, manifest)
             self._list()
 
     def _list(self) -> None:
         """Write the manifests that are owed, the newest first."""
-        for path, record in reversed(tuple(self._unlisted.items())):
+        for path, manifest in reversed(tuple(self._unlisted.items())):
             try:
-                record()
+                record_checkpoint(self.folder, manifest)
             except OSError as error:
                 why = error.strerror or error
                 log.warning(
@@ -245,7 +244,7 @@ class Saving:
             return None
         # what cannot be read back just now may be whole
         with contextlib.suppress(OSError, MemoryError):
-            *_, size = size_of(path)
+            size = size_of(path)
             takes = size / self._bytes_per_second
             reads = takes <= _LARGEST_SHARE * self.clock.interval
             started = time.monotonic()

@@ -74,9 +74,7 @@ class Manifest:
     step: int | None  # optimizer steps done, None if the trainer reported none
     path: Path  # absolute; in the file relative to the manifest where it lies beside it
     time: float = 0.0  # when it was complete, seconds since the epoch
-    kind: str = ""  # `file` or `directory`
-    files: int = 0  # how many files it has
-    bytes: int = 0  # their size altogether
+    bytes: int = 0  # the size of its files altogether
     # for how long saving held training up, None if it was not measured
     seconds: float | None = None
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
@@ -97,28 +95,25 @@ class Manifest:
         return self.attempt, -1 if self.step is None else self.step, self.time
 
 
-def record_checkpoint(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of a complete checkpoint, with its time, size and checksum, once the
-    checkpoint itself is on the disk: in ``folder``, the run's folder of checkpoints, or anywhere
+def record_checkpoint(folder: Path, new: Manifest) -> None:
+    """Write the manifest of a complete checkpoint, once the checkpoint itself is on the disk, with
+    its time, size and checksum. It is in ``folder``, the run's folder of checkpoints, or anywhere
     else. Raises OSError if it is not there, or the manifest cannot be written."""
-    path, job = manifest.path.absolute(), manifest.job
+    path = new.path.absolute()
     sync_all(path)
     # the clock may have been set back
-    latest = max((one.time for one in of_job(folder, job)), default=0.0)
-    kind, files, size = size_of(path)
+    latest = max((one.time for one in of_job(folder, new.job)), default=0.0)
     manifest = replace(
-        manifest,
+        new,
         path=path,
         time=round(max(time.time(), latest + 1e-6), 6),
-        kind=kind,
-        files=files,
-        bytes=size,
+        bytes=size_of(path),
         checksum=checksum_of(path),
     )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, manifest)
     sync(folder.parent)
-    for newer, other in enumerate(reversed(of_job(folder, job))):
+    for newer, other in enumerate(reversed(of_job(folder, new.job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
         if other.order < manifest.order and (newer >= _MOST or not other.path.exists()):
             _file_of(folder, other.path).unlink(missing_ok=True)
@@ -275,7 +270,7 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
         if whole_by_form(path) and damage_in(path, reads=True) is None:
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
             step = None if known.step is None else max(its_numbers[-1], known.step + 1)
-            return Manifest(known.job, known.attempt, step, path, known.time)
+            return replace(known, step=step, path=path)
     return None
 
 
@@ -378,7 +373,7 @@ def state_of(manifest: Manifest) -> State:
     """Return the state of a checkpoint; OSError if it cannot be read just now."""
     path = manifest.path
     try:
-        is_as_large = size_of(path) == (manifest.kind, manifest.files, manifest.bytes)
+        is_as_large = size_of(path) == manifest.bytes
         if is_as_large and manifest.checksum in (None, checksum_of(path)):
             return "whole"
         is_whole = whole_by_form(path)
@@ -411,13 +406,9 @@ def sync_all(path: Path) -> None:
         sync(path.parent.parent)
 
 
-def size_of(path: Path) -> tuple[str, int, int]:
-    """Return kind, number of files, and bytes."""
-    status = path.stat()
-    if not path.is_dir():
-        return "file", 1, status.st_size
-    sizes = [file.stat().st_size for file in files_in(path)]
-    return "directory", len(sizes), sum(sizes)
+def size_of(path: Path) -> int:
+    """Return the size of a file, or of all in a folder, in bytes. Raises OSError."""
+    return sum(file.stat().st_size for file in _files_of(path))
 
 
 def checksum_of(path: Path) -> int:
