@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ done
 """
 
 
-def test_bash_completes_commands_keys_choices_and_jobs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bash_completes_commands_keys_choices_and_jobs(capsys, tmp_path, monkeypatch):
     assert main(["completion"]) == 0
     (tmp_path / "1-token").mkdir()
     (tmp_path / "1-token" / "state.json").write_text('{"id": "0-abcdef", "name": "a job"}\n')

@@ -26,9 +26,7 @@ while not os.path.exists("go"):
 """
 
 
-def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(
-    world: World, capfdbinary: pytest.CaptureFixture[bytes]
-):
+def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(world, capfdbinary):
     (world.folder / "train.py").write_text(_SCRIPT)
     run = [sys.executable, "-m", "robust_train.cli.main", "run", "--detach", "device=cpu"]
     command = [*run, "--", sys.executable, "train.py"]
@@ -57,9 +55,7 @@ def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(
     assert "trains False" in printed
 
 
-def test_what_cannot_be_run_is_refused_in_the_foreground(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_run_is_refused_in_the_foreground(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--detach", "device=7", "--", "true"]) == 2
     assert capfd.readouterr().err.startswith("device=7: must be")
@@ -68,9 +64,7 @@ def test_what_cannot_be_run_is_refused_in_the_foreground(
     assert find_runs() == []
 
 
-def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert detach.past_logout() == ([], ""), "no systemd"
     for answer in ("b false", "b true"):

@@ -60,9 +60,7 @@ def test_each_attempt_reads_a_file_on_standard_input_from_where_it_began(scripts
     assert "skipped" not in ended.stdout
 
 
-def test_with_the_batch_left_to_the_script_it_is_not_started_again_with_less(
-    scripts: CommandWorld,
-):
+def test_with_the_batch_left_to_the_script_it_is_not_started_again_with_less(scripts):
     ended = scripts.run("--", "sh", "-c", "echo MemoryError: no more; exit 1")
     assert ended.returncode == 1
     assert [a["outcome"] for a in ended.attempts] == ["host_oom"]
@@ -72,12 +70,8 @@ def test_options_and_keys_reach_the_launcher(scripts: CommandWorld):
     ended = scripts.run(
         "--batch-size=8",
         "--min-batch-size=2",
-        "--max-retries=1",
-        "--min-gpu-memory-mb=77",
-        "--device=cpu",
-        "--no-wait",
-        "--no-cpu",
         "--name=my job",
+        "device=cpu",
         "training.num_workers=3",
         "--",
         "sh",
@@ -87,19 +81,12 @@ def test_options_and_keys_reach_the_launcher(scripts: CommandWorld):
     assert ended.returncode == 0, ended.output
     assert "2 3 2" in ended.stdout.splitlines()
     kept = yaml.safe_load((scripts.run_dir / ".hydra" / "config.yaml").read_text())
-    expected = {
-        "device": "cpu",
-        "job_name": "my job",
-        "max_retries": 1,
-        "min_gpu_memory_mb": 77,
-        "wait_for_gpu": False,
-        "allow_cpu_fallback": False,
-    }
+    expected = {"device": "cpu", "job_name": "my job", "min_batch_size": 2}
     assert {key: kept[key] for key in expected} == expected
 
 
 def test_no_device_is_exit_code_75(scripts: CommandWorld):
-    ended = scripts.run("--no-cpu", "--no-wait", "--", "true")
+    ended = scripts.run("allow_cpu_fallback=false", "wait_for_gpu=false", "--", "true")
     assert ended.returncode == 75
     assert "allow_cpu_fallback is false" in ended.stderr
 

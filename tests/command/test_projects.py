@@ -50,9 +50,7 @@ def project(world: World) -> Path:
     return world.folder / "deep" / "mine"
 
 
-def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(
-    world: World, project: Path
-):
+def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(world, project):
     just = shutil.which("just", path=str(Path(sys.executable).parent))
     if just is None:
         pytest.skip("just is not installed (pip install rust-just)")

@@ -23,9 +23,7 @@ def ckpt(scripts: CommandWorld) -> list[str]:
     return ["--batch-size", "64", *RESUME, "--", *program]
 
 
-def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(
-    scripts: CommandWorld, ckpt: list[str]
-):
+def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(scripts, ckpt):
     """And not from one that lay there before the job; once completed, it begins again."""
     scripts.folder /= "run [1]"  # no pattern by itself
     (scripts.folder / "ckpt").mkdir(parents=True)
@@ -54,9 +52,7 @@ raise MemoryError
 """
 
 
-def test_files_that_belong_together_are_handed_over_together_and_the_report_knows_the_name(
-    scripts: CommandWorld,
-):
+def test_files_that_belong_together_are_handed_over_together_and_the_report_knows_the_name(scripts):
     (scripts.folder / "main.py").write_text(GAN)
     both = '${1:+--netD "$1" --netG "$(echo "$1" | sed s/netD/netG/)"}'
     shell = f"exec {sys.executable} main.py {{batch_size}} {{effective_batch_size}} {both}"

@@ -26,7 +26,7 @@ from robust_train.model.spec import AttemptSpec
 from simulated_nvml import Gpu, Machine
 from terminal_screen import lines_shown
 from two_gpu_machine import A, B
-from world import ROOT, World, is_running
+from world import ROOT
 
 
 @pytest.mark.proves("scripts", "one GPU", "new attempt")
@@ -59,39 +59,35 @@ if size > 16:
 """
 
 
+LINEAR = ("--scale-learning-rate", "linear")
+
+
 @pytest.mark.parametrize(
-    ("options", "rates", "warning"),
+    ("options", "rate", "warning"),
     [
-        ((), (0.4, 0.4), "--keep-effective-batch"),
+        ((), 0.4, "--keep-effective-batch"),
         (
             ("--gradient-accumulation", "4"),
-            (0.4, 0.4),
+            0.4,
             "gradient accumulation 4 is not in the script's command",
         ),
-        pytest.param(
-            ("--scale-learning-rate", "linear"),
-            (0.4, 0.2),
-            "rate is 0.2 instead of 0.4",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(LINEAR, 0.2, "rate is 0.2 instead of 0.4", marks=pytest.mark.slow),
     ],
     ids=["not scaled", "not given", "linear"],
 )
 def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
-    scripts: CommandWorld, options: tuple[str, ...], rates: tuple[float, ...], warning: str
+    scripts, options, rate, warning
 ):
     (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
     own = ("--batch-size", "32", "--learning-rate", "0.4", *options)
     program = (sys.executable, "train.py", "{batch_size}", "{learning_rate}")
     ended = scripts.run(*own, "--", *program)
     assert ended.returncode == 0, ended.output
-    sizes = [
-        (a["batch_size"], a["gradient_accumulation_steps"], a["effective_batch_size"])
-        for a in ended.attempts
-    ]
+    keys = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
+    sizes = [tuple(a[key] for key in keys) for a in ended.attempts]
     assert sizes == [(32, 1, 32), (16, 1, 16)]
-    for size, rate in zip((32, 16), rates, strict=True):
-        assert f"trained with {size} at {rate}" in ended.stdout
+    assert "trained with 32 at 0.4" in ended.stdout
+    assert f"trained with 16 at {rate}" in ended.stdout
     assert "the effective batch size is now 16 instead of 32" in ended.stdout
     assert ended.stdout.count(warning) == 1
 
@@ -114,9 +110,7 @@ if len(sys.argv) == 1:
 """
 
 
-def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(
-    scripts: CommandWorld,
-):
+def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(scripts):
     (scripts.folder / "train.py").write_text(BEGINS_AGAIN)
     own = ("--checkpoint", "*.pt", "--resume-argv", "--resume_from_checkpoint {checkpoint}")
     ended = scripts.run(*own, "--", sys.executable, "train.py")
@@ -126,7 +120,7 @@ def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_wri
 
 
 def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(
-    scripts: CommandWorld,
+    scripts,
 ):
     (scripts.folder / "run_glue.py").write_text(ADDS_UP_MEANS)
     words = ("run_glue.py", "{batch_size}", "{gradient_accumulation_steps}")
@@ -160,8 +154,15 @@ def test_a_checkpoint_that_torch_refuses_is_named_with_what_helps(scripts: Comma
     assert "weights_only=False" in ended.summary["reason"]
 
 
+TELLS = """
+import json, os, pathlib, pickle, signal, sys
+
+def tell(path):
+    with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
+        print(json.dumps({"event": "checkpoint", "path": str(path)}), file=events)
+
+"""
 DAMAGED = """
-import json, os, pickle, signal, sys
 if len(sys.argv) > 1:
     with open(sys.argv[1], "rb") as file:
         print("resumed at", pickle.load(file)["step"])
@@ -170,32 +171,10 @@ for step in (1, 2):
     whole = pickle.dumps({"weights": bytes(1000), "step": step})
     with open(f"{step}.pkl", "wb") as file:
         file.write(whole if step == 1 else whole[:500])
-    with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
-        print(json.dumps({"event": "checkpoint", "path": f"{step}.pkl"}), file=events)
+    tell(f"{step}.pkl")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.mark.parametrize("first_is_whole", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
-    scripts: CommandWorld, first_is_whole: bool
-):
-    damaged = DAMAGED if first_is_whole else DAMAGED.replace("(1, 2)", "(2,)")
-    (scripts.folder / "train.py").write_text(damaged)
-    own = ("--checkpoint", "*.pkl", "--resume-argv", "{checkpoint}")
-    ended = scripts.run(*own, "--", sys.executable, "train.py")
-    assert ended.returncode == (not first_is_whole), ended.output
-    actions = [one["action"] for one in ended.attempts]
-    if first_is_whole:
-        assert actions == ["retry", "earlier_checkpoint", "none"]
-        assert "2.pkl cannot be read: again from the checkpoint before it" in ended.stdout
-        assert "resumed at 1" in ended.stdout
-    else:
-        assert actions == ["retry", "give_up"]
-
-
 LACKS_A_FILE = """
-import json, os, pathlib, signal, sys
 if len(sys.argv) > 1:
     folder = pathlib.Path(sys.argv[1])
     sys.exit(folder.name == "step_2" and (folder / "optimizer").read_text())
@@ -203,19 +182,30 @@ for step in (1, 2):
     folder = pathlib.Path(f"step_{step}")
     folder.mkdir()
     (folder / "model").write_text("weights")
-    with open(os.environ["ROBUST_TRAIN_EVENTS"], "a") as events:
-        print(json.dumps({"event": "checkpoint", "path": str(folder)}), file=events)
+    tell(folder)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_after_a_folder_in_which_a_script_finds_a_file_missing_comes_the_one_before(
-    scripts: CommandWorld,
+@pytest.mark.parametrize(
+    ("code", "actions", "words"),
+    [
+        (DAMAGED, ["retry", "earlier_checkpoint", "none"], "resumed at 1"),
+        (LACKS_A_FILE, ["retry", "earlier_checkpoint", "none"], "step_2 cannot be read: again"),
+        pytest.param(
+            DAMAGED.replace("(1, 2)", "(2,)"), ["retry", "give_up"], "", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["damaged", "a file missing in a folder", "the only one"],
+)
+def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
+    scripts, code, actions, words
 ):
-    (scripts.folder / "train.py").write_text(LACKS_A_FILE)
+    (scripts.folder / "train.py").write_text(TELLS + code)
     ended = scripts.run("--resume-argv", "{checkpoint}", "--", sys.executable, "train.py")
-    assert ended.returncode == 0, ended.output
-    assert "step_2 cannot be read: again from the checkpoint before it" in ended.stdout
+    assert ended.returncode == (actions[-1] == "give_up"), ended.output
+    assert [one["action"] for one in ended.attempts] == actions
+    assert words in ended.stdout
 
 
 WRITTEN_OVER = """
@@ -254,9 +244,7 @@ def test_a_learning_rate_follows_the_batch_only_where_that_was_asked_for():
     assert rates == {"null": 0.4, "linear": 0.1, "sqrt": 0.2}
 
 
-def test_a_script_that_cannot_accumulate_is_not_tried_again_where_the_batch_is_to_be_kept(
-    scripts: CommandWorld,
-):
+def test_a_script_that_cannot_accumulate_is_not_tried_again_where_the_batch_is_to_be_kept(scripts):
     (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
     own = ("--batch-size", "64", "--keep-effective-batch")
     ended = scripts.run(*own, "--", sys.executable, "train.py", "{batch_size}", "1")
@@ -265,9 +253,7 @@ def test_a_script_that_cannot_accumulate_is_not_tried_again_where_the_batch_is_t
     assert "would change the effective batch size" in ended.summary["reason"]
 
 
-def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repeated(
-    scripts: CommandWorld,
-):
+def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repeated(scripts):
     (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
     ended = scripts.run("--batch-size", "64", "--", sys.executable, "train.py", "64", "1")
     assert ended.returncode == 1
@@ -339,9 +325,7 @@ def test_a_script_that_ends_with_0_over_its_dead_children_is_doubted(scripts: Co
     assert "exit code 0, but its output shows a failure: MemoryError: no more" in ended.stdout
 
 
-def test_a_script_that_was_killed_without_a_checkpoint_begins_again_and_that_is_said(
-    scripts: CommandWorld,
-):
+def test_a_script_that_was_killed_without_a_checkpoint_begins_again_and_that_is_said(scripts):
     ended = scripts.run("--", "sh", "-c", "[ {attempt} = 2 ] || kill -9 {$}{$}".replace("{$}", "$"))
     assert ended.returncode == 0, ended.output
     assert "the same again on cpu from the beginning, for no checkpoint is known" in ended.stdout
@@ -390,9 +374,7 @@ def test_a_bug_is_not_tried_again_and_its_traceback_ends_the_output(scripts: Com
     assert ended.returncode == 1
     assert [a["outcome"] for a in ended.attempts] == ["bug"]
     assert ended.summary["reason"].startswith("ended with exit code 1: ValueError: '--accumulate'")
-    last = ended.stderr.rpartition("the end of the script's output (attempt-1.log):")[2]
-    assert last.strip().startswith("Traceback")
-    assert last.strip().endswith("ValueError: '--accumulate' is not in list")
+    assert ended.stderr.strip().endswith("ValueError: '--accumulate' is not in list")
     frames = [line for line in ended.output.splitlines() if line.strip().startswith("File ")]
     assert frames
     assert all("hungry.py" in frame for frame in frames), "frames of the launcher are shown"
@@ -442,9 +424,7 @@ def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
     assert ended.attempts[0]["message"] == "the accelerator is full"
 
 
-def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(
-    scripts: CommandWorld,
-):
+def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(scripts):
     words = argv(*script("bars.py", "fails", "{batch_size}"))
     shown = scripts.world.run_in_terminal("trainer=command", words)
     assert "\x1b[32mterminal\x1b[0m" in shown
@@ -485,9 +465,7 @@ def gpus(scripts: CommandWorld, cuda_machine_with: Callable[..., Machine]) -> Ma
     return machine
 
 
-def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(
-    scripts: CommandWorld, gpus: Machine
-):
+def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(scripts, gpus):
     attempts = scripts.folder / "attempts"
     scripts.world.environ |= {"BATCH_BUDGETS": '{"0": 8}', "ATTEMPTS_FILE": str(attempts)}
     ended = scripts.train(
@@ -509,9 +487,7 @@ def test_torchs_words_in_the_output_halve_the_batch_on_the_gpu_that_is_reserved(
 
 @pytest.mark.slow
 @pytest.mark.proves("scripts", "several GPUs", "new attempt")
-def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batch(
-    scripts: CommandWorld, gpus: Machine
-):
+def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batch(scripts, gpus):
     attempts = scripts.folder / "attempts"
     scripts.world.environ |= {"BATCH_BUDGETS": '{"0,1": 8}', "ATTEMPTS_FILE": str(attempts)}
     words = script(
@@ -523,40 +499,6 @@ def test_a_script_that_ran_out_on_its_two_gpus_gets_both_again_and_half_the_batc
     assert told == [["0,1", "2", 16, True], ["0,1", "2", 8, True]]
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "completed"]
     assert {a["effective_batch_size"] for a in ended.attempts} == {32}
-
-
-@pytest.mark.slow
-def test_a_script_that_reports_progress_and_then_hangs_is_ended_and_tried_again(
-    scripts: CommandWorld,
-):
-    code = (
-        'echo \'{"event": "progress", "step": 1}\' >> "{$}ROBUST_TRAIN_EVENTS"; '
-        "echo {$}{$} >> pids; [ {attempt} = 2 ] || exec sleep 1000"
-    )
-    ended = scripts.train(
-        ["sh", "-c", code], "stall_timeout_minutes=0.03", "retry_pause_seconds=0.1"
-    )
-    assert ended.returncode == 0, ended.output
-    assert [a["outcome"] for a in ended.attempts] == ["comm", "completed"]
-    assert "stalled" in ended.attempts[0]["message"]
-    assert "trainer.py" not in ended.output
-    assert "(sleep 1000, sleeping)" in (scripts.run_dir / "attempt-1.stacks").read_text()
-    assert not any(is_running(int(pid)) for pid in (scripts.folder / "pids").read_text().split())
-
-
-@pytest.mark.slow
-def test_a_sweep_of_scripts_has_their_objectives(scripts: CommandWorld):
-    code = 'echo \'{"event": "result", "value": ${training.lr}}\' >> "{$}ROBUST_TRAIN_EVENTS"'
-    ended = scripts.world.run(
-        "-m",
-        "trainer=command",
-        argv("sh", "-c", code),
-        "training.lr=0.5,0.25",
-        f"hydra.sweep.dir={scripts.folder / 'sweep'}",
-    )
-    assert ended.returncode == 0, ended.output
-    table = json.loads((scripts.folder / "sweep" / "sweep.json").read_text())
-    assert [job["result"] for job in table["jobs"]] == [0.5, 0.25]
 
 
 def test_train_py_runs_a_script_once(scripts: CommandWorld):
@@ -595,7 +537,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(overrides: list[str], words: 
 
 @pytest.mark.parametrize("activated", [False, True], ids=["uvx", "activated"])
 def test_python_is_the_users_where_the_command_is_a_tool_in_an_environment_of_its_own(
-    world: World, activated: bool
+    world, activated
 ):
     """``uvx robust-train`` puts the tool's environment in front of PATH."""
     tool, users = world.folder / "cache" / "archive" / "tool", world.folder / "users"
@@ -625,7 +567,7 @@ def test_python_is_the_users_where_the_command_is_a_tool_in_an_environment_of_it
 @pytest.mark.parametrize(
     "words",
     [
-        ["run", "--device", "cuda", "--", "true"],
+        ["run", "device=cuda", "--", "true"],
         ["run", "--batch-size", "8", "max_retries=-1", "--", "true"],
         ["train", "device=cuda"],
         ["train", "training.batch_size=x"],

@@ -9,13 +9,11 @@ import subprocess
 import pytest
 
 from command_world import CommandWorld, all_gone, argv, script
-from world import parent_of, wait_until
+from world import wait_until
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(
-    scripts: CommandWorld, is_stopped: bool
-):
+def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(scripts, is_stopped):
     """One that stands still by SIGSTOP is continued to hear it."""
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = scripts.start("--checkpoint", "save?", "--", *script("polite.py", ready, saved))
@@ -83,26 +81,6 @@ def test_a_second_signal_kills_at_once(scripts: CommandWorld):
     ended = scripts.world.end(process)
     assert ended.returncode == 130, ended.output
     all_gone(pids)
-
-
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "launcher",
-        "script",
-        pytest.param("attempt", marks=pytest.mark.slow),
-    ],
-)
-def test_no_process_of_the_script_outlives_a_kill(scripts: CommandWorld, victim: str):
-    process, pids = _stubborn(scripts, "stop_grace_seconds=0.5", "max_retries=0")
-    attempt = parent_of(pids[0])
-    whom = {"launcher": process.pid, "attempt": attempt, "script": pids[0]}
-    os.kill(whom[victim], signal.SIGKILL)
-    ended = scripts.world.end(process)
-    all_gone(pids)
-    if victim == "script":
-        assert ended.returncode == 1
-        assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
 
 
 def test_what_a_script_leaves_running_when_it_completes_is_ended(scripts: CommandWorld):

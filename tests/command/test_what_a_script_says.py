@@ -99,9 +99,7 @@ def test_an_event_of_the_scripts_own_may_have_any_name(name: str):
     assert parse(json.dumps({"event": name, "a": 1, "time": 2})) == UserEvent(name, {"a": 1})
 
 
-def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(
-    tmp_path: Path,
-):
+def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(tmp_path):
     assert parse('{"event": "report", "value": 0.5, "step": 3}') == ValueReported(0.5, 3)
     with pytest.raises(NotUnderstood, match="report: ValueReported needs value"):
         parse('{"event": "report", "step": 3}')
@@ -293,9 +291,7 @@ def test_a_kill_by_the_kernel_counts_only_after_sigkill():
         (137, "slurmstepd: error: Detected 1 oom_kill event", FailureKind.HOST_OOM, "oom"),
     ],
 )
-def test_without_a_word_the_exit_status_tells_why(
-    returncode: int, tail: str, kind: FailureKind, message: str
-):
+def test_without_a_word_the_exit_status_tells_why(returncode, tail, kind, message):
     failure = failure_of_script(ScriptEnded(returncode, 5), Exit(output=tail, oom_killed=False))
     assert failure.kind is kind
     assert message in failure.message

@@ -20,7 +20,7 @@ from robust_train.host import screen
 from robust_train.host.screen import LiveArea
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec, Speed
-from robust_train.report.status import Pace, status_lines
+from robust_train.report.status import status_lines
 from terminal_screen import lines_shown
 
 GROUP = (gpu(1, 20), gpu(2, 20))
@@ -42,34 +42,28 @@ RUNNING = RunState(
 )
 
 
-def at_step(step: int) -> RunState:
-    return replace(RUNNING, attempt=replace(RUNNING.attempt, end_step=step))
-
-
-def pace_of(*states: tuple[float, RunState]) -> Pace:
-    pace = Pace()
-    for now, state in states:
-        pace.follow(state, now)
-    return pace
-
-
 def test_the_status_says_everything_about_a_running_attempt():
-    begun = replace(at_step(80), checkpoint=None, checkpoint_step=None)
-    pace = pace_of((0.0, begun), (10.0, RUNNING))
-    assert status_lines(RUNNING, pace, 75.0, 160)[0] == (
-        "running 1:15 · attempt 2 on cuda:1,cuda:2 · micro-batch 16 → 8 × 4 × 2 processes"
+    assert status_lines(RUNNING, 75.0, 160)[0] == (
+        "running 1:15 · attempt 2 on cuda:1,cuda:2 · "
+        "micro-batch 16 → 8 × accumulation 4 × 2 processes"
     )
-    assert status_lines(RUNNING, pace, 20.0, 160)[1:] == [
+    assert status_lines(RUNNING, 20.0, 160)[1:] == [
         "━" * 12 + "─" * 36 + "  25 %",
-        "step 100/400 · 256 samples/s · 2:30 left · loss 0.1235 · memory 3.0 GiB"
-        " · checkpoint step 50, 0:10 ago",
+        "step 100/400 · 512 samples/s · 2:30 left · loss 0.1235 · memory 3.0 GiB"
+        " · checkpoint step 50",
     ]
+
+
+def test_of_a_trainer_that_reports_no_samples_steps_are_counted():
+    slow = Speed(2, 100.0, 100.0, seconds_per_step_now=120.0)
+    shown = replace(RUNNING, attempt=replace(RUNNING.attempt, speed=(slow,)))
+    assert "0.008333 steps/s · 10:00:00 left" in status_lines(shown, 0.0, 160)[2]
 
 
 def test_a_waiting_job_says_for_what():
     reason = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
     waiting = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": reason})
-    assert status_lines(waiting, pace_of((0.0, waiting)), 5.0, 160) == [
+    assert status_lines(waiting, 5.0, 160) == [
         "waiting 0:05 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
     ]
 
@@ -77,29 +71,20 @@ def test_a_waiting_job_says_for_what():
 def test_a_script_that_knows_no_batch_and_no_steps_has_neither():
     script = RunState(*("1-a", "script", "/run", 7, "box", "me", 0.0, 0.0), state="running")
     script = replace(script, attempt=Attempt(1, AttemptSpec((), 1, 1, has_batch=False)))
-    lines = status_lines(script, pace_of((0.0, script)), 1.0, 80)
-    assert lines == ["running 0:01 · attempt 1 on the CPU"]
+    assert status_lines(script, 1.0, 80) == ["running 0:01 · attempt 1 on the CPU"]
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 160])
 def test_no_line_of_the_status_is_wider_than_the_terminal(columns: int):
     for state in ("starting", "waiting", "running", "between attempts", "stopping"):
         shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
-        lines = status_lines(shown, pace_of((0.0, shown)), 90.0, columns)
+        lines = status_lines(shown, 90.0, columns)
         assert lines
         assert max(map(len, lines)) <= columns
 
 
-def test_steps_of_minutes_have_a_speed_as_well():
-    begun, later = at_step(1), at_step(2)
-    pace = pace_of((0.0, begun), (100.0, later), (190.0, later))
-    assert "step 2/400 · 1.28 samples/s" in status_lines(later, pace, 190.0, 160)[2]
-    assert pace.steps_per_second(400.0) == 0, "nothing moves"
-
-
 def test_a_job_that_has_ended_has_no_status():
-    ended = replace(RUNNING, state="completed")
-    assert status_lines(ended, Pace(), 0.0, 80) == []
+    assert status_lines(replace(RUNNING, state="completed"), 0.0, 80) == []
 
 
 @pytest.fixture
@@ -224,12 +209,3 @@ def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal
         assert lines_shown("$ fg\r\n" + seen, 80) == ["$ fg", "", "step 3"]
         monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
     assert "\x1b" not in shown_on(reads)
-
-
-def test_steps_are_counted_where_the_samples_are_unknown():
-    unknown = (Speed(100, 0.5, 0.6),)
-    for speed in (unknown, ()):
-        attempts = (replace(RUNNING.attempt, end_step=step, speed=speed) for step in (1, 9))
-        begun, later = (replace(RUNNING, attempt=attempt) for attempt in attempts)
-        pace = pace_of((0.0, begun), (4.0, later))
-        assert "step 9/400 · 2 steps/s" in status_lines(later, pace, 4.0, 160)[2]

@@ -92,7 +92,7 @@ class Bench:
     def script(self, folder: Path) -> None:
         """Run a script to its end."""
         program = [sys.executable, str(HERE / "golden_script.py"), "--batch-size", "{batch_size}"]
-        words = ["--run-dir", str(folder), "--batch-size", "32", "--device", "cpu", "--", *program]
+        words = ["--run-dir", str(folder), "--batch-size", "32", "device=cpu", "--", *program]
         self.start("", ["-m", "robust_train.cli.main", "run", *words]).wait(timeout=300)
 
     def sweep(self, folder: Path) -> None:

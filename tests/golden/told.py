@@ -38,7 +38,7 @@ def told(story: Story) -> dict[str, Any]:
             f"{c.name} {c.attempt}: {c.points[0][0]} to {c.points[-1][0]}{' lost' * c.lost}"
             for c in story.curves
         ],
-        "memory": [f"{m.device} {m.sampled}" for m in story.memory],
+        "memory": [m.device for m in story.memory],
         "advice": [[one.finding, *one.steps, one.overrides] for one in story.advice],
         "gaps": list(story.gaps),
         "charts": [_chart(chart) for chart in (*memory_charts(story), *curve_charts(story))],
@@ -48,8 +48,8 @@ def told(story: Story) -> dict[str, Any]:
 def _chart(chart: Chart) -> dict[str, Any]:
     return {
         "caption": chart.caption,
-        "legend": [key.text for key in chart.legend],
+        "legend": [text for _, text in chart.legend],
         "lines": [line.name for line in chart.plot.lines],
         "bands": [band.label for band in chart.plot.bands],
-        "lanes": {lane.label: [mark.text for mark in lane.marks] for lane in chart.lanes},
+        "lanes": {lane.label: [text for _, text in lane.marks] for lane in chart.lanes},
     }

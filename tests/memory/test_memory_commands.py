@@ -39,46 +39,29 @@ def alone(tmp_path: Path):
 
 # --- the machine --------------------------------------------------------------------------------
 
-SHOW = """
-import json
-from robust_train.cli.machine import machine_memory
-machine = machine_memory()
-machine.print("memory info", as_json=False)
-print(json.dumps(machine.data))
-"""
 
-
-def test_every_process_on_every_gpu_has_a_row(machine_with: MachineWith) -> None:
+def test_info_shows_what_gpus_shows_and_the_hosts_memory(machine_with: MachineWith, alone) -> None:
     machine = machine_with(
         Gpu(free_mib=30000, compute=[(2**30, 700), (2**29, None)], graphics=[(2**28, 5)]),
         Gpu(name="T4", total_mib=15000),
         Gpu(),
     )
     machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
-    process = machine.start(SHOW)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    header, *rows = out.splitlines()
+    environ = alone(machine)
+    header, first, second, skipped, host = run(environ, "memory", "info").stdout.splitlines()
     assert header.split("  ")[0] == "index"
-    assert [row.split()[0] for row in rows[:4]] == ["0", "0", "0", "1"]
-    assert all(word in rows[0] for word in ("10960", "30000", "40960", str(2**30), "700"))
-    assert rows[1].endswith("?")
-    assert "? (draws)" in rows[2]
-    assert rows[3].split()[-1] == "-"
-    assert rows[4] == "GPU 2 skipped: GPU is lost"
-    assert any(row.startswith("host memory: ") for row in rows)
-    told = json.loads(rows[-1])
+    assert all(word in first for word in ("10960", "30000", "40960", f"{2**30} 700 MiB"))
+    assert f"{2**28} (draws) 5 MiB" in first
+    assert "T4" in second
+    assert skipped == "GPU 2 skipped: GPU is lost"
+    assert host.startswith("host memory: ")
+    told = json.loads(run(environ, "memory", "info", "--json").stdout)
     assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
     assert told["gpus"][0]["used_bytes"] == 10960 * MIB
     assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
-
-
-def test_without_a_driver_the_reason_and_the_host_s_memory_are_told(machine_with):
-    process = machine_with().start(SHOW)
-    out, _ = process.communicate(timeout=60)
-    first, second, _ = out.splitlines()
-    assert first == "no NVIDIA GPU on this machine (driver 570.86.15)"
-    assert second.startswith("host memory: ")
+    none = run(alone(machine_with()), "memory", "info").stdout.splitlines()
+    assert none[0] == "no NVIDIA GPU on this machine (driver 570.86.15)"
+    assert none[1].startswith("host memory: ")
 
 
 # --- enable -------------------------------------------------------------------------------------
@@ -103,14 +86,8 @@ def test_a_shell_that_evaluates_it_has_the_setting() -> None:
     assert shell(line, **{VARIABLE: "expandable_segments:False"}) == "expandable_segments:False\n"
 
 
-def test_a_terminal_is_told_how_to_use_the_lines_and_programs_get_json() -> None:
+def test_programs_get_json() -> None:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
-    code, shown = run_at_a_terminal([*COMMAND, "memory", "enable"], kept)
-    assert code == 0
-    assert shown.splitlines() == [
-        f"export {VARIABLE}=expandable_segments:True",
-        'to set it in this shell: eval "$(robust-train memory enable)"',
-    ]
     told = json.loads(run(kept, "memory", "enable", "--json").stdout)
     assert told["variable"] == VARIABLE
     assert told["value"] == "expandable_segments:True"

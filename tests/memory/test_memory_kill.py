@@ -25,7 +25,7 @@ from robust_train.gpu.processes import (
     started_at,
 )
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
-from simulated_nvml import MIB, Gpu, Machine
+from simulated_nvml import Gpu, Machine
 from terminal import run_at_a_terminal
 from world import is_running, wait_until
 
@@ -113,6 +113,9 @@ def test_a_pipe_has_to_pass_yes(cuda_machine_with: MachineWith, start) -> None:
     assert done.returncode == 0
     assert "no signal was sent" in done.stdout
     assert process.poll() is None
+    machine.update(0, compute=[(process.pid, None)])
+    (told,) = json.loads(run(machine, "--dry-run", "--json").stdout)["processes"]
+    assert (told["pid"], told["used_bytes"], told["result"]) == (process.pid, None, None)
     done = run(machine, "--yes")
     assert done.returncode == 0
     assert process.wait(timeout=10) == -signal.SIGTERM
@@ -125,14 +128,8 @@ def test_a_pipe_has_to_pass_yes(cuda_machine_with: MachineWith, start) -> None:
 def test_who_ignores_sigterm_is_killed_and_others_are_not(cuda_machine_with, start):
     machine = cuda_machine_with(Gpu())
     polite, stubborn, bystander = start(machine), start(machine, "stubborn"), start(machine)
-    machine.update(0, compute=[(polite.pid, 1), (stubborn.pid, None)])
-    done = run(machine, "--yes", "--json", "--grace", "0.5")
-    assert done.returncode == 0, done.stderr
-    told = {p["pid"]: p for p in json.loads(done.stdout)["processes"]}
-    assert told[polite.pid]["result"] == "ended"
-    assert told[polite.pid]["used_bytes"] == MIB
-    assert told[stubborn.pid]["result"] == "killed"
-    assert told[stubborn.pid]["used_bytes"] is None
+    listed = [_process(one.pid, started_at(one.pid) or 0) for one in (polite, stubborn)]
+    assert [*end_all(listed, 0.5).values()] == ["ended", "killed"]
     assert polite.wait(timeout=10) == -signal.SIGTERM
     assert stubborn.wait(timeout=10) == -signal.SIGKILL
     assert bystander.poll() is None
@@ -257,7 +254,7 @@ def test_a_number_that_another_process_has_now_is_never_signalled() -> None:
         started = started_at(innocent.pid)
         assert started is not None
         other = _process(innocent.pid, started - 1)
-        assert end_all([other], grace_seconds=0.1, last_seconds=0.1) == {other: "gone"}
+        assert end_all([other], 0.1) == {other: "gone"}
         assert innocent.poll() is None
     finally:
         innocent.kill()
@@ -269,4 +266,4 @@ def test_a_process_that_ends_while_the_user_thinks_is_gone() -> None:
     listed = _process(process.pid, started_at(process.pid) or 0)
     process.kill()
     process.wait()
-    assert end_all([listed], grace_seconds=5, last_seconds=5) == {listed: "gone"}
+    assert end_all([listed], 5) == {listed: "gone"}

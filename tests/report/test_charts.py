@@ -1,4 +1,4 @@
-"""The data of charts: thinned lines, figures for people."""
+"""The data of charts: figures for people."""
 
 from __future__ import annotations
 
@@ -6,38 +6,19 @@ import json
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from robust_train import readable
 from robust_train.report.charts import (
     Chart,
-    DrawnMark,
-    Key,
     Lane,
     Line,
     Plot,
-    thinned,
     value_over,
 )
 from robust_train.report.html import render
 from robust_train.sweep.page import SweepStory
 
 MIB = 1024**2
-points = st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 300)), min_size=1, max_size=300).map(
-    lambda points: sorted(points, key=lambda point: point[0])
-)
-
-
-@given(points, st.integers(4, 80))
-def test_a_thinned_line_keeps_its_order_its_ends_and_its_extremes(points, most):
-    kept = thinned(points, most)
-    assert (kept[0], kept[-1]) == (points[0], points[-1])
-    assert len(kept) <= most + 4
-    remaining = iter(points)
-    assert all(point in remaining for point in kept), "a subsequence"
-    for extreme in (min, max):
-        assert extreme(y for _, y in kept) == extreme(y for _, y in points)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +65,7 @@ HOSTILE = '"></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202
 
 def test_texts_in_a_chart_cannot_leave_it():
     plot = Plot("step", "number", 1, [Line(HOSTILE, "c1", [0, 1], [0.5, float("nan")])])
-    marks = [Lane("oom", HOSTILE, [DrawnMark(50, HOSTILE)])]
+    marks = [Lane("oom", HOSTILE, [(50, HOSTILE)])]
     page = render(
         "sweep.html.j2",
         title=HOSTILE,
@@ -92,7 +73,7 @@ def test_texts_in_a_chart_cannot_leave_it():
         hours=HOSTILE,
         values=[],
         rows=[],
-        loss=Chart(HOSTILE, plot, [Key(HOSTILE, HOSTILE)], marks, HOSTILE),
+        loss=Chart(HOSTILE, plot, [(HOSTILE, HOSTILE)], marks, HOSTILE),
     )
     assert page.count("<script>") == 1, "our own"
     assert "<img" not in page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from journals import Journal
@@ -26,9 +24,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, summary: Summary) -> list[str]:
     return [line for one in caplog.records for line in one.getMessage().splitlines()]
 
 
-def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(tmp_path, caplog):
     journal = Journal(tmp_path)
     journal(0, JobStarted("/run", "train", "another"))
     journal(500, JobEnded("completed"))
@@ -53,7 +49,7 @@ def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(
 
 
 def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path, caplog, capsys
 ):
     trace = f'Traceback …:\n  File "train.py", line 3\n{MESSAGE}\n'
     failure = Failure(FailureKind.BUG, MESSAGE)

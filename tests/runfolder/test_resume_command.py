@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(here: Path, name: str) -> subprocess.Popen[bytes]:
     """Start the script, without ``--`` before it, and wait for its second step."""
     (here / "count").unlink(missing_ok=True)
-    options = ["--no-wait", "--name", name, "--checkpoint", "count"]
+    options = ["wait_for_gpu=false", "--name", name, "--checkpoint", "count"]
     command = [sys.executable, "-m", "robust_train.cli.main", "run", *options]
     process = subprocess.Popen(
         [*command, sys.executable, "counts.py"],

@@ -142,10 +142,10 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     assert "\x1b" not in table.stdout
     assert status["id"] in host.in_terminal("ps", "--live").splitlines()[1], "a line for each run"
     shown = host.in_terminal("status", status["id"])
-    assert "64 × 1" in shown
+    assert "micro-batch 64" in shown
     assert str(world.run_dir) in shown
     for which in (str(process.pid), str(status["attempt_pid"]), str(world.run_dir)):
-        assert host.told("status", "--run", which)["id"] == status["id"]
+        assert host.told("status", which)["id"] == status["id"]
     (world.folder / "go").touch()
     assert world.end(process).returncode == 0
     assert host.told("ps", "--live") == {"runs": []}
@@ -163,7 +163,7 @@ def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host
     line = host.refused("stop")
     assert "2 runs of yours are alive; name one: " in line
     assert all(run_id in line for run_id in ids)
-    answer = host.told("stop", "--run", ids[1])
+    answer = host.told("stop", ids[1])
     assert (answer["run"], answer["before"], answer["after"]) == (ids[1], "running", "stopping")
     ended = worlds[1].end(host.started[1])
     assert ended.returncode == 143, ended.output
@@ -189,13 +189,13 @@ def test_stop_a_second_time_has_to_be_meant(host: Host):
 def test_halving_during_training_ends_in_the_same_weights(host, isolation, tmp_path, monkeypatch):
     world = host.world("halved")
     process = host.train(world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
-    answer = host.told("halve-batch", "--run", str(world.run_dir))
+    answer = host.told("halve-batch", str(world.run_dir))
     assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
     assert "from the next step" in answer["how"]
     said = host.command("halve-batch")
     assert "micro-batch 32 → 16" in said.stdout
     wait_until(
-        lambda: "64 × 1, split into 16" in host.command("status").stdout,
+        lambda: "micro-batch 64 → 16" in host.command("status").stdout,
         "status shows it, which is at most once a second",
     )
     line = host.refused("halve-batch")
@@ -235,8 +235,8 @@ def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
 def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host):
     world = host.world("first")
     host.train(world, "hangs_after_a_step")
-    line = host.refused("checkpoint", "--wait", "0.2")
-    assert "no step has ended within 0.2 s; the request stays queued" in line
+    with pytest.raises(StillQueued, match=r"within 0.2 s; the request stays queued"):
+        ask(choose_run(None), "checkpoint", wait_seconds=0.2)
     status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
     assert ask(choose_run(None), "memory_info")["sentence"]
@@ -257,14 +257,14 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_
         return [run["state"] for run in host.told("ps", "--live")["runs"]]
 
     wait_until(lambda: as_listed() == ["waiting", "running"], "it waits")
-    status = host.told("status", "--run", str(second.run_dir))
+    status = host.told("status", str(second.run_dir))
     assert status["waiting"]["position"] == 1
     assert "taken, one job per GPU" in status["waiting"]["reason"]
     environ = machine.environment(ROBUST_TRAIN_QUEUE_DIR=second.environ["ROBUST_TRAIN_QUEUE_DIR"])
     queue = warm.robust_train("queue", "--json", environ=environ)
     ids = {job["run_dir"]: job["id"] for job in json.loads(queue.stdout)["jobs"]}
     assert status["id"] == ids[str(second.run_dir)], "one id serves both commands"
-    running = host.told("status", "--run", ids[str(first.run_dir)])
+    running = host.told("status", ids[str(first.run_dir)])
     assert (running["state"], running["gpu_uuid"]) == ("running", A)
     assert "the run is waiting" in host.refused("checkpoint", status["id"])
     assert host.told("stop", status["id"])["before"] == "waiting"

@@ -22,8 +22,6 @@ from robust_train.folder.run_list import (
     register,
     state_directory,
 )
-from robust_train.model.attempt import Attempt
-from robust_train.model.spec import AttemptSpec
 
 
 def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path: Path):
@@ -49,15 +47,6 @@ def test_a_run_keeps_its_earlier_ids(tmp_path: Path):
         first = folder.state.id
         folder.queued(f"7-{folder.token}")
         assert choose_run(first).id == f"7-{folder.token}" == choose_run(f"7-{folder.token}").id
-
-
-def test_the_queue_names_jobs_that_train_on_the_cpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
-    with open_folder(tmp_path / "one") as one, open_folder(tmp_path / "two"):
-        one.attempt_starts(Attempt(1, AttemptSpec((), 64, 1)))
-        assert main(["queue"]) == 0
-    said = "no job holds or waits for a GPU; 1 job runs on the CPU (robust-train ps --live)\n"
-    assert capsys.readouterr().out == said
 
 
 def test_a_folder_whose_name_is_no_text_is_listed(tmp_path, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -87,19 +86,6 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
     assert len(list(state_directory().iterdir())) == 4, "the link to a folder that is gone is, too"
 
 
-def test_on_a_terminal_a_run_has_a_line_without_the_folder_where_that_is_too_long(
-    tmp_path, capsys, monkeypatch
-):
-    ended(tmp_path / ("a" * 40), "lora", "failed", reason="it broke " * 20)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for columns, has_folder in ((80, False), (60, False), (400, True)):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["ps"]) == 0
-        _, line = capsys.readouterr().out.splitlines()
-        assert len(line) <= columns
-        assert (str(tmp_path) in line) is has_folder
-
-
 def test_of_many_runs_the_newest_are_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("robust_train.cli.runs.USUALLY", 1)
     for name in ("one", "two"):
@@ -156,8 +142,6 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, mon
     assert "no run of yours is alive" in capfd.readouterr().err
     with open_folder(tmp_path, "lora") as folder:
         (tmp_path / "attempt-1.log").write_text("old\n" * 2000 + "now\n")
-        shown = runs.output_of(tmp_path, follow=True, last_bytes=9)
-        assert next(shown) == b"old\nnow\n"
         ticks = iter(range(3))
 
         def sleep(seconds: float) -> None:
@@ -168,7 +152,7 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, mon
         monkeypatch.setattr("robust_train.cli.runs.time.sleep", sleep)
         assert main(["attach", "lora"]) == 143
     out = capfd.readouterr().out
-    assert out.startswith(f"attached to {folder.state.id} (lora)")
+    assert out.startswith(f"attached to {folder.state.id}; Ctrl-C")
     assert len(out) < 5000
     assert "now\n" in out
     assert "interrupted by SIGTERM" in out
@@ -210,6 +194,6 @@ def test_wait_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_without_any_run_each_list_names_where_there_may_be_some(capsys):
     assert main(["ps", "--live"]) == main(["ps"]) == 0
-    live, all_runs = capsys.readouterr().out.splitlines()
-    assert "robust-train ps lists earlier ones" in live
-    assert all_runs == f"no run of yours is on the list in {state_directory()}"
+    assert capsys.readouterr().out.splitlines() == [
+        f"no run of yours is {which} in {state_directory()}" for which in ("alive", "on the list")
+    ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 from robust_train.cli.command import Answer, Table, confirmed
@@ -24,7 +22,8 @@ _DAY_SECONDS = 86400.0
 def clean(arguments: Namespace) -> Answer:
     """List the run folders of old jobs, ask, and remove them."""
     now = time.time()
-    found, kept = [], []
+    rows, kept = [], []
+    folders: dict[Path, dict[str, Json]] = {}
     for run in find_runs():
         state = run.state
         if state is None or run.alive or not run.is_here:
@@ -37,27 +36,26 @@ def clean(arguments: Namespace) -> Answer:
         size, why_not = _inside(run)
         if why_not:
             kept.append(f"{run.run_dir} stays: {why_not}")
-        else:
-            found.append((run, state.name, age, size))
-    listed: list[dict[str, Json]] = [
-        {
+            continue
+        folders[run.run_dir] = {
             "id": run.id,
             "run_dir": str(run.run_dir),
             "age_seconds": round(age),
             "bytes": size,
         }
-        for run, _, age, size in found
-    ]
+        row = (run.id, run.status, state.name, duration(age), mib(size), run.run_dir)
+        rows.append(row)
+    listed = [*folders.values()]
     data: dict[str, Json] = {"dry_run": arguments.dry_run, "runs": listed, "kept": kept}
-    if not found:
-        nothing = f"no run folder of yours is to be removed: {_meant(arguments)}"
+    if not rows:
+        which = "ended" if arguments.all else "completed"
+        nothing = (
+            "no run folder of yours is to be removed: it would be one of a job that "
+            f"{which} {arguments.days:g} days ago or earlier"
+        )
         return Answer(data, [nothing], kept)
-    rows = [
-        (run.id, run.status, name, duration(age), mib(size), run.run_dir)
-        for run, name, age, size in found
-    ]
-    folders = "1 run folder" if len(found) == 1 else f"{len(found)} run folders"
-    what = f"{folders}, {mib(sum(size for *_, size in found))}"
+    number = "1 run folder" if len(rows) == 1 else f"{len(rows)} run folders"
+    what = f"{number}, {mib(sum(one['bytes'] for one in listed))}"
     if not arguments.json:
         Table(_COLUMNS, rows).print()
     if arguments.dry_run:
@@ -68,21 +66,14 @@ def clean(arguments: Namespace) -> Answer:
         )
     if not confirmed(f"remove {what}?", arguments):
         return Answer(shown=["nothing was removed"], exit_code=EXIT_FAILED)
-    for run, *_ in found:
+    for folder in folders:
         try:
-            shutil.rmtree(run.run_dir)
+            shutil.rmtree(folder)
         except OSError as error:
-            kept.append(f"{run.run_dir} is not removed: {error.strerror}")
+            kept.append(f"{folder} is not removed: {error.strerror}")
         with contextlib.suppress(OSError):
-            run.run_dir.parent.rmdir()  # the day's, if no other job has one
+            folder.parent.rmdir()  # the day's, if no other job has one
     return Answer(data, [f"removed {what}"], kept)
-
-
-def _meant(arguments: Namespace) -> str:
-    which = "ended" if arguments.all else "completed"
-    return (
-        f"it would be one of a job that {which} {arguments.days:g} days ago or earlier"
-    )
 
 
 def _inside(run: KnownRun) -> tuple[int, str]:
@@ -93,16 +84,9 @@ def _inside(run: KnownRun) -> tuple[int, str]:
         began = float(first.get("time", began))
     if run.run_dir in (Path.cwd(), Path.home(), *Path.cwd().parents):
         return size, "it is where you are"
-    for path, status in _files(run.run_dir):
+    for path in run.run_dir.rglob("*"):
+        status = path.lstat()
         size += status.st_blocks * 512
         if status.st_mtime < began - 60:
             return size, f"{path} is older than the job"
     return size, ""
-
-
-def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                path = os.path.join(parent, name)
-                yield path, os.lstat(path)

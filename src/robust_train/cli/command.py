@@ -26,15 +26,6 @@ class Option:
     settings: dict[str, Any]
     key: str = ""  # that it gives a value, or the override that a flag is
 
-    @property
-    def placeholder(self) -> str:
-        """How usage lines show a positional argument; empty for an option."""
-        if self.names[0].startswith("-"):
-            return ""
-        name = str(self.settings.get("metavar", self.names[0]))
-        shapes = {"?": f"[{name}]", "*": f"[{name} …]"}
-        return shapes.get(self.settings.get("nargs", ""), name)
-
 
 def option(
     *names: str,
@@ -83,14 +74,6 @@ class Command:
     epilog: str = ""
     takes_program: bool = False
     parses_itself: bool = False
-
-    @property
-    def usage(self) -> str:
-        """The command with its positional arguments."""
-        words = [self.name, *(each.placeholder for each in self.options)]
-        if self.takes_program:
-            words.append("PROGRAM …")
-        return " ".join(word for word in words if word)
 
     @property
     def options_with_value(self) -> set[str]:
@@ -142,13 +125,9 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
 
-    def plain_lines(self) -> list[str]:
-        """Return a line for each row, below the names of the columns."""
-        return aligned([self.columns, *self.rows])
-
     def print(self) -> None:
         """Print plain columns; on a terminal that is too narrow long cells fold."""
-        lines = self.plain_lines()
+        lines = aligned([self.columns, *self.rows])
         width = shutil.get_terminal_size().columns
         if not sys.stdout.isatty() or max(map(len, lines)) <= width:
             print("\n".join(lines))
@@ -158,21 +137,15 @@ class Table:
         from rich.text import Text
 
         table = FoldedTable(
+            *self.columns,
             box=None,
             padding=(0, 2, 0, 0),
             pad_edge=False,
         )
-        for name, *cells in zip(self.columns, *self.rows, strict=True):
-            is_right = any(isinstance(cell, int) for cell in cells)
-            # a UUID is there to be copied, so it folds rather than lose its end
-            table.add_column(
-                str(name),
-                justify="right" if is_right else "left",
-                overflow="fold",
-            )
         for row in self.rows:
-            # as text: a name may contain what rich reads as markup
-            table.add_row(*(Text(cell_text(cell)) for cell in row))
+            # as text: a name may contain what rich reads as markup. A UUID is there to be copied,
+            # so it folds rather than lose its end
+            table.add_row(*(Text(cell_text(cell), overflow="fold") for cell in row))
         Console().print(table)
 
 

@@ -21,21 +21,6 @@ _WHICH = option(
     metavar="RUN",
     help=_WHICH_HELP,
 )
-_SECONDS = checked(
-    float,
-    lambda n: 0 <= n < 1e6,
-    "a number of seconds, 0 or more",
-)
-_COUNT = checked(
-    int,
-    lambda n: n >= 1,
-    "an integer of 1 or more",
-)
-_POSITIVE = checked(
-    float,
-    lambda n: 0 < n < 1e9,
-    "a number over 0",
-)
 _AMOUNT = checked(
     int,
     lambda n: n >= 0,
@@ -46,13 +31,7 @@ _SHARE = checked(
     lambda n: 0 < n <= 1,
     "a number over 0, up to 1",
 )
-_WAIT = option(
-    "--wait",
-    type=_SECONDS,
-    default=30.0,
-    metavar="SECONDS",
-    help="how long to wait for the end of a step (default: 30)",
-)
+_FOLDER = option("path", metavar="FOLDER", help="a sweep folder")
 _YES = flag("--yes", "-y", help="do not ask")
 _QUEUE_DIR = option("--dir", help="the queue directory, as gpu_queue_dir")
 _FORCE = flag(
@@ -82,21 +61,19 @@ _STARTING = (
             option(
                 "--batch-size",
                 key="training.batch_size",
-                type=_COUNT,
+                type=int,
                 metavar="N",
                 help="micro-batch size of the first attempt",
             ),
             option(
                 "--gradient-accumulation",
                 key="training.gradient_accumulation_steps",
-                type=_COUNT,
                 metavar="N",
                 help="micro-batches in an optimizer step (1)",
             ),
             option(
                 "--min-batch-size",
                 key="min_batch_size",
-                type=_COUNT,
                 metavar="N",
                 help="smallest micro-batch size to try (4)",
             ),
@@ -108,7 +85,6 @@ _STARTING = (
             option(
                 "--learning-rate",
                 key="training.lr",
-                type=_POSITIVE,
                 metavar="LR",
                 help="the {learning_rate} of the first attempt",
             ),
@@ -117,36 +93,6 @@ _STARTING = (
                 key="trainer.scale_learning_rate",
                 choices=("linear", "sqrt"),
                 help="how {learning_rate} follows an effective batch that cannot be kept",
-            ),
-            option(
-                "--min-gpu-memory-mb",
-                key="min_gpu_memory_mb",
-                type=_AMOUNT,
-                metavar="MIB",
-                help="memory that must be free on a GPU",
-            ),
-            option(
-                "--max-retries",
-                key="max_retries",
-                type=_AMOUNT,
-                metavar="N",
-                help="smaller micro-batches to try on one device (3)",
-            ),
-            option(
-                "--device",
-                key="device",
-                metavar="DEVICE",
-                help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
-            ),
-            flag(
-                "--no-wait",
-                key="wait_for_gpu=false",
-                help="do not wait for a GPU",
-            ),
-            flag(
-                "--no-cpu",
-                key="allow_cpu_fallback=false",
-                help="never fall back to the CPU",
             ),
             flag(
                 "--detach",
@@ -222,7 +168,6 @@ _STARTING = (
                 help="made if need be; nothing is overwritten",
             ),
         ),
-        about="Write a minimal project: config, trainer, justfile, README.",
     ),
 )
 
@@ -237,13 +182,12 @@ _WATCHING = (
             flag("--live", help="only those that are alive"),
             flag("--goodput", help="what the last seven days' time went into"),
         ),
-        about="List your jobs, live and past, the newest first.",
     ),
     Command(
         "status",
         "show the state of a job",
         "runs:status",
-        (_WHICH, _RUN, _JSON),
+        (_WHICH, _JSON),
         about="Show the state of a live job, or the last state of one that ended: device, batch, "
         "step, loss, last checkpoint, memory.",
     ),
@@ -271,7 +215,6 @@ _WATCHING = (
         "show a live job as its own terminal would",
         "runs:attach",
         (_WHICH,),
-        about="Show a live job's output and status. Ctrl-C leaves it running.",
     ),
     Command(
         "wait",
@@ -292,13 +235,13 @@ _WATCHING = (
         "checkpoint",
         "save a checkpoint at the next step",
         "runs:request",
-        (_WHICH, _RUN, _WAIT, _JSON),
+        (_WHICH, _JSON),
     ),
     Command(
         "halve-batch",
         "halve the micro-batch, not the effective batch",
         "runs:request",
-        (_WHICH, _RUN, _WAIT, _JSON),
+        (_WHICH, _JSON),
     ),
     Command(
         "stop",
@@ -306,11 +249,9 @@ _WATCHING = (
         "runs:stop",
         (
             _WHICH,
-            _RUN,
             flag("--now", help="end a job that is stopping already"),
             _JSON,
         ),
-        about="Save a checkpoint and end, as at SIGTERM. RUN may be a sweep folder.",
     ),
 )
 
@@ -320,11 +261,7 @@ _MACHINE = (
         "change how many jobs of a sweep run at once",
         "runs:max_jobs",
         (
-            option(
-                "path",
-                metavar="FOLDER",
-                help="a sweep folder",
-            ),
+            _FOLDER,
             option(
                 "number",
                 type=_AMOUNT,
@@ -341,11 +278,7 @@ _MACHINE = (
         "print the overrides of a sweep's best job",
         "runs:best",
         (
-            option(
-                "path",
-                metavar="FOLDER",
-                help="a sweep folder",
-            ),
+            _FOLDER,
             flag("--checkpoint", help="print the path of its checkpoint instead"),
             _JSON,
         ),
@@ -417,7 +350,6 @@ _MACHINE = (
         "write what a live run has allocated",
         "memory:request",
         (_RUN, _JSON),
-        about="Write what a live run has allocated to its run folder.",
     ),
     Command(
         "memory kill",
@@ -434,13 +366,6 @@ _MACHINE = (
                 metavar="PID",
                 help="only this process (repeatable); root may name processes of others",
             ),
-            option(
-                "--grace",
-                type=_SECONDS,
-                default=10.0,
-                metavar="SECONDS",
-                help="time between SIGTERM and SIGKILL (default: 10)",
-            ),
             _JSON,
         ),
         about="End your own CUDA processes: SIGTERM, then SIGKILL.",
@@ -455,7 +380,6 @@ _MACHINE = (
             _RUN,
             _JSON,
         ),
-        about="Have a live run release what it does not use, then show who uses memory.",
     ),
     Command(
         "doctor",
@@ -488,7 +412,7 @@ _MORE = (
         (
             option(
                 "--days",
-                type=_SECONDS,
+                type=float,
                 default=30.0,
                 metavar="N",
                 help="only of jobs that ended so many days ago, or earlier (30)",
@@ -515,11 +439,6 @@ _MORE = (
                 help="a run folder, a sweep folder, or a file in one; or a job's id or name",
             ),
             flag("--open", help="show it in the browser"),
-            option(
-                "--output",
-                metavar="FILE",
-                help="where to write it (PATH/report.html)",
-            ),
             flag("--json", help="print the data instead, for programs"),
         ),
         about="Write report.html of a run or a sweep from its journals: while it runs, after it "
@@ -575,6 +494,16 @@ GONE = {
     "`accelerate estimate-memory` predicts a model's memory"
 }
 """Commands of earlier versions, and what to use instead."""
+
+
+GONE_OPTIONS = {
+    "--device": "device=…",
+    "--max-retries": "max_retries=…",
+    "--min-gpu-memory-mb": "min_gpu_memory_mb=…",
+    "--no-cpu": "allow_cpu_fallback=false",
+    "--no-wait": "wait_for_gpu=false",
+}
+"""Options of ``robust-train run`` in earlier versions, and the keys that do the same."""
 
 
 def members_of(group: str) -> dict[str, Command]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,14 @@ from robust_train.launcher.hydra_state import remove_refused, sweep_folder
 from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,
-    EXIT_TRY_LATER,
-    AttemptsExhausted,
     ConfigError,
     JobInterrupted,
-    NoDevice,
     TrainerFailed,
     UserError,
 )
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
 from robust_train.sweep.record import Status
 from robust_train.sweep.session import session
-
-_CODES: dict[type, int] = {
-    NoDevice: EXIT_TRY_LATER,
-    AttemptsExhausted: EXIT_FAILED,
-    TrainerFailed: EXIT_FAILED,
-}
-"""What ``launch`` raises, beside a :class:`ConfigError`, which has a code of its own."""
 
 
 def robust_job(cfg: DictConfig) -> Any:
@@ -62,9 +51,17 @@ def project_job(
     """Run a job of a Hydra project: its ``main``, which calls ``launch`` where the config builds on
     ``robust``; any other ``main`` is itself the trainer."""
     if builds_on_ours(cfg):
-        with refused_in_one_line():
+        try:
             return task(cfg)
-        return None
+        except Exception as error:
+            # printed here, because Hydra puts lines of its own around what a job raises; in a sweep
+            # the job counts as failed
+            is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+            code = None if is_sweep else exit_code_of_error(error)
+            if code is None:
+                raise
+            session.note(code)
+            return None
     return _job(
         with_group(cfg),
         remedies=True,
@@ -138,23 +135,6 @@ def _job(
     return math.nan if HydraConfig.get().mode == RunMode.MULTIRUN else None
 
 
-@contextlib.contextmanager
-def refused_in_one_line() -> Iterator[None]:
-    """Print what ``launch`` raises here: Hydra would put lines of its own around it.
-
-    In a sweep it is raised, so that the job counts as failed.
-    """
-    try:
-        yield
-    except Exception as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise
-        code = exit_code_of_error(error)
-        if code is None:
-            raise
-        session.note(code)
-
-
 def exit_code_of_error(error: BaseException) -> int | None:
     """Return the exit code for what ``launch`` raised in a project's ``main``, after its reason.
 
@@ -164,7 +144,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
         return error.exit_code
     # its own traceback, without the launcher's frames
     shown = error.__cause__ if isinstance(error.__cause__, TrainerFailed) else error
-    code = _CODES.get(type(shown), getattr(shown, "exit_code", None))
+    code: int | None = getattr(shown, "exit_code", None)
     if code is not None:
         text = error if isinstance(error, UserError) else shown
         print(str(text).rstrip(), file=sys.stderr)
@@ -182,15 +162,14 @@ def print_failure(summary: Summary) -> None:
     The trainer's traceback where it explains more than a sentence; else, or also, the reason.
     Where stderr is what stdout is, the log has the reason, and a script has shown its own end.
     """
-    is_refusal = summary.status == "failed" and not summary.attempts
+    last = summary.attempts[-1] if summary.attempts else None
+    is_refusal = summary.status == "failed" and last is None
     if is_refusal or summary.status not in ("failed", "no_device"):
         return
-    last = summary.attempts[-1] if summary.attempts else None
-    kind = None if last is None else last.kind
-    traceback = None if last is None or kind in MEMORY_FAILURES else last.traceback
-    is_shown = os.path.sameopenfile(1, 2)
+    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
     if is_shown and last is not None and last.script is not None:
         return
+    traceback = last.traceback if last and kind not in MEMORY_FAILURES else None
     if traceback is not None:
         print(traceback, file=sys.stderr, end="")
     if not is_shown and (traceback is None or kind is not FailureKind.BUG):

@@ -11,12 +11,19 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
 from robust_train.cli.command import Answer, Command, CommandFailed, load
-from robust_train.cli.commands import COMMANDS, GONE, GROUPS, NOW, members_of
+from robust_train.cli.commands import (
+    COMMANDS,
+    GONE,
+    GONE_OPTIONS,
+    GROUPS,
+    NOW,
+    members_of,
+)
 from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
 from robust_train.model.errors import (
@@ -78,9 +85,8 @@ def _run(words: list[str]) -> int:
         print(f"robust-train {version('robust-train')}")
         return 0
     words = _todays(words)
-    members = {} if words[0] in COMMANDS else members_of(words[0])
-    if members and _HELP & set(words[1:2]):
-        print(_listing({"commands": tuple(members.values())}))
+    if (members := members_of(words[0])) and _HELP & set(words[1:2]):
+        print(_listing({"commands": members.values()}))
         return 0
     command, rest = find(words)
     if command.parses_itself:
@@ -104,20 +110,15 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
 
     Raises CommandFailed if there is no such command; it names the one that was probably meant.
     """
+    for length in (2, 1):
+        if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
+            return command, list(words[length:])
     first, second = words[0], words[1] if words[1:] else ""
     members = members_of(first)
-    if second in members:
-        return members[second], list(words[2:])
-    if near := difflib.get_close_matches(
-        second,
-        members,
-        n=1,
-    ):
-        problem = f"{first}: {second}: did you mean {near[0]}?"
-    elif first in COMMANDS:
-        return COMMANDS[first], list(words[1:])
-    elif first in GONE:
+    if first in GONE:
         problem = f"{first} is gone: {GONE[first]}"
+    elif near := difflib.get_close_matches(second, members, n=1):
+        problem = f"{first}: {second}: did you mean {near[0]}?"
     elif members:
         what = f"{second}: no such action" if second else "an action is needed"
         problem = f"{first}: {what}: {', '.join(members)}"
@@ -161,7 +162,9 @@ class _Parser(argparse.ArgumentParser):
         if unknown != message:
             word = unknown.split()[0].partition("=")[0]
             options = list(self._option_string_actions)
-            if near := difflib.get_close_matches(word, options, n=1):
+            if word in GONE_OPTIONS:
+                message = f"{word} is gone: write {GONE_OPTIONS[word]}"
+            elif near := difflib.get_close_matches(word, options, n=1):
                 message += f"; did you mean {near[0]}?"
         raise CommandFailed(f"{name}: {message}", EXIT_BAD_CONFIG)
 
@@ -220,17 +223,13 @@ def _split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]
     return own, rest
 
 
-def _listing(groups: Mapping[str, Iterable[Command]]) -> str:
+def _listing(groups: Mapping[str, Collection[Command]]) -> str:
     """Return usage and help of commands, a line each."""
-    shown = {
-        title: {command.usage: command.help for command in commands}
-        for title, commands in groups.items()
-    }
-    width = max(len(usage) for lines in shown.values() for usage in lines)
+    width = max(len(one.name) for commands in groups.values() for one in commands)
     parts = ["usage: robust-train COMMAND [OPTIONS]"]
-    for title, lines in shown.items():
+    for title, commands in groups.items():
         parts.append(f"\n{title}:")
-        parts += [f"  {usage.ljust(width)}  {text}" for usage, text in lines.items()]
+        parts += [f"  {one.name.ljust(width)}  {one.help}" for one in commands]
     parts.append("\nrobust-train COMMAND --help shows the options of a command;")
     parts.append("robust-train --version shows the version.")
     return "\n".join(parts)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import asdict, replace
 
 import psutil
 
 from robust_train.cli.command import Answer, CommandFailed, Table, confirmed
-from robust_train.cli.machine import machine_memory
+from robust_train.cli.machine import gpus
 from robust_train.folder.live import ask
 from robust_train.folder.run_list import KnownRun, NothingAlive, choose_run
 from robust_train.gpu.inventory import read_inventory
@@ -30,10 +29,12 @@ from robust_train.gpu.processes import (
     send_signal,
 )
 from robust_train.host import allocator
+from robust_train.host.memory import read_host_memory
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDone
 from robust_train.model.events import Json
 from robust_train.readable import MIB
 
+_ACTIONS = {"cleanup": "clear"}
 _WITHOUT_A_RUN = {
     "clear": "a process cannot empty another's cache. In your own program call "
     "robust_train.clear_gpu_memory(); 'robust-train memory kill' ends processes of yours that "
@@ -49,44 +50,52 @@ _WITHOUT_A_RUN = {
 
 _FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
 
-_LAST_SECONDS = 10.0
+_OF_PROCESSES = ("pid", "user", "command", "GPUs", "MiB")
+_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _SENTENCES = {
     "ended": "has ended",
-    "killed": "had not ended {grace:g} s after SIGTERM and was killed",
+    "killed": f"had not ended {_SECONDS:g} s after SIGTERM and was killed",
     "gone": "was gone already",
     "not permitted": "may not be signalled by this user",
     "still there": "is still there after SIGKILL: it waits in the kernel or the driver",
 }
 """What becomes of a process that is to end: after SIGTERM, SIGKILL, before any signal …"""
+_LEFT = {"not permitted", "still there"}
 
 
 def request(arguments: Namespace) -> Answer:
-    """Have a live run do what the command is called after."""
-    action = arguments.command.removeprefix("memory ")
-    options = ("force", "fraction")
-    given = {name: vars(arguments)[name] for name in options if name in arguments}
-    return _requested(action, arguments.run, **given)
+    """Have a live run do what the command is called after, or say what helps without a run."""
+    action = _ACTIONS.get(arguments.command, arguments.command.removeprefix("memory "))
+    given = vars(arguments)
+    options = {name: given[name] for name in ("force", "fraction") if name in given}
+    try:
+        run = choose_run(arguments.run)
+        answer = ask(run, f"memory_{action}", **options)
+    except NothingAlive as error:
+        instead = _WITHOUT_A_RUN[action].format(**options)
+        raise CommandFailed(f"{error}; {instead}") from error
+    return Answer({"run": run.id, **answer}, _described(run, answer))
 
 
 def info(arguments: Namespace) -> Answer:
-    """Show the machine's memory, and a live run's own figures.
+    """Show a live run's own figures and the machine's.
 
     Without ``--run`` no live run, or several, are no error: only the machine is shown.
     """
-    machine = machine_memory()
-    data, parts = {**machine.data, "live_run": None}, [*machine.shown]
+    found = Answer({"live_run": None})
     try:
         run = choose_run(arguments.run)
         answer = ask(run, "memory_info")
+        live = {"run": run.id, **answer}
+        found = Answer({"live_run": live}, _described(run, answer))
     except NothingAlive:
-        return Answer(data, parts)
+        pass
     except NotDone as problem:
         if arguments.run is not None:
             raise
-        return Answer(data, parts, [str(problem)])
-    data["live_run"] = {"run": run.id, **answer}
-    return Answer(data, [*parts, *_described(run, answer, {"now": "after"})])
+        found = replace(found, warnings=[str(problem)])
+    return _with_machine(found)
 
 
 def cleanup(arguments: Namespace) -> Answer:
@@ -97,16 +106,26 @@ def cleanup(arguments: Namespace) -> Answer:
     if arguments.stats_only:
         return info(arguments)
     try:
-        answer = _requested(
-            "clear",
-            arguments.run,
-            force=arguments.force,
-        )
+        found = request(arguments)
     except NotDone as error:
-        answer = Answer(error=str(error))
-    machine = machine_memory()
-    data, shown = answer.data | machine.data, [*answer.shown, *machine.shown]
-    return Answer(data, shown, error=answer.error)
+        found = Answer(error=str(error))
+    return _with_machine(found)
+
+
+def _with_machine(found: Answer) -> Answer:
+    """Return an answer with what ``gpus`` shows, and the host's memory."""
+    machine, host = gpus(), read_host_memory()
+    known = {"available_bytes": host.available, "total_bytes": host.total}
+    shown = [*found.shown, *machine.shown]
+    if host.total is not None and host.available is not None:
+        shown.append(
+            f"host memory: {host.available // MIB} of {host.total // MIB} MiB available"
+        )
+    return replace(
+        found,
+        data={**found.data, **machine.data, "host": known},
+        shown=shown,
+    )
 
 
 def enable(arguments: Namespace) -> Answer:
@@ -119,43 +138,20 @@ def enable(arguments: Namespace) -> Answer:
     line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
         line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
-    shown = [line]
-    if sys.stdout.isatty():  # not inside $(…)
-        shown.append('to set it in this shell: eval "$(robust-train memory enable)"')
     data = {"variable": allocator.VARIABLE, "value": settings, "lines": [line]}
-    return Answer(data, shown)
+    return Answer(data, [line])
 
 
-def _requested(
-    action: str,
-    which: str | None,
-    **options: Json,
-) -> Answer:
-    """Have a live run carry out an action; return its answer, or what helps without a run."""
-    try:
-        run = choose_run(which)
-        answer = ask(run, f"memory_{action}", **options)
-    except NothingAlive as error:
-        instead = _WITHOUT_A_RUN[action].format(**options)
-        raise CommandFailed(f"{error}; {instead}") from error
-    columns = {"before": "before", "after": "after"}
-    return Answer({"run": run.id, **answer}, _described(run, answer, columns))
-
-
-def _described(
-    run: KnownRun,
-    answer: dict[str, Json],
-    columns: dict[str, str],
-) -> list[str | Table]:
-    """Return a run's answer with its figures in MiB; ``columns`` maps titles to parts of it."""
-    rows = []
+def _described(run: KnownRun, answer: dict[str, Json]) -> list[str | Table]:
+    """Return a run's answer, with its figures before and after in MiB as far as it has them."""
+    parts, rows = [part for part in ("before", "after") if part in answer], []
     for name in _FIGURES:
         if answer["after"].get(name) is not None:
-            sizes = [answer[part][name] for part in columns.values()]
+            sizes = [answer[part][name] for part in parts]
             figures = [None if size is None else f"{size / MIB:.1f}" for size in sizes]
             rows.append([name.replace("_", " "), *figures])
     sentence = f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}"
-    return [sentence, Table(("MiB", *columns), rows)]
+    return [sentence, Table(("MiB", *parts), rows)]
 
 
 def kill(arguments: Namespace) -> Answer:
@@ -164,50 +160,38 @@ def kill(arguments: Namespace) -> Answer:
     if inventory.problem is not None:
         raise CommandFailed(f"CUDA processes cannot be listed: {inventory.problem}")
     me = psutil.Process()
-    ancestors = {process.pid for process in (me, *me.parents())}
-    listed = list_cuda_processes(inventory)
     targets, refusals = choose(
-        listed,
+        list_cuda_processes(inventory),
         arguments.pid,
         os.getuid(),
-        ancestors,
+        {process.pid for process in (me, *me.parents())},
     )
     if refusals:
         reasons = "; ".join(f"pid {pid} {why}" for pid, why in refusals.items())
         refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
         return Answer({"refused": refused}, error=f"{reasons}; nothing was ended")
-    data = {"dry_run": arguments.dry_run, "processes": []}
     if not targets:
-        return Answer(data, ["no CUDA process of yours runs on this machine's GPUs"])
-    if not arguments.json:
-        _table(targets).print()
+        nothing = "no CUDA process of yours runs on this machine's GPUs"
+        return Answer({"dry_run": arguments.dry_run, "processes": []}, [nothing])
     number = "this process" if len(targets) == 1 else f"these {len(targets)} processes"
-    if arguments.dry_run:
-        data["processes"] = [{**asdict(process), "result": None} for process in targets]
-        return Answer(data, [f"would end {number}; no signal was sent (--dry-run)"])
-    if not confirmed(f"end {number}?", arguments):
-        return Answer(shown=["nothing was ended"], exit_code=EXIT_FAILED)
-    try:
-        endings = end_all(
-            targets,
-            arguments.grace,
-            _LAST_SECONDS,
-        )
-    except KeyboardInterrupt:
-        print("\nno further signal was sent", end="", file=sys.stderr)
-        raise
-    data["processes"] = [
-        {**asdict(process), "result": how} for process, how in endings.items()
-    ]
-    lines = []
-    for process, how in endings.items():
-        sentence = _SENTENCES[how].format(grace=arguments.grace)
-        lines.append(f"{process.command} (pid {process.pid}) {sentence}")
-    is_left = {"not permitted", "still there"} & {*endings.values()}
+    if not arguments.json:
+        Table(_OF_PROCESSES, [_row(process) for process in targets]).print()
+    how: dict[CudaProcess, str | None] = dict.fromkeys(targets)
+    lines = [f"would end {number}; no signal was sent (--dry-run)"]
+    if not arguments.dry_run:
+        if not confirmed(f"end {number}?", arguments):
+            return Answer(shown=["nothing was ended"], exit_code=EXIT_FAILED)
+        endings = end_all(targets)
+        how |= endings
+        lines = [
+            f"{process.command} (pid {process.pid}) {_SENTENCES[result]}"
+            for process, result in endings.items()
+        ]
+    ended = [{**asdict(process), "result": result} for process, result in how.items()]
     return Answer(
-        data,
+        {"dry_run": arguments.dry_run, "processes": ended},
         lines,
-        exit_code=EXIT_FAILED if is_left else 0,
+        exit_code=EXIT_FAILED * bool(_LEFT & {*how.values()}),
     )
 
 
@@ -215,7 +199,7 @@ def choose(
     listed: CudaProcesses,
     named: Sequence[int],
     uid: int,
-    ancestors: Collection[int],
+    ancestors: Set[int],
 ) -> tuple[list[CudaProcess], dict[int, str]]:
     """Return which of the listed processes to end, and why others that were named must not be.
 
@@ -225,80 +209,62 @@ def choose(
         uid: the caller's user; only 0 may name processes of others.
         ancestors: the caller itself and all its parents.
     """
-    by_pid = {process.pid: process for process in listed.processes}
-    if not named:
-        own = [p for p in listed.processes if p.uid == uid and p.pid not in ancestors]
-        return own, {}
-    refusals = {}
-    for pid in named:
-        process = by_pid.get(pid)
+    known = {process.pid: process for process in listed.processes}
+    targets, refusals = [], {}
+    for pid in dict.fromkeys(named) if named else known:
+        process = known.get(pid)
         if pid in ancestors:
             refusals[pid] = "is this command itself, or what it was started from"
         elif process is None:
             unknown = "is not a CUDA process: NVML does not list it"
             refusals[pid] = listed.others.get(pid, unknown)
-        elif process.uid != uid and uid != 0:
+        elif process.uid != uid and not (named and uid == 0):
             refusals[pid] = f"belongs to {process.user}"
-    return [
-        by_pid[pid] for pid in dict.fromkeys(named) if pid not in refusals
-    ], refusals
+        else:
+            targets.append(process)
+    return targets, refusals if named else {}
 
 
 def end_all(
-    processes: Sequence[CudaProcess],
-    grace_seconds: float,
-    last_seconds: float,
+    processes: Iterable[CudaProcess],
+    seconds: float = _SECONDS,
 ) -> dict[CudaProcess, str]:
-    """Send SIGTERM to all, then SIGKILL to those that are still there after ``grace_seconds``;
-    return what became of each.
+    """Send SIGTERM to all, then SIGKILL to those that are still there after ``seconds``; return
+    what became of each.
 
-    Wait ``last_seconds`` for the killed ones, because a process inside the driver may need a while.
-    A process that has only inherited the process id is never signalled.
+    Wait as long for the killed ones, because a process inside the driver may need a while. A
+    process that has only inherited the process id is never signalled.
     """
-    how = {process: _send(process, signal.SIGTERM, "ended") for process in processes}
-    asked = [process for process in processes if how[process] == "ended"]
-    for process in _still_there(asked, grace_seconds):
-        sent = _send(process, signal.SIGKILL, "killed")
-        # one that ended just before SIGKILL did so by itself
-        how[process] = "ended" if sent == "gone" else sent
-    killed = [process for process in processes if how[process] == "killed"]
-    how |= dict.fromkeys(_still_there(killed, last_seconds), "still there")
-    return how
+    how = dict.fromkeys(processes, "gone")
+    left = list(how)
+    for signum, result in ((signal.SIGTERM, "ended"), (signal.SIGKILL, "killed")):
+        for process in left:
+            try:
+                # one that ended just before SIGKILL did so by itself
+                if send_signal(
+                    process.pid,
+                    process.started,
+                    signum,
+                ):
+                    how[process] = result
+            except PermissionError:
+                how[process] = "not permitted"
+        left = [process for process in left if how[process] == result]
+        deadline = time.monotonic() + seconds
+        while (left := _still_there(left)) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+    return how | dict.fromkeys(left, "still there")
 
 
-def _send(
-    process: CudaProcess,
-    signum: signal.Signals,
-    sent: str,
-) -> str:
-    try:
-        return (
-            sent
-            if send_signal(
-                process.pid,
-                process.started,
-                signum,
-            )
-            else "gone"
-        )
-    except PermissionError:
-        return "not permitted"
+def _still_there(processes: Iterable[CudaProcess]) -> list[CudaProcess]:
+    return [one for one in processes if is_there(one.pid, one.started)]
 
 
-def _still_there(processes: Iterable[CudaProcess], seconds: float) -> list[CudaProcess]:
-    """Wait for the processes to end; return those that have not."""
-    deadline = time.monotonic() + seconds
-    while True:
-        left = [one for one in processes if is_there(one.pid, one.started)]
-        if not left or time.monotonic() >= deadline:
-            return left
-        time.sleep(_POLL_SECONDS)
-
-
-def _table(processes: Sequence[CudaProcess]) -> Table:
-    rows = []
-    for process in processes:
-        size = "?" if process.used_bytes is None else process.used_bytes // MIB
-        gpus = ", ".join(map(str, process.gpus))
-        rows.append([process.pid, process.user, process.command, gpus, size])
-    return Table(("pid", "user", "command", "GPUs", "MiB"), rows)
+def _row(process: CudaProcess) -> list[object]:
+    return [
+        process.pid,
+        process.user,
+        process.command,
+        ", ".join(map(str, process.gpus)),
+        "?" if process.used_bytes is None else process.used_bytes // MIB,
+    ]

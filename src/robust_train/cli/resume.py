@@ -116,18 +116,18 @@ def _resume_all() -> Answer:
             continue
         try:
             command = _of_job(run)
-        except CommandFailed as problem:
-            warnings.append(str(problem))
-            continue
-        if command not in started:  # a sweep has many jobs
-            started.add(command)
-            try:
-                _start(command, run.run_dir / OUTPUT_FILE)
-            except OSError as error:  # the others are resumed all the same
-                warnings.append(f"{run.id} is not resumed: {error}")
+            if command in started:  # a sweep has many jobs
                 continue
-            resumed.append(run.id)
-            lines.append(f"{run.id} resumes in the background; {run.run_dir}")
+            started.add(command)
+            _start(command, run.run_dir / OUTPUT_FILE)
+        except (
+            CommandFailed,
+            OSError,
+        ) as problem:  # the others are resumed all the same
+            warnings.append(f"{run.id} is not resumed: {problem}")
+            continue
+        resumed.append(run.id)
+        lines.append(f"{run.id} resumes in the background; {run.run_dir}")
     lines.append(
         "robust-train ps shows them" if resumed else "nothing is to be resumed"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shlex
@@ -10,16 +9,17 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from robust_train.cli.command import CommandFailed
 from robust_train.cli.commands import COMMANDS
 from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
-from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import name_of_program
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
 
 log = logging.getLogger("robust_train")
 
@@ -49,12 +49,12 @@ def run(arguments: Namespace) -> int:
         )
     overrides = overrides_of(arguments)
     texts = _texts(arguments)
-    from robust_train.host.screen import never_blocking_output
+    from robust_train.host.job_logging import logged_to_screen
     from robust_train.launcher.interpreters import discard_early, start_early
 
     start_early()
     try:
-        with never_blocking_output():
+        with logged_to_screen():
             return _run(arguments, overrides, texts)
     finally:
         discard_early()
@@ -63,7 +63,7 @@ def run(arguments: Namespace) -> int:
 _OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key}
 """The options by the keys that they give."""
 
-_TEXTS = {"device", "job_name", "trainer.checkpoint_glob", "trainer.resume_argv"}
+_TEXTS = {"job_name", "trainer.checkpoint_glob", "trainer.resume_argv"}
 """Keys whose values go into the config unchanged, past the grammar of overrides."""
 
 
@@ -72,18 +72,15 @@ def overrides_of(arguments: Namespace) -> list[str]:
 
     Raises CommandFailed if it does not describe a job.
     """
-    sizes = _batch_sizes(arguments)
-    given = []
-    for key, option in _OPTIONS.items():
-        value = sizes[key] if key in sizes else _value(arguments, option)
-        if key not in _TEXTS and value is not None and value is not False:
-            given.append(key if value is True else f"{key}={value}")
+    own = vars(arguments)
+    given = {key: own[name[2:].replace("-", "_")] for key, name in _OPTIONS.items()}
+    given |= _batch_sizes(arguments)
     _check_learning_rate(arguments)
-    return ["trainer=command", *given, *arguments.overrides]
-
-
-def _value(arguments: Namespace, option: str) -> Any:
-    return getattr(arguments, option.lstrip("-").replace("-", "_"))
+    overrides = ["trainer=command"]
+    for key, value in given.items():
+        if key not in _TEXTS and value is not None and value is not False:
+            overrides.append(key if value is True else f"{key}={value}")
+    return [*overrides, *arguments.overrides]
 
 
 def _gives(arguments: Namespace, key: str) -> bool:
@@ -91,17 +88,23 @@ def _gives(arguments: Namespace, key: str) -> bool:
     return any(each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides)
 
 
+def _used(arguments: Namespace) -> set[str]:
+    """Return the placeholders in the program's command line."""
+    return set().union(*map(placeholders_in, arguments.program))
+
+
 def _check_learning_rate(arguments: Namespace) -> None:
-    used = any("learning_rate" in placeholders_in(word) for word in arguments.program)
+    is_used = "learning_rate" in _used(arguments)
     is_given = arguments.learning_rate is not None or _gives(arguments, "training.lr")
-    if used and not is_given:
+    problem = ""
+    if is_used and not is_given:
         problem = "{learning_rate} is used but not given; add --learning-rate LR"
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
-    if arguments.scale_learning_rate is not None and not used:
+    if arguments.scale_learning_rate is not None and not is_used:
         problem = (
             "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
             "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
         )
+    if problem:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
 
 
@@ -109,9 +112,8 @@ def _batch_sizes(arguments: Namespace) -> dict[str, int | None]:
     """Return the first and the smallest micro-batch size; None if a key gives it."""
     batch_size, least = arguments.batch_size, arguments.min_batch_size
     if batch_size is None and not _gives(arguments, "training.batch_size"):
-        used = set().union(*map(placeholders_in, arguments.program))
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
-        if used & sizes or least is not None:
+        if _used(arguments) & sizes or least is not None:
             problem = "the batch size is used but not given; add --batch-size N"
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
         # the script has a batch size of its own, so a smaller one of ours would change nothing
@@ -134,7 +136,6 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
         "trainer.resume_argv": list(map(literal, resume)),
         "trainer.checkpoint_glob": literal(arguments.checkpoint or ""),
         "job_name": literal(arguments.name or name_of_program(arguments.program)),
-        "device": arguments.device,
     }
     return {key: value for key, value in texts.items() if value}
 
@@ -150,14 +151,12 @@ def _run(
     from robust_train.cli.jobs import exit_code_of, print_failure
     from robust_train.config import refusals
     from robust_train.config.checks import checked, hide_urls
-    from robust_train.config.trainers import job_name_of
-    from robust_train.config.values import is_secret
     from robust_train.launcher import detach
-    from robust_train.launcher.hydra_state import remove_refused, run_folder
+    from robust_train.launcher.hydra_state import remove_refused
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
-    folder = None
+    job = None
     try:
         cfg = refusals.composed(overrides)
         for key, value in texts.items():
@@ -167,33 +166,26 @@ def _run(
         check_command(config)
         if detach.is_due(config):
             return detach.start()
-        folder = run_folder(
-            arguments.run_dir,
-            job_name_of(config, ""),
-            group_reads=config.group_reads_runs,
-        )
-        _log_into(folder)
-        job = Job(None, cfg, folder, explain=print_failure)
+        job = Job(None, cfg, arguments.run_dir, explain=print_failure)
         for warning in _warnings(arguments, config, job.values_used):
             log.warning("%s", warning)
         if arguments.resume_argv and "checkpoint" not in job.values_used:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
-        shown = [override for override in overrides if not is_secret(override)]
-        _keep_config(
-            folder,
-            OmegaConf.to_yaml(cfg),
-            shown,
-        )
+        try:  # as Hydra does
+            (job.run_dir / ".hydra").mkdir(exist_ok=True)
+            OmegaConf.save(cfg, job.run_dir / ".hydra" / "config.yaml")
+        except OSError as error:  # a full disk costs the record only
+            log.warning("cannot write %s: %s", job.run_dir, error.strerror)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
     except refusals.REFUSALS as error:
         line = refusals.explain(error, "robust", overrides)
         print(_in_options(line, arguments), file=sys.stderr)
-        if folder is not None and arguments.run_dir is None:
-            remove_refused(folder)
+        if job is not None and arguments.run_dir is None:
+            remove_refused(job.run_dir)
         return refusals.exit_code_of(error)
 
 
@@ -233,37 +225,3 @@ def _warnings(
             "reads robust_train.current_run().gradient_accumulation_steps it makes an optimizer "
             "step of each micro-batch: write {gradient_accumulation_steps} in the command"
         )
-
-
-def _keep_config(
-    run_dir: Path,
-    config: str,
-    overrides: Sequence[str],
-) -> None:
-    """Write the config as Hydra does; a full disk costs the record only."""
-    folder = run_dir / ".hydra"
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / "config.yaml").write_text(config)
-        (folder / "overrides.yaml").write_text(
-            json.dumps(list(overrides), indent=1) + "\n"
-        )
-    except OSError as error:
-        log.warning(
-            "cannot write %s: %s",
-            folder,
-            error.strerror,
-        )
-
-
-def _log_into(run_dir: Path) -> None:
-    """Log as ``train_robust.py`` does: to the screen and to a file."""
-    from robust_train.host.job_logging import log_to, lose_lines_quietly
-
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    try:
-        handlers.append(logging.FileHandler(run_dir / "train_robust.log"))
-    except OSError as error:
-        print(f"warning: no log file in {run_dir}: {error.strerror}", file=sys.stderr)
-    log_to(*handlers)
-    lose_lines_quietly()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from argparse import Namespace
@@ -34,10 +33,23 @@ from robust_train.model.events import Json
 from robust_train.readable import as_clock, duration, mib, percent, shortened
 from robust_train.report.facts import GOODPUT, share_of
 from robust_train.report.story import goodput_in
-from robust_train.sweep.record import SWEEP_FILE, read_rows, read_table
+from robust_train.report.wording import batch_in_words
+from robust_train.sweep.record import SWEEP_FILE, SweepTable, read_rows, read_table
 from robust_train.sweep.table import best_first, short_result
 
 _COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
+_FACTS = (
+    "exit_code",
+    "run_dir",
+    "host",
+    "pid",
+    "attempt",
+    "attempt_pid",
+    "device",
+    "effective_batch_size",
+    "loss",
+    "checkpoint",
+)
 USUALLY = 20
 _WEEK_SECONDS = 7 * 86400.0
 POLL_SECONDS = 0.3
@@ -56,21 +68,25 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
 def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest first."""
+    """List the user's jobs, live and past, the newest first, and how interrupted ones go on."""
+    runs = [run for run in find_runs()[::-1] if run.alive or not arguments.live]
     if arguments.goodput:
-        return _goodput(find_runs())
-    if arguments.live:
-        return _listed(
-            find_live_runs()[::-1],
-            "no run of yours is alive on this machine; robust-train ps lists earlier ones",
-            all_of_them=True,
-        )
-    nothing = f"no run of yours is on the list in {run_list.state_directory()}"
-    return _listed(
-        find_runs()[::-1],
-        nothing,
-        all_of_them=arguments.all,
-    )
+        return _goodput(runs)
+    shown = runs if arguments.all or arguments.live else runs[:USUALLY]
+    listed = [_listed(run) for run in shown]
+    if not runs:
+        which = "is alive" if arguments.live else "is on the list"
+        nothing = f"no run of yours {which} in {run_list.state_directory()}"
+        return Answer({"runs": []}, [nothing])
+    rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
+    lines = [
+        f"{run.id} was interrupted: {run.why_died}; to go on: robust-train resume {run.id}"
+        for run in shown
+        if run.status == DIED and run.state is not None
+    ]
+    if older := len(runs) - len(shown):
+        lines.append(f"older runs: {older}; --all shows them")
+    return Answer({"runs": listed}, [Table(_COLUMNS, rows), *lines])
 
 
 def _goodput(runs: Sequence[KnownRun]) -> Answer:
@@ -86,59 +102,31 @@ def _goodput(runs: Sequence[KnownRun]) -> Answer:
     rows = [
         (name, duration(seconds), percent(seconds / wall))
         for name, seconds in parts.items()
-        if seconds
     ]
-    jobs = "1 job" if len(recent) == 1 else f"{len(recent)} jobs"
-    sentence = (
-        f"goodput {percent(share)}: {jobs} of the last 7 days took {duration(wall)}"
-    )
+    sentence = f"goodput {percent(share)} of the {duration(wall)} of the last 7 days"
     return Answer(data, [Table(("part", "time", "share"), rows), sentence])
 
 
-def _listed(
-    runs: Sequence[KnownRun],
-    nothing: str,
-    *,
-    all_of_them: bool,
-) -> Answer:
-    """Show runs, and how those that were interrupted go on."""
-    shown = runs if all_of_them else runs[:USUALLY]
-    listed = []
-    for run in shown:
-        listed.append(run.about())
-        summary = read_summary(run.run_dir) if run.status == "completed" else None
-        if summary is not None:
-            listed[-1]["result"] = summary.objective
-    if not runs:
-        return Answer({"runs": listed}, [nothing])
-    rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
-    lines = Table(_COLUMNS, rows).plain_lines()
-    width = shutil.get_terminal_size().columns
-    if sys.stdout.isatty() and max(map(len, lines)) > width:
-        narrow = Table(_COLUMNS[:-1], [row[:-1] for row in rows])
-        lines = [line[:width] for line in narrow.plain_lines()]
-    if len(shown) < len(runs):
-        lines.append(f"older runs: {len(runs) - len(shown)}; --all shows them")
-    for run in shown:
-        if run.status == DIED and run.state is not None:
-            how = f"to go on: robust-train resume {run.id}"
-            lines.append(f"{run.id} was interrupted: {run.why_died}; {how}")
-    return Answer({"runs": listed}, lines)
+def _listed(run: KnownRun) -> About:
+    """Return a run as `--json` lists it, with the result of a completed one."""
+    about = run.about()
+    if run.status == "completed" and (summary := read_summary(run.run_dir)) is not None:
+        about["result"] = summary.objective
+    return about
 
 
 def _row(run: KnownRun, about: About) -> list[object]:
-    reason = about.get("reason")
-    result = short_result(about.get("result"))
-    if reason and not run.alive and about.get("result") is None:
-        result = shortened(reason, 60)
+    result = about.get("result")
+    if result is None and not run.alive:
+        result = about.get("reason")
     return [
         run.id,
-        "interrupted" if about["state"] == DIED else about["state"],
+        "interrupted" if run.status == DIED else run.status,
         about.get("name"),
         (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
         _step(about),
         as_clock(int(about["seconds"])) if "seconds" in about else None,
-        result,
+        short_result(result),
         run.run_dir,
     ]
 
@@ -146,36 +134,51 @@ def _row(run: KnownRun, about: About) -> list[object]:
 def _step(about: About) -> str | None:
     """Return ``12/400``, or ``12`` if the number of all steps is unknown."""
     step, total = about.get("step"), about.get("total_steps")
-    if step is None or total is None:
-        return None if step is None else str(step)
-    return f"{step}/{total}"
+    return None if step is None else "/".join(map(str, filter(None, (step, total))))
 
 
 def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended."""
-    run = choose_run(arguments.run or arguments.which, dead_too=True)
+    run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
-    facts = _facts(run, about).items()
-    rows = [(name, str(value)) for name, value in facts if value is not None]
+    state, waiting = about["state"], about.get("waiting") or {}
+    since = f"{state} for {as_clock(int(about.get('seconds_in_state', 0)))}"
+    if "last_state" in about:
+        since = f"{state}; the last state was {about['last_state']}"
+    attempt = run.state and run.state.attempt
+    memory = (about.get("memory") or {}).items()
+    facts = {
+        "run": run.id,
+        "job": about.get("name"),
+        "state": since if run.alive or "last_state" in about else state,
+        "why": waiting.get("reason") or (state != "running" and about.get("reason")),
+        "batch": attempt and batch_in_words(attempt),
+        "step": _step(about),
+        **{name.replace("_", " "): about.get(name) for name in _FACTS},
+        "slow": run.alive and about.get("slow"),
+        "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
+        "to go on": run.is_unfinished and f"robust-train resume {run.id}",
+    }
+    rows = [
+        (name, str(value))
+        for name, value in facts.items()
+        if value not in (None, False, "")
+    ]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
 
 
 def request(arguments: Namespace) -> Answer:
     """Have a live run do at its next step what the command is called after."""
-    run = choose_run(arguments.run or arguments.which)
+    run = choose_run(arguments.which)
     verb = arguments.command.replace("-", "_")
-    answer = live.ask(
-        run,
-        verb,
-        wait_seconds=arguments.wait,
-    )
+    answer = live.ask(run, verb)
     sentence = _SENTENCES[verb].format(run=run, **answer)
     return Answer({"run": run.id, **answer}, [sentence])
 
 
 def stop(arguments: Namespace) -> Answer:
     """Have a live run, or a sweep with its jobs, save checkpoints and end."""
-    which = arguments.run or arguments.which
+    which = arguments.which
     if which and os.path.isfile(Path(which) / SWEEP_FILE):
         return _stop_sweep(Path(which).resolve())
     run = choose_run(which)
@@ -199,10 +202,8 @@ def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
         grace_seconds,
     )
     if stays or is_held(run.run_dir):
-        which = "a process that cannot be seen here holds its folder"
-        if stays:
-            which = f"{named(stays)} hangs in the kernel"
-        raise CommandFailed(f"{run.id}: its launcher was killed, but {which}")
+        which = named(stays) if stays else "a process that cannot be seen here"
+        raise CommandFailed(f"{run.id}: {which} is left of it and does not end")
     sentence = f"{run.id}: its launcher was killed; ended what was left: {left}"
     data = {"run": run.id, "before": run.status, "after": DIED}
     return Answer(data, [sentence])
@@ -221,49 +222,6 @@ def _stop_sweep(folder: Path) -> Answer:
     )
     data = {"sweep": str(folder), "jobs": jobs, "after": "stopping"}
     return Answer(data, [sentence])
-
-
-def _facts(run: KnownRun, about: About) -> dict[str, Json]:
-    """Return what ``status`` shows, None if unknown."""
-    waiting, memory = about.get("waiting") or {}, about.get("memory") or {}
-    state, loss, reason = about["state"], about.get("loss"), about.get("reason")
-    seconds = as_clock(int(about.get("seconds_in_state", 0)))
-    since = f"{state} for {seconds}" if run.alive else state
-    if "last_state" in about:
-        since = f"{state}; the last state was {about['last_state']}, {seconds} long"
-    used = ", ".join(f"{name} {mib(size)}" for name, size in memory.items())
-    return {
-        "run": about["id"],
-        "job": about.get("name"),
-        "state": since,
-        "why": waiting.get("reason") or (None if state == "running" else reason),
-        "position": waiting.get("position"),
-        "exit code": about.get("exit_code"),
-        "run folder": about["run_dir"],
-        "host": None if run.is_here else about.get("host"),
-        "launcher pid": about["pid"],
-        "attempt": about.get("attempt"),
-        "attempt pid": about.get("attempt_pid"),
-        "device": about.get("device"),
-        "batch": _batch(about),
-        "effective batch": about.get("effective_batch_size"),
-        "step": _step(about),
-        "loss": None if loss is None else f"{loss:.4g}",
-        "slow": (about.get("slow") or None) if run.alive else None,
-        "last checkpoint": about.get("checkpoint"),
-        "memory": used or None,
-        "started": f"{as_clock(int(about['seconds']))} ago" if run.alive else None,
-        "to go on": f"robust-train resume {run.id}" if run.is_unfinished else None,
-    }
-
-
-def _batch(about: About) -> str | None:
-    """Return ``64 × 2``, and into what recovery has split it."""
-    size, split = about.get("batch_size"), about.get("micro_batch")
-    if size is None:
-        return None
-    inside = "" if split in (None, size) else f", split into {split}"
-    return f"{size} × {about['gradient_accumulation_steps']}{inside}"
 
 
 def logs(arguments: Namespace) -> int:
@@ -292,8 +250,7 @@ def attach(arguments: Namespace) -> int:
     from robust_train.report.status import LiveStatus
 
     run = choose_run(arguments.which)
-    name = "" if run.state is None else f" ({run.state.name})"
-    print(f"attached to {run.id}{name}; Ctrl-C leaves it running", flush=True)
+    print(f"attached to {run.id}; Ctrl-C leaves it running", flush=True)
     live = LiveStatus(is_wanted=sys.stdout.isatty())
     try:
         with screen.never_blocking_output(), live:
@@ -315,8 +272,7 @@ def attach(arguments: Namespace) -> int:
 def wait(arguments: Namespace) -> int:
     """Wait for each job or sweep; return the code of the first that did not complete, else 0."""
     folders = [_any_run(which).run_dir for which in arguments.which or [None]]
-    codes = [_wait_for(folder) for folder in folders]
-    return next((code for code in codes if code), 0)
+    return next(filter(None, [_wait_for(folder) for folder in folders]), 0)
 
 
 def _wait_for(folder: Path) -> int:
@@ -374,9 +330,9 @@ def output_of(
         run_dir: the run folder.
         attempt: the attempt's number; the last one if None, and with ``follow`` those after it.
         follow: continue until the job ends.
-        last_bytes: begin at most this many bytes before the end.
+        last_bytes: begin this many bytes before the end.
     """
-    number, position, ends_line = attempt, 0, True
+    number, position = attempt, 0
     while True:
         # read before the log, so that the last output is not missed
         run = read_run(run_dir)
@@ -385,7 +341,8 @@ def output_of(
         if number is None and numbers:
             number = numbers[-1]
             if last_bytes is not None:
-                position = _line_start(run_dir, number, last_bytes)
+                size = (run_dir / _LOG.format(number)).stat().st_size
+                position = max(size - last_bytes, 0)
         has_ended = number is not None and number + 1 in numbers
         data = b"" if number is None else _read(run_dir, number, position)
         if is_alive and not has_ended and len(data) < CHUNK_BYTES:
@@ -393,29 +350,14 @@ def output_of(
         position += len(data)
         if data:
             yield data
-            ends_line = data.endswith(b"\n")
         elif number is not None and has_ended and attempt is None:
             number, position = number + 1, 0
-            yield b"%s==> attempt %d <==\n" % (b"" if ends_line else b"\n", number)
+            yield b"\n==> attempt %d <==\n" % number
         elif has_ended or not is_alive:
             return
         else:
             yield b""
             time.sleep(POLL_SECONDS)
-
-
-def _line_start(
-    run_dir: Path,
-    number: int,
-    last_bytes: int,
-) -> int:
-    """Return where the first whole line of the last bytes of a log begins."""
-    try:
-        size = (run_dir / _LOG.format(number)).stat().st_size
-    except OSError:
-        return 0
-    start = max(size - last_bytes, 0)
-    return start and start + _read(run_dir, number, start).find(b"\n") + 1
 
 
 def _read(
@@ -427,15 +369,22 @@ def _read(
         with (run_dir / _LOG.format(number)).open("rb") as file:
             file.seek(position)
             return file.read(CHUNK_BYTES)
-    except OSError:
+    except OSError:  # the folder was removed
         return b""
+
+
+def _sweep_at(path: str) -> tuple[Path, SweepTable]:
+    folder = Path(path).resolve()
+    table = read_table(folder)
+    if table is None:
+        raise CommandFailed(f"{folder}: not a sweep folder", EXIT_BAD_CONFIG)
+    return folder, table
 
 
 def max_jobs(arguments: Namespace) -> Answer:
     """Change how many jobs of a sweep run at once."""
-    folder, number = Path(arguments.path).resolve(), arguments.number
-    if read_table(folder) is None:
-        raise CommandFailed(f"{folder}: not a sweep folder", EXIT_BAD_CONFIG)
+    folder, _ = _sweep_at(arguments.path)
+    number = arguments.number
     try:
         requests.request_max_jobs(folder, number)
     except OSError as error:
@@ -446,28 +395,24 @@ def max_jobs(arguments: Namespace) -> Answer:
 
 def best(arguments: Namespace) -> Answer:
     """Return the best job of a sweep: its overrides, or where its checkpoint is."""
-    folder = Path(arguments.path).resolve()
-    table = read_table(folder)
-    if table is None:
-        raise CommandFailed(f"{folder}: not a sweep folder", EXIT_BAD_CONFIG)
+    folder, table = _sweep_at(arguments.path)
     if not table.jobs:  # it runs
         table = replace(table, jobs=tuple(read_rows(folder, table.sweep)))
     point = next((one for one in best_first(table) if one.values), None)
     if point is None:
         raise CommandFailed(f"{folder}: no job has completed with a number")
     row = point.best(table.sign)
-    summary = None if row.folder is None else read_summary(Path(row.folder))
-    checkpoint = None if summary is None else summary.checkpoint
+    summary = row.folder and read_summary(Path(row.folder))
+    checkpoint = summary and summary.checkpoint and str(summary.checkpoint)
     data: dict[str, Json] = {
         "job": row.job,
         "result": row.result,
         "values": point.values,
         "overrides": row.overrides,
         "folder": row.folder,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "checkpoint": checkpoint,
     }
-    if not arguments.checkpoint or arguments.json:
-        return Answer(data, [shlex.join(row.overrides)])
-    if checkpoint is None:
+    shown = checkpoint if arguments.checkpoint else shlex.join(row.overrides)
+    if not shown and not arguments.json:
         raise CommandFailed(f"{row.folder}: job {row.job} has reported no checkpoint")
-    return Answer(data, [str(checkpoint)])
+    return Answer(data, [str(shown)])

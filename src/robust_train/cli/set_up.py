@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import socket
 import webbrowser
 from argparse import Namespace
@@ -21,28 +22,27 @@ _NOTIFY_SECONDS = 30.0
 def init(arguments: Namespace) -> Answer:
     """Write a new project; overwrite nothing."""
     folder = Path(arguments.dir)
-    files = [
-        one for one in _TEMPLATE.rglob("*") if one.is_file() and one.suffix != ".pyc"
-    ]
-    contents = {
-        str(one.relative_to(_TEMPLATE)): one.read_bytes() for one in sorted(files)
-    }
-    existing = [folder / name for name in contents if os.path.lexists(folder / name)]
-    if existing:
-        problem = f"{existing[0]} exists already; name another folder"
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
+    files = [path for path in _TEMPLATE.rglob("*") if path.is_file()]
+    names = sorted(
+        str(path.relative_to(_TEMPLATE)) for path in files if path.suffix != ".pyc"
+    )
+    for name in names:
+        if os.path.lexists(folder / name):
+            problem = f"{folder / name} exists already; name another folder"
+            raise CommandFailed(problem, EXIT_BAD_CONFIG)
     try:
-        for name, content in contents.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # never over a file that was created meanwhile
-            with path.open("xb") as file:
-                file.write(content)
+        shutil.copytree(
+            _TEMPLATE,
+            folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+            copy_function=shutil.copyfile,
+            dirs_exist_ok=True,
+        )
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     there = "" if folder == Path() else f"cd {folder} && "
-    return Answer(shown=[f"wrote {', '.join(contents)}; now: {there}python main.py"])
+    return Answer(shown=[f"wrote {', '.join(names)}; now: {there}python main.py"])
 
 
 def notify(arguments: Namespace) -> Answer:
@@ -64,13 +64,9 @@ def notify(arguments: Namespace) -> Answer:
     if not (settings.command or settings.urls):
         problem = f"nothing to send to; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
-    host, user = socket.gethostname(), user_name(os.geteuid())
+    who = {"host": socket.gethostname(), "user": user_name(os.geteuid())}
     notifier = Notifier(settings)
-    notifier.send(
-        "test",
-        f"a test of {user} on {host}",
-        {"host": host, "user": user},
-    )
+    notifier.send("test", "a test of {user} on {host}".format(**who), who)
     notifier.finish(_NOTIFY_SECONDS)
     if notifier.has_failed:  # which is logged
         return Answer(exit_code=EXIT_FAILED)
@@ -90,7 +86,7 @@ def report(arguments: Namespace) -> Answer:
     folder = Path(arguments.path)
     if os.path.isfile(folder):
         folder = folder.parent
-    if not os.path.lexists(folder):
+    if not os.path.isdir(folder):
         try:
             folder = choose_run(arguments.path, dead_too=True).run_dir
         except NoLiveRun as error:
@@ -98,41 +94,32 @@ def report(arguments: Namespace) -> Answer:
                 f"{folder}: no such folder, and no run of yours has that id or name"
             )
             raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
-    if not os.path.isdir(folder):
-        raise CommandFailed(f"{folder}: no such folder", EXIT_BAD_CONFIG)
     of_a_sweep = os.path.isfile(folder / SWEEP_FILE)
-    of_a_run = [folder / name for name in ("journal.jsonl", "summary.json")]
-    if not of_a_sweep and not any(map(os.path.exists, of_a_run)):
+    story = sweep_story_of(folder) if of_a_sweep else story_of(read_sources(folder))
+    if isinstance(story, Story) and story.status == "empty":
         problem = (
             "neither a run folder (with journal.jsonl) "
             f"nor a sweep folder (with {SWEEP_FILE})"
         )
         raise CommandFailed(f"{folder}: {problem}", EXIT_BAD_CONFIG)
-    jobs = sweep_story_of(folder).jobs if of_a_sweep and not arguments.json else ()
-    warnings = []
-    for job in jobs:
-        if job.story is not None:
-            try:
-                save(Path(job.story.folder) / FILE_NAME, job_page(job.story))
-            except OSError as error:
-                warnings.append(f"{job.story.folder}: {error.strerror}")
-    # read again: the page of a sweep links to the pages that are there now
-    story = sweep_story_of(folder) if of_a_sweep else story_of(read_sources(folder))
     if arguments.json:
         return Answer(story.as_json())
-    page = job_page(story) if isinstance(story, Story) else sweep_page(story)
-    target = Path(arguments.output) if arguments.output else folder / FILE_NAME
-    try:
-        if os.path.exists(target) and not os.path.isfile(target):
-            # a device (/dev/stdout) is not replaced
-            target.write_text(page, "utf-8", "replace")
-        else:
-            save(target, page)
-    except OSError as error:
-        raise CommandFailed(f"cannot write {target}: {error.strerror}") from error
+    if isinstance(story, Story):
+        pages = {folder: job_page(story)}
+    else:
+        of_jobs = [job.story for job in story.jobs if job.story is not None]
+        pages = {Path(one.folder): job_page(one) for one in of_jobs}
+        pages[folder] = sweep_page(story)
+    problems = []
+    for where, page in pages.items():
+        try:
+            save(where / FILE_NAME, page)
+        except OSError as error:
+            problems.append(f"cannot write {where / FILE_NAME}: {error.strerror}")
+    target = folder / FILE_NAME
     if arguments.open and not webbrowser.open(target.resolve().as_uri()):
-        warnings.append("--open: no browser was found")
-    return Answer(shown=[str(target)], warnings=warnings)
+        problems.append("--open: no browser was found")
+    return Answer(shown=[str(target)], error="; ".join(problems))
 
 
 _OF_HYDRA = ["hydra/launcher=gpu_queue", "hydra.run.dir=", "hydra.sweep.dir="]
@@ -186,9 +173,7 @@ def completion(arguments: Namespace) -> int:
 
     choices = [f"{group}={name}" for group, names in groups().items() for name in names]
     found = all_keys(composed, ())
-    groups_of_keys = {
-        key[:end] for key in found for end in range(len(key)) if key[end] == "."
-    }
+    groups_of_keys = {one.rpartition(".")[0] for one in found}
     keys = [f"{key}=" for key in found if key not in groups_of_keys]
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
     # commands of two words first: the first case that matches counts

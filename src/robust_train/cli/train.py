@@ -40,12 +40,10 @@ def train(arguments: list[str]) -> NoReturn:
 def open_robust() -> NoReturn:
     """Run a job, or with ``-m`` a sweep, under the launcher: ``train_robust.py``."""
     _prepare_process()
-    _see_modules_here()
     from robust_train.host.screen import never_blocking_output
 
-    with never_blocking_output():
-        if _has_answered("train_robust"):
-            sys.exit(0)
+    with never_blocking_output():  # ends quietly after ``| head``
+        _answer("train_robust")
         _start_early(sys.argv[1:])
         from robust_train.cli import jobs
 
@@ -57,14 +55,14 @@ def open_robust() -> NoReturn:
     sys.exit(code)
 
 
-def open_plain() -> None:
+def open_plain() -> NoReturn:
     """Run ``python train.py``: one attempt in this process, without remedies."""
     _prepare_process()
-    _see_modules_here()
     from robust_train.host.linux import shared_machine_environment
+    from robust_train.host.screen import never_blocking_output
 
-    if _has_answered("train"):
-        sys.exit(0)
+    with never_blocking_output():
+        _answer("train")
     os.environ.update(shared_machine_environment(os.environ))
     from robust_train.cli import jobs
 
@@ -130,12 +128,6 @@ def _absolute(config_path: str, task: Callable[..., Any]) -> str:
     return str(Path(inspect.getfile(task)).resolve().parent / config_path)
 
 
-def _see_modules_here() -> None:
-    """Have a trainer's module found in the working directory, as ``python -m`` does."""
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, os.getcwd())
-
-
 def _prepare_process() -> None:
     """Open closed standard streams, which Hydra writes to, and end without a traceback at a signal
     before or after the job."""
@@ -180,7 +172,7 @@ def _open(
 
     from robust_train import compat
     from robust_train.cli import jobs
-    from robust_train.config.refusals import explain_option
+    from robust_train.config.refusals import explain, explain_option
     from robust_train.launcher.interpreters import discard_early
     from robust_train.sweep.session import session
 
@@ -194,7 +186,9 @@ def _open(
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
-        sys.argv[1:] = [*map(_in_group, arguments), *_for_guest(arguments, name)]
+        # a project's config may lack the keys of its group
+        own = ["++" * one.startswith("robust.") + one for one in arguments]
+        sys.argv[1:] = [*own, *_for_guest(arguments, name)]
         if not name:
             sys.argv.append(_RECORD_SWEEPS)
     except ConfigError as error:
@@ -227,9 +221,12 @@ def _open(
         explained = _exit_code_of(
             error,
             task,
-            config_name,
-            config_path,
-            arguments,
+            lambda mistake: explain(
+                mistake,
+                config_name,
+                arguments,
+                config_path,
+            ),
         )
         if explained is None and not wants_traceback:
             raise
@@ -246,36 +243,28 @@ def _open(
     return code or of_the_jobs
 
 
-def _in_group(word: str) -> str:
-    """Return an override of a key in a project's group ``robust``, which its config may lack."""
-    return f"++{word}" if word.startswith("robust.") else word
-
-
-def _has_answered(name: str) -> bool:
-    """Print the help or the version of our own script if that is what was asked for."""
+def _answer(name: str) -> None:
+    """Print the help or the version of our own script, and end, if that is what was asked for. Have
+    a trainer's module found in the working directory, as ``python -m`` does."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
-        from robust_train.host.screen import never_blocking_output
-
-        with never_blocking_output():  # ends quietly after ``| head``
-            print(help_text(name), end="")
-        return True
+        print(help_text(name), end="")
+        sys.exit(0)
     if "--version" in arguments:
         print(f"{name} of robust-train {importlib.metadata.version('robust-train')}")
-        return True
-    return False
+        sys.exit(0)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
 
 
 def _exit_code_of(
     error: Exception,
     task: Callable[[Any], Any],
-    config_name: str,
-    config_path: str,
-    arguments: list[str],
+    explained: Callable[[BaseException], str],
 ) -> int | None:
     """Print a user's mistake in one line and return its exit code; None if it is none."""
     from robust_train.cli import jobs
-    from robust_train.config.refusals import REFUSALS, exit_code_of, explain
+    from robust_train.config.refusals import REFUSALS, exit_code_of
     from robust_train.sweep.plugins_of_others import known_problem
     from robust_train.sweep.session import session
 
@@ -285,15 +274,7 @@ def _exit_code_of(
     if isinstance(error, ValueError) and isinstance(error.__cause__, OSError):
         error = error.__cause__  # logging cannot open its file
     if isinstance(error, REFUSALS):
-        print(
-            explain(
-                error,
-                config_name,
-                arguments,
-                config_path,
-            ),
-            file=sys.stderr,
-        )
+        print(explained(error), file=sys.stderr)
         return exit_code_of(error)
     if problem := known_problem(error):
         print(problem[0], file=sys.stderr)
@@ -353,7 +334,7 @@ examples:
 choices:
 {groups}
 
-keys people use{only}:
+keys people use (those about devices and retries: not with train.py):
   min_gpu_memory_mb=4000         MiB that must be free before a GPU is taken
   wait_for_gpu=true              wait until a GPU has them
   gpu_wait_timeout_minutes=60    and for how long
@@ -379,32 +360,19 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = "\n".join(
-        f"  {group:<8} {', '.join(names)}" for group, names in groups().items()
-    )
-    only = (
-        ""
-        if name == "train_robust"
-        else " (those about devices and retries: train_robust.py)"
-    )
-    command = (
-        sys.argv[0] if sys.argv[0].startswith("robust-train ") else f"python {name}.py"
-    )
+    choices = [f"  {group:<8} {', '.join(found)}" for group, found in groups().items()]
+    command = sys.argv[0]
     return _HELP.format(
-        command=command,
-        groups=choices,
-        only=only,
+        command=command if command.startswith("robust-train ") else f"python {name}.py",
+        groups="\n".join(choices),
     )
 
 
 def groups() -> dict[str, list[str]]:
     """Return the choices of each config group that people choose from."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
-        files = sorted(
-            one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir()
-        )
-        found[group] = [
-            name.removesuffix(".yaml") for name in files if name.endswith(".yaml")
-        ]
+        files = [one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir()]
+        names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+        found[group] = sorted(names)
     return found

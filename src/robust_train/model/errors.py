@@ -116,13 +116,19 @@ class Interrupted(KeyboardInterrupt):
 class NoDevice(RuntimeError):
     """No device became free in time, and the CPU is not allowed."""
 
+    exit_code = EXIT_TRY_LATER
+
 
 class TrainerFailed(RuntimeError):
     """The trainer failed in a way that is not retried. The message is its own traceback."""
 
+    exit_code = EXIT_FAILED
+
 
 class AttemptsExhausted(RuntimeError):
     """Memory ran out with everything that may be tried; the message lists what was."""
+
+    exit_code = EXIT_FAILED
 
 
 class JobInterrupted(KeyboardInterrupt):

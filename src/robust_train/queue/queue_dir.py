@@ -130,8 +130,8 @@ class QueueDir:
         pattern: re.Pattern[str],
         without: Collection[str] = (),
         folder: str = "",  # relative to this one
-    ) -> tuple[list[re.Match[str]], dict[int, int]]:
-        """Return the names that match, sorted, and how many are left out by user id.
+    ) -> list[re.Match[str]]:
+        """Return the names that match, sorted.
 
         One user's files beyond a thousand are left out, so they delay no other user.
         """
@@ -141,7 +141,7 @@ class QueueDir:
         named = map(pattern.fullmatch, sorted(names.difference(without)))
         found = [match for match in named if match]
         if len(found) <= MOST_FILES_PER_USER:
-            return found, {}
+            return found
         by_owner: dict[int, list[re.Match[str]]] = {}
         for match in found:
             with contextlib.suppress(OSError):
@@ -152,12 +152,8 @@ class QueueDir:
                 )
                 owner = status.st_uid
                 by_owner.setdefault(owner, []).append(match)
-        kept, left_out = [], {}
-        for owner, matches in by_owner.items():
-            kept += matches[:MOST_FILES_PER_USER]
-            if len(matches) > MOST_FILES_PER_USER:
-                left_out[owner] = len(matches) - MOST_FILES_PER_USER
-        return kept, left_out
+        own = by_owner.values()
+        return [match for each in own for match in each[:MOST_FILES_PER_USER]]
 
     def open(self, name: str) -> int | None:
         """Return a descriptor of a regular file, for reading; None if there is none."""
@@ -284,7 +280,7 @@ class QueueDir:
         return [
             (match, folder)
             for folder in ("../", "")
-            for match in self.matches(_FAULTS_FILE, folder=folder)[0]
+            for match in self.matches(_FAULTS_FILE, folder=folder)
         ]
 
     def _faults_in(

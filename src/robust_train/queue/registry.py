@@ -183,8 +183,6 @@ class Registry(QueueDir):
 
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self.left_out: dict[int, int] = {}
-        """Record files that were not read for their number, by user id."""
         self._known: dict[str, QueuedJob | None] = {}
         self._dead: set[str] = set()
         """Names of records whose jobs have ended: one never comes to life again."""
@@ -195,7 +193,7 @@ class Registry(QueueDir):
             removed = self.fd
             super().__init__(self.base)
             os.close(removed)
-        matches, self.left_out = self.matches(_RECORD_FILE, self._dead)
+        matches = self.matches(_RECORD_FILE, self._dead)
         known, self._known = self._known, {}
         marked = functools.cache(marked_processes)
         self._dead.intersection_update(os.listdir(self.fd) if self._dead else ())

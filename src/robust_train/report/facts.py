@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -16,7 +16,7 @@ from robust_train.model import events
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import fields_as_json, finite
 from robust_train.readable import memory
-from robust_train.report.sources import Entry, Launch, Sources, TimedAttempt
+from robust_train.report.sources import Entry, Launch, TimedAttempt
 
 OOM = frozenset(kind.value for kind in MEMORY_FAILURES)
 _LONGEST_FIELDS = 120
@@ -87,20 +87,13 @@ class Mark:
     attempt: int
     device: str
 
-    @property
-    def is_inside_a_step(self) -> bool:
-        """Memory ran out inside a step, and the attempt went on."""
-        return self.kind == "oom" and self.text.startswith("inside")
-
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Samples of memory on one device, oldest first. ``sampled`` is False if there are only the
-    figures that the trainer reported now and then."""
+    """Samples of memory on one device, oldest first."""
 
     device: str
-    samples: tuple[Sample, ...] = field(repr=False)
-    sampled: bool = True
+    samples: tuple[Sample, ...]
 
     def most(self, name: str) -> int | None:
         """Return the highest value of one figure, None if there is none."""
@@ -115,7 +108,7 @@ class Curve:
 
     name: str
     attempt: int
-    points: tuple[tuple[int, float], ...] = field(repr=False)
+    points: tuple[tuple[int, float], ...]
     lost: bool = False
 
 
@@ -134,35 +127,30 @@ class Story:
 
     name: str
     folder: str
+    files: tuple[str, ...]
+    gaps: tuple[str, ...]  # a sentence for each thing that was missing or damaged
     # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
     # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
-    about: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, str]
     # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
     # process died; `empty` if nothing at all is
-    status: str = "empty"
-    sentence: str = "The folder holds no record of a job."
-    result: Any = None
-    objective: Any = None
-    # started, ended: seconds since the epoch, None in an empty folder
-    started: float | None = None
-    ended: float | None = None
+    status: str
+    result: Any
     # of each use, by its name; `wall` is their sum without `stopped`
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
     # the same time, divided further: see `GOODPUT`
-    parts: dict[str, float] = field(default_factory=dict)
-    attempts: tuple[TimedAttempt, ...] = ()
-    launches: tuple[Launch, ...] = ()
-    spans: tuple[Span, ...] = ()
-    memory: tuple[DeviceMemory, ...] = field(default=(), repr=False)
-    curves: tuple[Curve, ...] = field(default=(), repr=False)
-    marks: tuple[Mark, ...] = field(default=(), repr=False)
+    parts: dict[str, float]
+    attempts: tuple[TimedAttempt, ...]
+    launches: tuple[Launch, ...]
+    spans: tuple[Span, ...]
+    memory: tuple[DeviceMemory, ...]
+    curves: tuple[Curve, ...]
+    marks: tuple[Mark, ...]
     # how memory developed in the last attempt, in a sentence; None if unknown
-    stability: str | None = None
+    stability: str | None
+    sentence: str = ""
     # what to do next time, most promising first; empty if nothing was tight
     advice: tuple[Advice, ...] = ()
-    reason: str | None = None
-    files: tuple[str, ...] = ()
-    gaps: tuple[str, ...] = ()  # a sentence for each thing that was missing or damaged
 
     @property
     def goodput(self) -> float | None:
@@ -183,14 +171,18 @@ class Story:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def spans_of(story: Story, kept: Mapping[int, float]) -> tuple[Span, ...]:
+def spans_of(
+    launches: Sequence[Launch],
+    attempts: Sequence[TimedAttempt],
+    kept: Mapping[int, float],
+) -> tuple[Span, ...]:
     """Cut all of a job's time into its uses, without gaps or overlaps, oldest first; ``kept`` is
     from :func:`kept_steps`."""
-    starts = [launch.start for launch in story.launches]
+    starts = [launch.start for launch in launches]
     spans: list[Span] = []
-    now = starts[0]
-    for number, launch in enumerate(story.launches, start=1):
-        own = [a for a in story.attempts if bisect_right(starts, a.started) == number]
+    now = starts[0] if starts else 0.0
+    for number, launch in enumerate(launches, start=1):
+        own = [a for a in attempts if bisect_right(starts, a.started) == number]
         away = Span(Use.STOPPED, now, launch.start)
         for span in (away, *_of_launch(launch, own, kept)):
             # in a damaged journal, two attempts may overlap
@@ -232,8 +224,7 @@ def goodput_of(
         saving = min(one.saving_seconds, useful)
         a_step = one.speed[0].seconds_per_step if one.speed else 0.0
         skipped = min(one.skipped_updates * a_step, useful - saving)
-        lost = seconds_of(spans, Use.LOST, one.number)
-        stalled = min(one.stalled_seconds, lost)
+        stalled = min(one.stalled_seconds, seconds_of(spans, Use.LOST, one.number))
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped
@@ -248,15 +239,15 @@ def share_of(parts: Mapping[str, float]) -> float | None:
     return parts["useful"] / wall if wall > 0 else None
 
 
-def kept_steps(story: Story) -> dict[int, float]:
+def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
     """Return the last step of each attempt, by its number, that no later attempt repeated. If the
     job did not complete, steps after its last checkpoint are not kept either."""
     kept: dict[int, float] = {}
     bound = math.inf
-    if story.status != "completed":
-        saved = (step for one in story.attempts for step, _ in one.checkpoints)
+    if status != "completed":
+        saved = (step for one in attempts for step, _ in one.checkpoints)
         bound = max(saved, default=0)
-    for attempt in reversed(story.attempts):
+    for attempt in reversed(attempts):
         kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
         bound = min(bound, attempt.start_step)
     return kept
@@ -314,42 +305,12 @@ def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
 # --- memory, scalars, marks -----------------------------------------------------------------------
 
 
-def memory_of(
-    sources: Sources, attempts: Sequence[TimedAttempt]
-) -> tuple[DeviceMemory, ...]:
+def memory_of(samples: Iterable[Sample]) -> tuple[DeviceMemory, ...]:
     """Return memory over time, device by device in the order in which they were used."""
-    sampled = {sample.attempt for sample in sources.samples}
-    devices = {a.number: a.device for a in attempts if a.number not in sampled}
-    every = [*sources.samples, *_reported(sources.entries, devices)]
     grouped: dict[str, list[Sample]] = {}
-    for sample in sorted(every, key=lambda one: (one.time, one.attempt)):
+    for sample in samples:
         grouped.setdefault(sample.device, []).append(sample)
-    return tuple(
-        DeviceMemory(
-            device,
-            tuple(own),
-            any(one.attempt in sampled for one in own),
-        )
-        for device, own in grouped.items()
-    )
-
-
-def _reported(entries: Sequence[Entry], devices: Mapping[int, str]) -> Iterator[Sample]:
-    """Yield the figures that the trainer reported in attempts without samples."""
-    for entry in entries:
-        event, number = entry.event, entry.attempt or 0
-        if not isinstance(event, events.MemoryReported) or number not in devices:
-            continue
-        # of several ranks, the first one's memory is drawn
-        if event.figures and not event.rank:
-            yield Sample(
-                entry.time,
-                number,
-                devices[number],
-                allocated=event.allocated,
-                reserved=event.reserved,
-                resident=event.resident,
-            )
+    return tuple(DeviceMemory(device, tuple(own)) for device, own in grouped.items())
 
 
 def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curve, ...]:
@@ -384,43 +345,34 @@ def marks_of(
     entries: Sequence[Entry], attempts: Sequence[TimedAttempt]
 ) -> tuple[Mark, ...]:
     """Return the marks of a journal, oldest first."""
-    devices = {attempt.number: attempt.device for attempt in attempts}
-    marks = [
-        Mark(
-            kind,
-            entry.time,
-            text,
-            attempt,
-            devices[attempt],
-        )
+    by_number = {attempt.number: attempt for attempt in attempts}
+    found = [
+        (kind, entry.time, text, by_number[number])
         for entry in entries
-        if (attempt := entry.attempt or 0) in devices
+        if (number := entry.attempt or 0) in by_number
         for kind, text in _descriptions(entry.event)
     ]
     for before, after in itertools.pairwise(attempts):
-        for kind, text in _changes(before, after):
-            marks.append(
-                Mark(
-                    kind,
-                    after.started,
-                    text,
-                    after.number,
-                    after.device,
-                )
-            )
+        if before.spec.device_key != after.spec.device_key:
+            text = f"{before.device} → {after.device}"
+            found.append(("device", after.started, text, after))
+        if before.batch_size != after.batch_size:
+            text = f"micro-batch {before.batch_size} → {after.batch_size}"
+            found.append(("batch", after.started, text, after))
     for one in attempts:
         if one.outcome in OOM:
             text = f"attempt {one.number}: {one.message or 'out of memory'}"
-            marks.append(
-                Mark(
-                    "oom",
-                    one.ended,
-                    text,
-                    one.number,
-                    one.device,
-                )
-            )
-    return tuple(sorted(marks, key=lambda mark: mark.time))
+            found.append(("oom", one.ended, text, one))
+    return tuple(
+        Mark(
+            kind,
+            time,
+            text,
+            attempt.number,
+            attempt.device,
+        )
+        for kind, time, text, attempt in sorted(found, key=lambda one: one[1])
+    )
 
 
 def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
@@ -445,11 +397,3 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
             values = ", ".join(f"{key}={value}" for key, value in fields.items())
             text = f"{name}: {values[:_LONGEST_FIELDS]}" if values else name
             yield "milestone", text
-
-
-def _changes(before: TimedAttempt, after: TimedAttempt) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of what the later attempt changes."""
-    if before.device != after.device or before.spec.device_key != after.spec.device_key:
-        yield "device", f"{before.device} → {after.device}"
-    if before.batch_size != after.batch_size:
-        yield "batch", f"micro-batch {before.batch_size} → {after.batch_size}"

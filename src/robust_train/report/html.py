@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from robust_train import readable
 from robust_train.files import replacing, strict_json
+from robust_train.folder.state import objective_of
 from robust_train.model.json import finite
 from robust_train.report import charts, wording
 from robust_train.report.facts import USES, Story, Use
@@ -42,23 +43,15 @@ def write_report(sources: Sources) -> None:
 
 
 def try_to_save(path: Path, page: Callable[[], str]) -> None:
-    """Make a page and write it; if either fails, warn."""
+    """Make a page and write it; a job that trained for days must not fail because of its report."""
     try:
         save(path, page())
-    except OSError as error:
+    except Exception as error:
         log.warning(
             "cannot write %s: %s",
             path,
-            error.strerror or error,
-        )
-    except (
-        Exception
-    ) as error:  # a job that trained for days must not fail because of its report
-        log.warning(
-            "no report: %s: %s",
-            type(error).__name__,
-            error,
-            exc_info=log.isEnabledFor(10),
+            readable.named_line(error),
+            exc_info=log.isEnabledFor(logging.DEBUG),
         )
 
 
@@ -74,18 +67,21 @@ def job_page(story: Story) -> str:
     """Return the page of one job."""
     last = story.attempts[-1] if story.attempts else None
     ended_it = last is not None and last.outcome != "interrupted"
+    objective = finite(objective_of(story.result))
+    results = story.result if isinstance(story.result, Mapping) else {}
+    if story.result is not None and not results and objective is None:
+        results = {"result": story.result}
     return render(
         "job.html.j2",
         title=story.name,
         story=story,
-        has_objective=finite(story.objective) is not None,
+        objective=objective,
         shares=shares(story.seconds),
-        results=_results(story.result),
-        traceback=_shortened(last.traceback) if last is not None and ended_it else None,
+        results=results,
+        traceback=_shortened(last.traceback or "") if last and ended_it else "",
         clock=charts.Clock(story),
         memory=charts.memory_charts(story),
         curves=charts.curve_charts(story),
-        reported_once=charts.reported_once(story),
     )
 
 
@@ -121,20 +117,16 @@ def template_environment() -> Environment:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'",
     )
-    environment.tests["in_attempt"] = lambda name, number: name.startswith(
-        f"oom-attempt-{number}."
-    )
     environment.filters.update(
         duration=readable.duration,
         memory=readable.memory,
         percent=readable.percent,
         moment=readable.moment,
-        size=charts.size_text,
+        batch=wording.batch_in_words,
         count=lambda number: "?" if number is None else f"{number:,}",
         use=lambda use: USES[use],
         outcome=wording.outcome_in_words,
         action=wording.action_in_words,
-        words=lambda text: str(text).replace("_", " "),
         value=value_text,
         shares=shares,
         json=lambda plot: htmlsafe_json_dumps(
@@ -175,17 +167,7 @@ def value_text(value: object) -> str:
     return readable.shortened(str(value), _LONGEST_VALUE)
 
 
-def _results(result: object) -> list[tuple[str, str]]:
-    if isinstance(result, Mapping):
-        return [(str(name), value_text(value)) for name, value in result.items()]
-    return (
-        []
-        if result is None or finite(result) is not None
-        else [("result", value_text(result))]
-    )
-
-
-def _shortened(text: str | None) -> str | None:
-    if text is None or len(text) <= _LONGEST_TRACEBACK:
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST_TRACEBACK:
         return text
     return "…\n" + text[-_LONGEST_TRACEBACK:]

@@ -31,7 +31,6 @@ from robust_train.report.wording import (
 log = logging.getLogger("robust_train")
 
 _LONGEST_REASON = 600
-_MOST_EARLIER = 20  # attempts of earlier launches
 _CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
@@ -39,20 +38,12 @@ _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 def announce(number: int, spec: AttemptSpec) -> None:
     """Log that attempt ``number`` begins."""
     where = spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
-    if not spec.has_batch:
-        log.info("attempt %d on %s", number, where)
-        return
-    chosen = "micro-batch auto" if spec.searches else batch_in_words(spec)
-    if spec.gradient_checkpointing:
-        chosen += ", gradient checkpointing"
-    effective = spec.effective_batch_size
-    log.info(
-        "attempt %d on %s: %s, effective batch %d",
-        number,
-        where,
-        chosen,
-        effective,
-    )
+    batch = ""
+    if spec.has_batch:
+        batch = f": {batch_in_words(Attempt(number, spec))}"
+        batch += ", gradient checkpointing" * spec.gradient_checkpointing
+        batch += f", effective batch {spec.effective_batch_size}"
+    log.info("attempt %d on %s%s", number, where, batch)
 
 
 def show_end(
@@ -63,7 +54,7 @@ def show_end(
 ) -> None:
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
     if summary.attempts:
-        before = attempts_of(_earlier(found.entries))[-_MOST_EARLIER:]
+        before = attempts_of(_earlier(found.entries))
         log.info("attempts:\n%s", attempts_table([*before, *summary.attempts]))
         if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
@@ -73,15 +64,15 @@ def show_end(
 
 def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
     """Return what a journal has of the job's launches before the last one."""
-    starts = {
-        number: entry.event.job
+    starts = [
+        (number, entry.event.job)
         for number, entry in enumerate(entries)
         if isinstance(entry.event, JobStarted)
-    }
+    ]
     if not starts:
         return ()
-    *_, last = starts
-    first = next(number for number, job in starts.items() if job == starts[last])
+    last, own = starts[-1]
+    first = next(number for number, job in starts if job == own)
     return entries[first:last]
 
 
@@ -185,16 +176,14 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
     log.info("run folder: %s", summary.run_dir)
-    can_go_on = last is not None or summary.status == "interrupted"
-    if can_go_on and summary.status != "completed" and how_to_go_on:
-        is_bug = (
-            summary.status == "failed"
-            and last is not None
-            and last.kind is FailureKind.BUG
-        )
-        first = "after fixing it" if is_bug else "to go on"
-        if summary.checkpoint is None and not is_bug:
-            first = "to start over (no checkpoint is known)"
+    if summary.status == "completed" or not how_to_go_on:
+        return
+    first = "to go on"
+    if summary.status == "failed" and last and last.kind is FailureKind.BUG:
+        first = "after fixing it"
+    elif summary.checkpoint is None:
+        first = "to start over (no checkpoint is known)"
+    if last is not None or summary.status == "interrupted":
         log.info("%s: %s", first, how_to_go_on)
 
 

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from robust_train.files import json_lines
 from robust_train.folder.memory_samples import FILE_NAME as SAMPLES_FILE
-from robust_train.folder.memory_samples import Sample
+from robust_train.folder.memory_samples import Sample, read_samples
 from robust_train.folder.provenance import read_environment
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.attempt import Attempt, AttemptEnded
@@ -30,7 +29,7 @@ from robust_train.model.events import (
     TrainingStarted,
     parse,
 )
-from robust_train.model.json import Json, MalformedEvent, finite, from_json
+from robust_train.model.json import Json, MalformedEvent, finite
 
 _MOST_FILES = 40
 
@@ -44,36 +43,26 @@ class Entry:
     attempt: int | None = None
 
 
-Timed = TypeVar("Timed", Entry, Sample)
-
-
 @dataclass(frozen=True)
 class Sources:
     """All that a run folder records about its job, oldest first."""
 
     folder: Path
-    entries: tuple[Entry, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    summary: Summary | None = None
-    environment: Mapping[str, Json] = field(default_factory=dict)  # `environment.json`
-    files: tuple[str, ...] = ()  # names of the other files in the folder
-    gaps: tuple[str, ...] = ()  # one sentence for each thing that is missing or damaged
+    entries: tuple[Entry, ...]
+    samples: tuple[Sample, ...]
+    summary: Summary | None
+    environment: Mapping[str, Json]  # `environment.json`
+    files: tuple[str, ...]  # names of the files in the folder
+    gaps: tuple[str, ...]  # one sentence for each thing that is missing or damaged
 
 
 def read_sources(folder: Path) -> Sources:
     """Read a run folder, in which anything may be missing or damaged."""
     gaps: list[str] = []
-    samples = folder / SAMPLES_FILE
     return Sources(
         folder=folder,
-        entries=tuple(
-            _in_order(
-                folder / "journal.jsonl",
-                _entry,
-                gaps,
-            )
-        ),
-        samples=tuple(_in_order(samples, _sample, gaps) if samples.exists() else ()),
+        entries=tuple(_entries(folder / "journal.jsonl", gaps)),
+        samples=tuple(read_samples(folder / SAMPLES_FILE)),
         summary=read_summary(folder),
         environment=read_environment(folder),
         files=_files(folder),
@@ -81,51 +70,32 @@ def read_sources(folder: Path) -> Sources:
     )
 
 
-def _entry(content: Mapping[str, Json]) -> Entry:
-    time, attempt = finite(content.get("time")), content.get("attempt")
-    if time is None:
-        raise MalformedEvent("no time")
-    return Entry(
-        time,
-        parse(content),
-        attempt if type(attempt) is int else None,
-    )
-
-
-def _sample(content: Mapping[str, Json]) -> Sample:
-    return from_json(Sample, content)
-
-
-def _in_order(
-    path: Path,
-    read: Callable[[Mapping[str, Json]], Timed],
-    gaps: list[str],
-) -> Iterator[Timed]:
-    """Yield what the lines of a file hold; what cannot be read is counted in ``gaps``."""
-    latest = -math.inf
-    skipped = {"damaged line": 0, "line of an unknown kind": 0}
-    if path.exists() and not path.is_file():
-        gaps.append(f"{path.name}: not a regular file")
-        return
+def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
+    """Yield what the lines of a journal hold; what cannot be read is counted in ``gaps``."""
+    latest, skipped = -math.inf, 0
     try:
-        for content in json_lines(path):
-            if content is None:
-                skipped["damaged line"] += 1
-                continue
+        for content in json_lines(path) if path.is_file() else ():
+            time = finite((content or {}).get("time"))
             try:
-                one = read(content)
+                event = parse(content or {})
             except MalformedEvent:
-                skipped["line of an unknown kind"] += 1
+                event = None
+            if content is None or event is None or time is None:
+                skipped += 1
                 continue
             # a clock that was set back must not reverse the story
-            latest = max(latest, one.time)
-            yield replace(one, time=latest)
+            latest = max(latest, time)
+            attempt = content.get("attempt")
+            yield Entry(
+                latest,
+                event,
+                attempt if type(attempt) is int else None,
+            )
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
-    for kind, count in skipped.items():
-        if count:
-            what = kind if count == 1 else kind.replace("line", "lines")
-            gaps.append(f"{path.name}: {count} {what} skipped")
+    if skipped:
+        lines = "1 line" if skipped == 1 else f"{skipped} lines"
+        gaps.append(f"{path.name}: {lines} damaged or of an unknown kind")
 
 
 def _files(folder: Path) -> tuple[str, ...]:
@@ -133,8 +103,7 @@ def _files(folder: Path) -> tuple[str, ...]:
         names = sorted(item.name for item in folder.iterdir() if item.is_file())
     except OSError:
         return ()
-    shown = [n for n in names if n != "report.html" and not n.endswith(".tmp")]
-    return tuple(shown[:_MOST_FILES])
+    return tuple(names[:_MOST_FILES])
 
 
 @dataclass(frozen=True)
@@ -169,13 +138,6 @@ class TimedAttempt(Attempt):
     def batch_size(self) -> int | None:
         """Its micro-batch size, None if it is a script that is given none."""
         return self.spec.batch_size if self.spec.has_batch else None
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the record with the times."""
-        return {
-            **super().as_json(),
-            "seconds": round(self.ended - self.started, 3),
-        }
 
 
 def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
@@ -227,42 +189,40 @@ def _attempt(
     for entry in entries:
         event, time = entry.event, entry.time
         match event:
-            case AttemptStarted():
-                path = event.resume_checkpoint
-                start_step = saved.get(path or "", 0)
+            case AttemptStarted(resume_checkpoint=path):
                 attempt = Attempt(
                     number,
                     event.spec,
                     time,
                     path,
-                    start_step=start_step,
+                    start_step=saved.get(path or "", 0),
                 )
-                continue
             case AttemptEnded():
                 attempt, ended = replace(event.record, number=number), time
-                continue
+            case DecidedAgain() if attempt is not None:
+                attempt = replace(
+                    attempt,
+                    action=event.action,
+                    reason=event.reason,
+                )
+            case _ if attempt is not None and attempt.seconds is None:
+                attempt = attempt.after(event)
+        match event:
             case Progress():
                 progress.append((event.step, time))
+                began = began or time
             case CheckpointSaved(step=int(step)) if event.loss != "diverged":
                 checkpoints.append((step, time))
             case TrainingStarted():
                 began = time
             case Stalled():
                 stalled = event.seconds
-        if attempt is not None and isinstance(event, DecidedAgain):
-            attempt = replace(
-                attempt,
-                action=event.action,
-                reason=event.reason,
-            )
-        elif attempt is not None and attempt.seconds is None:
-            attempt = attempt.after(event)
     if attempt is None:
         return None
     return TimedAttempt(
         **vars(attempt),
         ended=ended,
-        training_began=progress[0][1] if began is None and progress else began,
+        training_began=began,
         progress=tuple(progress),
         checkpoints=tuple(checkpoints),
         stalled_seconds=stalled,

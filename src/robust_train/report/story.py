@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.folder.memory_samples import Sample, stability
+from robust_train.folder.memory_samples import Sample
 from robust_train.folder.provenance import in_words
-from robust_train.folder.state import objective_of
 from robust_train.model.attempt import UNFINISHED
 from robust_train.model.events import JobStarted
 from robust_train.report import wording
@@ -19,7 +18,6 @@ from robust_train.report.facts import (
     kept_steps,
     marks_of,
     memory_of,
-    share_of,
     spans_of,
     totals,
 )
@@ -40,76 +38,47 @@ def story_of(sources: Sources) -> Story:
         if isinstance(entry.event, JobStarted):
             about = {"trainer": entry.event.trainer, **entry.event.about}
     about |= in_words(sources.environment)
+    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
+    launches = list(launches_of(entries))
+    status = "empty" if summary is None else summary.status
+    if launches:
+        last = launches[-1]
+        end = max([last.end, *(attempt.ended for attempt in attempts)])
+        launches[-1], status = replace(last, end=end), last.status or UNFINISHED
+    kept = kept_steps(status, attempts)
+    spans = spans_of(launches, attempts, kept)
     story = Story(
         name=str(about.get("name") or sources.folder.resolve().name),
         folder=str(sources.folder),
         files=sources.files,
         gaps=sources.gaps,
-    )
-    if not entries:
-        if summary is None:
-            return story
-        sentence = "The journal is missing; of the job only summary.json is left."
-        return replace(
-            story,
-            status=summary.status,
-            sentence=sentence,
-        )
-    story = _with_times(story, sources)
-    has_result = story.status == "completed" and summary is not None
-    result = summary.result if has_result and summary is not None else None
-    story = replace(
-        story,
         about=about,
-        result=result,
-        objective=objective_of(result),
-        memory=memory_of(sources, story.attempts),
-        curves=curves_of(entries, kept_steps(story)),
-        marks=marks_of(entries, story.attempts),
-        stability=_stability(samples, story.attempts),
-    )
-    sentence, advice = wording.sentence_of(story), wording.advice_of(story)
-    return replace(
-        story,
-        sentence=sentence,
-        advice=advice,
-    )
-
-
-def _with_times(story: Story, sources: Sources) -> Story:
-    """Return the story with launches and attempts, and what their time went into."""
-    samples = sources.samples
-    attempts = tuple(
-        _with_samples(one, samples) for one in attempts_of(sources.entries)
-    )
-    *earlier, last = launches_of(sources.entries)
-    last = replace(last, end=max([last.end, *(attempt.ended for attempt in attempts)]))
-    story = replace(
-        story,
-        status=last.status or UNFINISHED,
-        reason=last.reason,
-        launches=(*earlier, last),
-        attempts=attempts,
-        ended=last.end,
-    )
-    spans = spans_of(story, kept_steps(story))
-    return replace(
-        story,
-        started=story.launches[0].start,
-        spans=spans,
+        status=status,
+        result=summary.result if summary and status == "completed" else None,
         seconds=totals(spans),
         parts=goodput_of(spans, attempts),
+        attempts=attempts,
+        launches=tuple(launches),
+        spans=spans,
+        memory=memory_of(samples),
+        curves=curves_of(entries, kept),
+        marks=marks_of(entries, attempts),
+        stability=_stability(attempts),
+    )
+    return replace(
+        story,
+        sentence=wording.sentence_of(story),
+        advice=wording.advice_of(story),
     )
 
 
 def goodput_in(run_dir: Path) -> dict[str, float] | None:
     """Return the parts of a job's time, in seconds, and ``share``, the useful one's; None without
     a record of it."""
-    sources = read_sources(run_dir)
-    if not sources.entries:
+    story = story_of(read_sources(run_dir))
+    if not story.launches:
         return None
-    parts = _with_times(Story(name="", folder=""), sources).parts
-    figures = {**parts, "share": share_of(parts) or 0.0}
+    figures = {**story.parts, "share": story.goodput or 0.0}
     return {name: round(figure, 3) for name, figure in figures.items()}
 
 
@@ -129,16 +98,9 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
     )
 
 
-def _stability(
-    samples: Sequence[Sample], attempts: Sequence[TimedAttempt]
-) -> str | None:
+def _stability(attempts: Sequence[TimedAttempt]) -> str | None:
     """Return how memory developed in the last attempt that trained."""
-    for attempt in reversed(attempts):
-        if attempt.training_began is not None:
-            known = attempt.memory_stability or {}
-            sentence = str(known.get("sentence") or "")
-            if not sentence:  # its end was not recorded
-                own = [s for s in samples if s.attempt == attempt.number]
-                sentence = stability(own).sentence
-            return None if sentence.startswith("unknown") else sentence
-    return None
+    trained = [one for one in attempts if one.training_began is not None]
+    known = (trained[-1].memory_stability if trained else None) or {}
+    sentence = str(known.get("sentence") or "unknown")
+    return None if sentence.startswith("unknown") else sentence

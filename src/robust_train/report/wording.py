@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import AttemptSpec, Speed, slowest_rank
+from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import (
     by_processes,
     duration,
@@ -21,10 +21,6 @@ from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
 _TIGHT = 0.9
-_FRAGMENTED = 0.1
-_OTHERS = 0.25
-_MUCH_LOST = 0.1
-_MUCH_WAITING = 0.25
 _MUCH_WAITING_FOR_DATA = 0.2
 _MUCH_SLOWER = 1.2
 _LEAST_SECONDS = 10.0
@@ -64,15 +60,12 @@ def action_in_words(action: str | None) -> str:
     return ACTIONS.get(name, name.replace("_", " "))
 
 
-_GROWTH = {
-    "growing": "collect numbers, not tensors: loss.item() or loss.detach(), because a tensor "
-    "keeps the whole graph that it was computed by",
-    "fragmenting": "set memory.expandable_segments=true",
-}
-
-
 def sentence_of(story: Story) -> str:
     """Return how the job ended, which attempts failed before, and the share of useful time."""
+    if not story.launches:
+        if story.status == "empty":
+            return "The folder holds no record of a job."
+        return "The journal is missing; of the job only summary.json is left."
     attempts, wall = story.attempts, story.seconds["wall"]
     is_completed = story.status == "completed"
     parts = [_ending(story)]
@@ -102,26 +95,25 @@ def sentence_of(story: Story) -> str:
 
 def _inside_steps(story: Story) -> str:
     """Return how often memory ran out inside a step; empty for never."""
-    count = sum(mark.is_inside_a_step for mark in story.marks)
+    # each attempt that it has ended has one mark
+    count = sum(mark.kind == "oom" for mark in story.marks)
+    count -= sum(attempt.outcome in OOM for attempt in story.attempts)
     return {0: "", 1: "once"}.get(count, f"{count} times")
 
 
 def _ending(story: Story) -> str:
     status, attempts = story.status, story.attempts
     last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
-    lines = (story.reason or "").strip().splitlines()
-    why = "" if story.reason is None else f": {''.join(lines[:1])}"
+    lines = (story.launches[-1].reason or "").strip().splitlines()
+    why = f": {lines[0]}" if lines else ""
     took = duration(story.seconds["wall"])
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
-        batch = batch_in_words(last.spec)
+        batch = batch_in_words(last)
         return f"Completed in {took}{which}, on {last.spec.where} with {batch}."
-    if status == "no_device":
-        return _sentence(f"Found no device in {took}{why}")
-    if status == "interrupted":
-        return f"Was stopped after {took}{_at(last)}.{_saved(attempts)}"
-    if status == "pruned":
-        return f"Was pruned after {took}{_at(last)}{why}.{_saved(attempts)}"
+    if status in ("interrupted", "pruned"):
+        what = "pruned" if status == "pruned" else "stopped"
+        return f"Was {what} after {took}{_at(last)}{why}.{_saved(attempts)}"
     if status == UNFINISHED:
         return (
             "Has no recorded end: it still runs, or its process was killed. The last record is "
@@ -131,12 +123,15 @@ def _ending(story: Story) -> str:
     return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
 
 
-def batch_in_words(spec: AttemptSpec) -> str:
-    """Return ``micro-batch 16 × accumulation 4 × 2 processes``."""
+def batch_in_words(attempt: Attempt) -> str:
+    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to what its
+    trainer has changed it to."""
+    spec = attempt.spec
     if not spec.has_batch:
         return "an unknown micro-batch"
+    size = "auto" if spec.searches else " → ".join(map(str, attempt.sizes))
     steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
-    return f"micro-batch {spec.batch_size}{steps}{by_processes(spec.ranks)}"
+    return f"micro-batch {size}{steps}{by_processes(spec.ranks)}"
 
 
 def _at(last: TimedAttempt | None) -> str:
@@ -173,18 +168,12 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
         sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
         times, size = "", ""
         if outcome in OOM and sizes:
-            size = f" at micro-batch {_listed(sizes)}"
+            size = f" at micro-batch {', '.join(sizes)}"
         elif len(own) > 1:
             times = f" {len(own)} times"
         # a process without a launcher's GPU chose its device itself
         place = f" on {where}" if own[0].spec.gpus else ""
         yield f"{outcome_in_words(outcome)}{times}{place}{size}"
-
-
-def _listed(words: Iterable[str]) -> str:
-    """Return ``64, 32 and 16``."""
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _sentence(text: str) -> str:
@@ -193,41 +182,52 @@ def _sentence(text: str) -> str:
 
 def advice_of(story: Story) -> tuple[Advice, ...]:
     """Return findings and advice, most promising first; none if nothing was tight."""
-    return (
-        *_what_worked(story),
-        *_failures(story.attempts),
-        *_splits(story),
-        *(finding for device in story.memory for finding in _tightness(device)),
-        *_growth(story.stability or ""),
-        *(Advice(_sentence(one)) for one in speed_advice(story.attempts)),
-        *_times(story),
-    )
+    return tuple(_advice(story))
+
+
+def _advice(story: Story) -> Iterator[Advice]:
+    yield from _what_worked(story)
+    yield from _failures(story.attempts)
+    if inside := _inside_steps(story):
+        yield Advice(
+            f"Memory ran out {inside} inside a step.",
+            ("set training.batch_size to a size that fits: then no step is repeated",),
+        )
+    for device in story.memory:
+        yield from _tightness(device)
+    if (story.stability or "").startswith("growing"):
+        yield Advice(
+            f"Memory was {story.stability}.",
+            (
+                "collect numbers, not tensors: loss.item() or loss.detach(), because a tensor "
+                "keeps the whole graph that it was computed by",
+            ),
+        )
+    for one in speed_advice(story.attempts):
+        yield Advice(_sentence(one))
 
 
 def _what_worked(story: Story) -> Iterator[Advice]:
     """Advise to begin with the size that fitted."""
-    attempts = story.attempts
-    last = attempts[-1] if attempts else None
-    if last is None or last.outcome != "completed" or last.batch_size is None:
+    if not story.attempts or story.attempts[-1].outcome != "completed":
         return
-    failed = {
-        a.number: str(a.batch_size)
-        for a in attempts
-        if a.outcome in OOM
-        and a.device == last.device
-        and a.batch_size != last.batch_size
-    }
-    if failed:
-        lost = sum(seconds_of(story.spans, Use.LOST, number) for number in failed)
-        sizes = ", ".join(dict.fromkeys(failed.values()))
-        effective = {a.spec.effective_batch_size for a in attempts}
-        same = ": the effective batch is the same" if len(effective) == 1 else ""
+    last = story.attempts[-1]
+    failed = [
+        one
+        for one in story.attempts
+        if one.outcome in OOM
+        and one.device == last.device
+        and one.batch_size != last.batch_size
+    ]
+    if failed and last.batch_size is not None:
+        lost = sum(seconds_of(story.spans, Use.LOST, one.number) for one in failed)
+        sizes = ", ".join(dict.fromkeys(str(one.batch_size) for one in failed))
         yield Advice(
             f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
             f"Finding this out cost {duration(lost)}.",
-            ("begin the next run with the size that fitted" + same,),
+            ("begin the next run with the size that fitted",),
             f"training.batch_size={last.batch_size} "
-            f"training.gradient_accumulation_steps={last.spec.gradient_accumulation_steps}",
+            f"training.gradient_accumulation_steps={last.spec.accumulation}",
         )
 
 
@@ -256,75 +256,18 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
 
 
-def _splits(story: Story) -> Iterator[Advice]:
-    texts = [mark.text for mark in story.marks if mark.kind == "batch"]
-    changes = [text for text in texts if " at step " in text]
-    if (inside := _inside_steps(story)) and changes:
-        yield Advice(
-            f"Memory ran out {inside} inside a step; the last change was: {changes[-1]}.",
-            ("set training.batch_size to a size that fits: then no step is repeated",),
-        )
-
-
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
-    name, total, most = device.device, device.most("gpu_total"), device.most("reserved")
-    if not total or most is None:
-        return
-    used = device.most("gpu_used") or most
-    unused = max((s.reserved or 0) - (s.allocated or 0) for s in device.samples)
-    others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
-    if used > _TIGHT * total:
+    total, used = device.most("gpu_total"), device.most("gpu_used")
+    if total and used and used > _TIGHT * total:
+        others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
         yield Advice(
-            f"{name} was {percent(used / total)} full at its fullest "
-            f"({memory(used)} of {memory(total)}).",
+            f"{device.device} was {percent(used / total)} full at its fullest ({memory(used)} of "
+            f"{memory(total)}), up to {memory(others)} of it outside of this job's cache.",
             (
                 "a longer sample or the first validation may not fit: leave some room with a "
                 "smaller training.batch_size and more training.gradient_accumulation_steps",
-            ),
-        )
-    if used > _TIGHT * total and unused > _FRAGMENTED * total:
-        yield Advice(
-            f"Up to {memory(unused)} of {name} was reserved but not in use.",
-            (
-                "set memory.expandable_segments=true: freed blocks can then be used together",
-            ),
-        )
-    if others > _OTHERS * total:
-        yield Advice(
-            f"Other processes used up to {memory(others)} of {name} (this process's CUDA context "
-            "counts as well).",
-            (
-                "robust-train gpus lists them; a higher min_gpu_memory_mb waits for a freer GPU",
-            ),
-        )
-
-
-def _growth(stability: str) -> Iterator[Advice]:
-    for kind, step in _GROWTH.items():
-        if stability.startswith(kind):
-            yield Advice(f"Memory was {stability}.", (step,))
-
-
-def _times(story: Story) -> Iterator[Advice]:
-    wall, lost, wait = (story.seconds[name] for name in ("wall", "lost", "wait"))
-    # checkpoints do not help attempts that never trained
-    trained = any(
-        a.training_began is not None and a.outcome != "completed"
-        for a in story.attempts
-    )
-    if trained and lost > max(_MUCH_LOST * wall, _LEAST_SECONDS):
-        yield Advice(
-            f"{duration(lost)} ({percent(lost / wall)}) was lost: repeated, or in no checkpoint.",
-            (
-                "save more often: "
-                "lower training.checkpoint_every_minutes or checkpoint_every_steps",
-            ),
-        )
-    if wait > max(_MUCH_WAITING * wall, _LEAST_SECONDS):
-        yield Advice(
-            f"{duration(wait)} ({percent(wait / wall)}) was spent waiting.",
-            (
-                "a lower min_gpu_memory_mb gets a GPU sooner; robust-train queue lists who waits",
+                "robust-train gpus lists the processes on it; a higher min_gpu_memory_mb waits for "
+                "a freer GPU",
             ),
         )
 
@@ -363,19 +306,30 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
         )
 
 
+def seconds_per_step(speed: Sequence[Speed]) -> float:
+    """Return what a step has lately taken on the slowest rank; 0 if unknown."""
+    known = (one.seconds_per_step_now or one.seconds_per_step for one in speed)
+    return max(known, default=0.0)
+
+
+def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:
+    """Return the samples of all ranks, None if unknown. Ranks share a step alike, and of a script's
+    only the first reports."""
+    rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
+    if not speed or len(rates) < len(speed):
+        return None
+    return sum(rates) * ranks / len(speed)
+
+
 def speed_text(speed: Sequence[Speed], ranks: int) -> str:
-    """Return the figures of all ranks in short, empty without any. Ranks share a step alike, and
-    of a script's only the first reports."""
+    """Return the figures of all ranks in short, empty without any."""
     if not speed:
         return ""
     slowest = max(speed, key=lambda one: one.seconds_per_step)
-    rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
     shares = [one.data_share for one in speed if one.data_share is not None]
     between = [one.between_share for one in speed if one.between_share is not None]
-    parts = []
-    if len(rates) == len(speed):
-        rate = sum(rates) * ranks / len(speed)
-        parts.append(f"{number(rate)} samples/s while training")
+    rate = samples_per_second(speed, ranks)
+    parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
     parts.append(
         f"{number(slowest.seconds_per_step)} s a step "
         f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"
