@@ -25,28 +25,20 @@ Check = Callable[[DictConfig], None]
 
 def check_jobs(config: DictConfig, check: Check | None) -> None:
     """Check jobs in which each value of each key occurs, a few seconds at most. Raises ConfigError:
-    a key cannot have a value, or no such job can be run."""
+    a key cannot have a value, or none of these jobs can be run, for the same reason."""
     columns = list(_overrides(config))
     until = time.monotonic() + _MOST_SECONDS
     most = min(max(map(len, columns), default=1), _MOST_JOBS)
-    each = [tuple(own[n % len(own)] for own in columns) for n in range(most)]
-    others = itertools.islice(itertools.product(*columns), _MOST_JOBS)
-    problems: list[ConfigError] = []
-    can_run = False
-    for number, job in enumerate(dict.fromkeys([*each, *others]), start=1):
+    found = set[str]()
+    for number in range(most):
+        job = [own[number % len(own)] for own in columns]
+        problem = _problem_of(config, job, check)
+        found.add(str(problem))
+        # the first two differ in all that is swept
+        if problem is not None and len(found) == 1 and number + 1 >= min(most, 2):
+            raise problem
         if time.monotonic() > until:
             return
-        found = _problem_of(config, list(job), check)
-        if found is None:
-            can_run = True
-        else:
-            problems.append(found)
-        # the first two differ in all that is swept
-        is_everywhere = list(map(str, problems)) == [str(found)] * 2
-        if number >= most if can_run else is_everywhere:
-            break
-    if problems and not can_run:
-        raise problems[0]
 
 
 def _overrides(config: DictConfig) -> Iterator[list[str]]:

@@ -40,9 +40,7 @@ from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.provenance import public_command
 from robust_train.folder.requests import (
-    Refused,
     request_pruning,
-    request_sweep_stop,
     requested_max_jobs,
     sweep_stop_requested,
 )
@@ -65,7 +63,7 @@ from robust_train.sweep.record import (
     read_row,
     row_of,
 )
-from robust_train.sweep.session import prepare, session
+from robust_train.sweep.session import fail_fast, prepare, session
 from robust_train.sweep.table import screen_table, tally
 
 log = logging.getLogger("robust_train")
@@ -348,14 +346,8 @@ class GpuQueue:
         elif row.reason is not None:
             line += f": {' '.join(row.reason.split())}; {job.folder / LOG_FILE}"
         log.info("%s", line)
-        if self._settings.sweep_fail_fast and row.exit_code and not self._is_stopping:
-            # without the file it counts as a launch of theirs
-            with contextlib.suppress(OSError, Refused):
-                request_sweep_stop(self.folder)
-            self._stop(signal.SIGTERM)
-            log.info(
-                "sweep_fail_fast=true: no more jobs start, running ones are stopped"
-            )
+        if not self._is_stopping:
+            fail_fast(self._settings, row, self.folder)
 
     def _ended(self, row: SweepJob) -> None:
         self.rows[row.job] = row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -163,12 +164,13 @@ def _hours(jobs: Sequence[JobStory]) -> str:
 
 def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
     """Draw the value of each job over each parameter that differs, the most important first."""
-    points: dict[str, list[tuple[str, float, bool]]] = {}
+    points = defaultdict[str, list[tuple[str, float, bool]]](list)
     for job in sweep.jobs:
         value = last.get(job.row.job) if job.is_pruned else job.row.value
-        for override in job.row.overrides if value is not None else ():
-            key, _, text = override.partition("=")
-            points.setdefault(key, []).append((text, value or 0.0, job.is_pruned))
+        if value is not None:
+            for override in job.row.overrides:
+                key, _, text = override.partition("=")
+                points[key].append((text, value, job.is_pruned))
     varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():

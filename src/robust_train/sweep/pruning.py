@@ -34,10 +34,10 @@ class Reports:
                 self.new(record.job, each)
 
     def begin(self, job: int, folder: Path) -> None:
-        """Forget what a job had reported that starts afresh."""
-        if not (folder / _JOURNAL).exists():
-            self._read.pop(job, None)
-            self.values.pop(job, None)
+        """Take what the folder of a job holds that is about to start: nothing of it is new."""
+        self._read.pop(job, None)
+        self.values.pop(job, None)
+        self.new(job, folder)
 
     def new(self, job: int, folder: Path) -> list[ValueReported]:
         """Return what a job has reported since the last time."""

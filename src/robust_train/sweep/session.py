@@ -43,7 +43,12 @@ from robust_train.folder.provenance import (
     repeated_with,
     sweep_resume_command,
 )
-from robust_train.folder.requests import MAX_JOBS_FILE, sweep_stop_requested
+from robust_train.folder.requests import (
+    MAX_JOBS_FILE,
+    Refused,
+    request_sweep_stop,
+    sweep_stop_requested,
+)
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import detach
@@ -63,9 +68,7 @@ from robust_train.sweep.record import (
     SweepTable,
     begun,
     exit_code_of,
-    job_folders,
     others_work,
-    read_record,
     read_row,
     read_rows,
     read_table,
@@ -206,6 +209,7 @@ class Sweep:
                 "sweep_folder": str(self.folder),
                 "exit_code": table.exit_code,
                 "host": host,
+                # not its overrides, which may hold a secret
                 "jobs": [
                     {name: getattr(row, name) for name in ("job", "status", "result")}
                     for row in table.jobs
@@ -391,9 +395,10 @@ def prepare(config: DictConfig, folder: Path) -> CurrentJob:
             # not run over it: a checkpoint of another job must not be mistaken for this one's
             job.refusal = f"{folder}: cannot move aside what it holds: {error.strerror}"
             return job
-        if reason := _reason_not_to_start(sweep_folder_of(config), sweep, settings):
+        if sweep_stop_requested(sweep_folder_of(config)):
+            reason = "the sweep was stopped"
             job.record = record.ended(Status.NOT_STARTED, None, reason)
-            log.info("job %s is not started: %s", number, reason)
+            log.info("job %d is not started: %s", number, reason)
     else:
         log.info(
             "job %s %s in an earlier launch of this sweep and is not run again "
@@ -405,18 +410,16 @@ def prepare(config: DictConfig, folder: Path) -> CurrentJob:
     return job
 
 
-def _reason_not_to_start(
-    folder: Path,
-    sweep: str,
+def fail_fast(
     settings: RobustConfig,
-) -> str | None:
-    if sweep_stop_requested(folder):
-        return "the sweep was stopped"
-    if settings.sweep_fail_fast:
-        records = filter(None, map(read_record, job_folders(folder)))
-        if any(r.sweep == sweep and r.exit_code and not r.reused for r in records):
-            return "another job failed before (sweep_fail_fast=true)"
-    return None
+    job: SweepJob,
+    folder: Path,
+) -> None:
+    """Stop the sweep in ``folder`` if a job of it has failed and its user wants that."""
+    if settings.sweep_fail_fast and job.exit_code:
+        with contextlib.suppress(OSError, Refused):
+            request_sweep_stop(folder)
+            log.info("job %d has ended the sweep: sweep_fail_fast=true", job.job)
 
 
 class SweepCallback(Callback):
@@ -488,6 +491,8 @@ class SweepCallback(Callback):
             job.ended(Status.COMPLETED, 0, result=plain(end))
         else:
             job.ended(Status.FAILED, 1, reason=named_line(end))
+        if job.record is not None:
+            fail_fast(unchecked(config), job.record, sweep_folder_of(config))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""
