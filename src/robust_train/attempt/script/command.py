@@ -63,8 +63,8 @@ from robust_train.readable import signal_name
 log = logging.getLogger("robust_train")
 
 _BEGAN_AGAIN = (
-    "the script was given %s, and has written %s: it begins again in each attempt; does it load "
-    "what it is given? With transformers: "
+    "the script was given %s, and has written %s: it begins again in each attempt, or counts "
+    "from 0 again; does it load what it is given? With transformers: "
     "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
 )
 _BEFORE = "checkpoints_before.json"
