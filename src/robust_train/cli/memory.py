@@ -83,18 +83,17 @@ def info(arguments: Namespace) -> Answer:
 
     Without ``--run`` no live run, or several, are no error: only the machine is shown.
     """
-    found = Answer({"live_run": None})
     try:
         run = choose_run(arguments.run)
         answer = ask(run, "memory_info")
         live = {"run": run.id, **answer}
         found = Answer({"live_run": live}, _described(run, answer))
-    except NothingAlive:
-        pass
     except NotDone as problem:
         if arguments.run is not None:
             raise
-        found = replace(found, warnings=[str(problem)])
+        is_none = isinstance(problem, NothingAlive)
+        warnings = [] if is_none else [str(problem)]
+        found = Answer({"live_run": None}, warnings=warnings)
     return _with_machine(found)
 
 

@@ -55,12 +55,11 @@ def try_to_save(path: Path, page: Callable[[], str]) -> None:
         )
 
 
-def save(path: Path, text: str) -> Path:
-    """Write a page, whole or not at all; return its path."""
+def save(path: Path, text: str) -> None:
+    """Write a page, whole or not at all."""
     with replacing(path) as temporary:
         # a path may hold bytes that are not text
         temporary.write_bytes(text.encode("utf-8", "replace"))
-    return path
 
 
 def job_page(story: Story) -> str:

@@ -78,30 +78,27 @@ def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Return the attempts, by their numbers, as plain columns of 80 characters for any output."""
-    sizes = ["micro-batch", "effective"]
-    if not any(attempt.spec.has_batch for attempt in attempts):
-        sizes = []
-    rows: list[list[object]] = [["#", "device", *sizes, "steps", "time", "outcome"]]
+    rows: list[list[object]] = [
+        ["#", "device", "micro-batch", "effective", "steps", "time", "outcome"]
+    ]
     for attempt in attempts:
-        spec, ending = attempt.spec, ending_of(attempt)
+        spec, ending, end = attempt.spec, ending_of(attempt), attempt.end_step
         if attempt.is_retried:
             ending += f" → {action_in_words(attempt.action)}"
-        of_batch: list[object] = [None] * len(sizes)
-        if spec.has_batch:
-            of_batch = [
-                " → ".join(map(str, attempt.sizes)),
-                spec.effective_batch_size,
-            ]
+        steps = f"{attempt.start_step}-{'?' if end is None else end}"
         rows.append(
             [
                 attempt.number,
                 spec.device + by_processes(spec.ranks),
-                *of_batch,
-                _steps(attempt),
+                " → ".join(map(str, attempt.sizes)) if spec.has_batch else None,
+                spec.effective_batch_size if spec.has_batch else None,
+                "-" if steps == "0-?" else steps,
                 None if attempt.seconds is None else f"{attempt.seconds:.1f} s",
                 ending,
             ]
         )
+    if not any(attempt.spec.has_batch for attempt in attempts):
+        rows = [row[:2] + row[4:] for row in rows]
     lines = aligned(rows)
     below = " " * lines[0].index("outcome")
     wrap = textwrap.TextWrapper(
@@ -110,13 +107,6 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
         break_long_words=False,
     )
     return "\n".join(line for row in lines for line in wrap.wrap(row))
-
-
-def _steps(attempt: Attempt) -> str:
-    start, end = attempt.start_step, attempt.end_step
-    if end is None:
-        return f"{start}-?" if start else "-"
-    return f"{start}-{end}"
 
 
 def ending_of(attempt: Attempt) -> str:

@@ -86,14 +86,13 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
     """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
     own = [sample for sample in samples if sample.attempt == attempt.number]
     figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
-    peaks = [peak for peak in (attempt.peak_memory_bytes, *figures) if peak is not None]
+    peak = max([attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)])
     ended = attempt.ended
     if attempt.outcome == UNFINISHED:
         ended = max([ended, *(sample.time for sample in own)])
-    peak = max(peaks, default=None)
     return replace(
         attempt,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=peak or None,
         ended=ended,
     )
 
