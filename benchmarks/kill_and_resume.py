@@ -130,11 +130,7 @@ def job(
                 attempt=number,
                 run_dir=run_dir,
                 resume_checkpoint=checkpoint,
-                environ={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                },
+                environ=dict(os.environ),
                 cwd=os.getcwd(),
             ),
             take,
@@ -158,6 +154,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     chosen = parser.parse_args()
+    # for interpreters that have begun too: other threads add in another order
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
         whole = job(
             Path(folder) / "whole", chosen.epochs, chosen.workers, 0, chosen.seed
