@@ -118,7 +118,7 @@ def _words(line: str) -> str:
     if line.startswith("code "):
         # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
         codes = (
-            re.sub(r"(?<=[a-z])(?=[A-Z])", "_?", code) for code in line.split()[1:]
+            re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code) for code in line.split()[1:]
         )
         either = "|".join(codes)
         return rf"(?:{_CODE})(?:{either})\b"

@@ -19,7 +19,7 @@ from robust_train.config.composition import complete
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.model.errors import ConfigError
 
-_MOST_JOBS, _MOST_SECONDS = 50, 5.0
+_MOST_JOBS, MOST_SECONDS = 50, 5.0
 Check = Callable[[DictConfig], None]
 
 
@@ -27,7 +27,7 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
     """Check jobs in which each value of each key occurs, a few seconds at most. Raises ConfigError:
     a key cannot have a value, or none of these jobs can be run, for the same reason."""
     columns = list(_overrides(config))
-    until = time.monotonic() + _MOST_SECONDS
+    until = time.monotonic() + MOST_SECONDS
     most = min(max(map(len, columns), default=1), _MOST_JOBS)
     found = set[str]()
     for number in range(most):
