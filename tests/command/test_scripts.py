@@ -413,17 +413,6 @@ def test_a_python_script_may_use_our_run_and_needs_no_torch_for_it(scripts: Comm
     assert 0.97 * slow <= speed["samples_per_second"] <= 1.03 * fast, "the mean of two steps"
 
 
-def test_a_script_can_say_itself_what_failed(scripts: CommandWorld):
-    told = (
-        'if [ {batch_size} -gt 16 ]; then echo \'{"event": "failed", "kind": "device_oom", '
-        '"message": "the accelerator is full"}\' >> "{$}ROBUST_TRAIN_EVENTS"; exit 9; fi'
-    )
-    ended = scripts.train(["sh", "-c", told], "training.batch_size=32")
-    assert ended.returncode == 0, ended.output
-    assert [a["outcome"] for a in ended.attempts] == ["device_oom", "completed"]
-    assert ended.attempts[0]["message"] == "the accelerator is full"
-
-
 def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(scripts):
     words = argv(*script("bars.py", "fails", "{batch_size}"))
     shown = scripts.world.run_in_terminal("trainer=command", words)

@@ -62,7 +62,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 EVENTS = st.sampled_from(
-    ["progress", "started", "checkpoint", "result", "failed", "micro_batch_changed", "mine"]
+    ["progress", "started", "checkpoint", "result", "micro_batch_changed", "mine"]
 )
 FIELDS = st.dictionaries(
     st.sampled_from(["step", "path", "value", "kind", "before", "after", "total_steps", "attempt"]),

@@ -238,7 +238,7 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
 
     def train() -> None:
         with keeper:
-            run.memory_milestone("before the fault")
+            run.record_memory("before the fault")
             raise error
 
     with pytest.raises(AcceleratorError) as raised:

@@ -630,20 +630,11 @@ class Run(Asked):
             step = self._steps_done() if step is None else int(step)
             self.send(ValueReported(float(value), step))
 
-    def memory_milestone(self, name: str) -> None:
-        """Log and record how much memory is in use at a moment called ``name``."""
-        self.record_memory(name, logging.INFO)
-
-    def record_memory(
-        self,
-        name: str,
-        level: int | None = None,
-    ) -> None:
+    def record_memory(self, name: str) -> None:
         """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
         figures = memory_in_use(context=False)
-        usual = logging.INFO if self.logs_memory else logging.DEBUG
         log.log(
-            level or usual,
+            logging.INFO if self.logs_memory else logging.DEBUG,
             "%s: %s",
             name,
             describe_memory(figures),

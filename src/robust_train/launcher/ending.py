@@ -154,13 +154,7 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
 
 
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
-    """Return why a script failed: by its own report, else as if its exit were the attempt's."""
-    if ended.failure_kind is not None:
-        return Failure(
-            ended.failure_kind,
-            ended.message or "",
-            Evidence(library="script"),
-        )
+    """Return why a script failed, as if its exit were the attempt's."""
     output = without_escapes(end.output)
     return classify_exit(
         ended.returncode,

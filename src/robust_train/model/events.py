@@ -336,13 +336,11 @@ class ScriptStarted(Event):
 
 @dataclass(frozen=True)
 class ScriptEnded(Event):
-    """The program ended; ``failure_kind`` and ``message`` are its own report, if it made one."""
+    """The program ended."""
 
     name = "script_ended"
     returncode: int
     pid: int
-    failure_kind: FailureKind | None = None
-    message: str | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.loading import CHECKPOINTING, WORKERS
 from robust_train.attempt.run import MemoryKeeper, Run
-from robust_train.attempt.script.messages import LineReader, OwnFailure, Result, parse
+from robust_train.attempt.script.messages import LineReader, Result, parse
 from robust_train.attempt.script.program import Program
 from robust_train.config.checks import read
 from robust_train.config.placeholders import (
@@ -134,16 +134,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         )
     finally:
         attempt.finish(was_killed=signal_of(returncode) is not None)
-    failure = attempt.failure
-    kind, message = (failure.kind, failure.message) if failure else (None, None)
-    run.send(
-        ScriptEnded(
-            returncode,
-            program.pid,
-            kind,
-            message,
-        )
-    )
+    run.send(ScriptEnded(returncode, program.pid))
     if run.stop_requested:
         raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
@@ -180,8 +171,6 @@ class _Attempt:
         self.events = run.run_dir / f"attempt-{run.attempt}.events"
         self.events.write_bytes(b"")
         self.result: Json = None  # the one that it reported, None so far
-        # why it is about to fail, if it reported that
-        self.failure: OwnFailure | None = None
         self._run = run
         self._cwd = cwd
         self._watch = watch
@@ -301,8 +290,6 @@ class _Attempt:
             case SpeedMeasured() as event:
                 self._run.speed.stop()
                 self._run.send(event)
-            case OwnFailure() as failure:
-                self.failure = failure
             case event:
                 self._run.send(event)
 

@@ -38,7 +38,6 @@ from robust_train.config.placeholders import (
 from robust_train.files import LineFile, plain
 from robust_train.host.linux import release_blocks
 from robust_train.model import events
-from robust_train.model.failure import FailureKind
 
 if TYPE_CHECKING:
     from robust_train.step.batcher import MicroBatcher
@@ -81,15 +80,7 @@ class Result:
     value: events.Json
 
 
-@dataclass(frozen=True)
-class OwnFailure:
-    """Why the script is about to fail."""
-
-    kind: FailureKind
-    message: str
-
-
-def parse(line: str) -> events.Event | Result | OwnFailure:
+def parse(line: str) -> events.Event | Result:
     """Return what one line reports; what has no other meaning is an event of the script's own.
     Raises NotUnderstood: it is no message."""
     if len(line) > _LARGEST_LINE:
@@ -110,12 +101,6 @@ def parse(line: str) -> events.Event | Result | OwnFailure:
         if "value" not in fields:
             raise NotUnderstood("result needs value")
         return Result(fields["value"])
-    if name == "failed":
-        kinds = [kind.value for kind in FailureKind]
-        if fields.get("kind") not in kinds:
-            raise NotUnderstood(f"failed needs kind, one of {', '.join(kinds)}")
-        message = str(fields.get("message", "reported by the script"))
-        return OwnFailure(FailureKind(fields["kind"]), message)
     if name in _OF_A_RUN:
         with contextlib.suppress(events.MalformedEvent):
             return events.parse({"event": name, **fields})
