@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import warm
 from guest_trainers import undisturbed
 from robust_train.host.engine import first_host, guest_rank
 from robust_train.host.votes import StoreVotes
@@ -45,6 +47,18 @@ def robust_train(*words: str, environ: dict[str, str]) -> str:
     return subprocess.run(command, env=environ, capture_output=True, text=True).stdout
 
 
+def cold(argv: Sequence[object], cwd: Path, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start an interpreter as users do."""
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+    )
+
+
 @dataclass
 class Agents:
     """Agents of torchrun on the loopback, which share a run folder."""
@@ -56,40 +70,31 @@ class Agents:
         return self.world.run_dir
 
     def start(self, *options: str, trouble: str = "") -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*TORCHRUN, *options, SCRIPT, self.run_dir],
-            env={**self.world.environ, "TROUBLE": trouble},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.world.folder,
-        )
+        argv = (*TORCHRUN[1:], *options, SCRIPT, self.run_dir)
+        return cold(argv, self.world.folder, {**self.world.environ, "TROUBLE": trouble})
 
     def run(self, *options: str, trouble: str = "") -> tuple[int, str]:
         process = self.start("--standalone", "--nproc-per-node=2", *options, trouble=trouble)
         output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
-    def tasks(self, *command: object, trouble: str = "") -> list[subprocess.Popen[str]]:
+    def tasks(
+        self, *command: object, trouble: str = "", start: Callable[..., Any] = cold
+    ) -> list[subprocess.Popen[str]]:
         """Start two tasks as srun does: ranks without an agent."""
-        port = str(free_port())
+        srun = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "MASTER_PORT": str(free_port()),
+            "TROUBLE": trouble,
+        }
+        argv = command or (SCRIPT, self.run_dir)
         return [
-            subprocess.Popen(
-                [sys.executable, *(command or (SCRIPT, self.run_dir))],
-                env={
-                    **self.world.environ,
-                    "SLURM_JOB_ID": "4711",
-                    "SLURM_STEP_NUM_TASKS": "2",
-                    "SLURM_PROCID": rank,
-                    "SLURM_LOCALID": rank,
-                    "SLURM_STEP_NODELIST": "localhost",
-                    "MASTER_PORT": port,
-                    "TROUBLE": trouble,
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=self.world.folder,
+            start(
+                argv,
+                self.world.folder,
+                {**self.world.environ, **srun, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
             )
             for rank in "01"
         ]
@@ -130,6 +135,21 @@ def agents(world: World) -> Agents:
     return Agents(world)
 
 
+def test_tasks_repeat_a_step_and_their_next_start_goes_on_with_half_the_batch(agents: Agents):
+    """The ranks are those of torchrun, without its agent and the imports of each."""
+    tasks = agents.tasks(trouble="runs_out_in_step=3 runs_out=5", start=warm.start)
+    output = "".join("".join(task.communicate(timeout=240)) for task in tasks)
+    assert all(task.returncode for task in tasks), output
+    assert "step 3: out of memory" in output
+    tasks = agents.tasks(trouble="runs_out=5", start=warm.start)
+    output = "".join("".join(task.communicate(timeout=240)) for task in tasks)
+    assert not any(task.returncode for task in tasks), output
+    assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
+    assert agents.sizes == [(8, 1), (4, 2)]
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+@pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "in the step")
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
 def test_a_step_is_repeated_on_all_ranks_and_a_restart_goes_on_with_half_the_batch(agents: Agents):
