@@ -32,7 +32,6 @@ DIAGONAL = {
     ("function", "SIGKILL of process 1"),
     ("function", "another user waits"),
     ("function", "full disk"),
-    ("function", "hang"),
     ("function", "unreadable folder"),
     ("lightning", "losses that are not finite"),
     ("lightning", "pruned"),
@@ -47,8 +46,8 @@ DIAGONAL = {
     ("vision in shards", "SIGTERM then one rank"),
     ("vision", "SIGKILL to all"),
 }
-"""The cheapest cells that have every kind and every sort of event; a bug, output that no one reads
-and a second launcher have tests of their own in the default suite."""
+"""The cheapest cells that have every kind and every sort of event; a bug, a hang, unread output and
+a second launcher have tests of their own in the default suite."""
 
 
 def leaves_nothing(day):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from running_out import Fuse
 
 from forked_ranks import of_ranks
+from framework_config import QUIET, SILENT
 from robust_train.attempt.run import MicroBatchPlan
 from watched_run import WatchedRun
 
@@ -81,9 +82,7 @@ def _transformers(layer, run, folder, *, recovers):
         num_train_epochs=1,
         learning_rate=0.05,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **SILENT,
         use_cpu=True,
         dataloader_pin_memory=False,
     )
@@ -119,13 +118,10 @@ def _lightning(layer, run, folder, *, recovers):
         devices=2,
         strategy="ddp",
         default_root_dir=str(folder),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         max_epochs=1,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
+        **QUIET,
     )
     if recovers:
         recover_in_steps(trainer, model, run, SimpleNamespace(done=0, micro_batch=4))

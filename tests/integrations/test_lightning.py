@@ -17,12 +17,12 @@ from jobs import (
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from framework_config import framework_config
+from framework_config import QUIET, framework_config
 from robust_train import launch
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
-from robust_train.model.errors import UserError
+from robust_train.model.errors import Interrupted, UserError
 from robust_train.model.spec import AttemptSpec
 from watched_run import WatchedRun
 
@@ -82,17 +82,8 @@ class _Line(lightning.LightningModule):
 
 
 def _trainer(folder, **more):
-    quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "default_root_dir": str(folder),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "max_epochs": 1,
-    }
-    return lightning.Trainer(**{**quiet, **more})
+    where = {"accelerator": "cpu", "devices": 1, "default_root_dir": str(folder)}
+    return lightning.Trainer(**{**where, **QUIET, "max_epochs": 1, **more})
 
 
 def _loader(batch_size, samples=22, **more):
@@ -100,15 +91,15 @@ def _loader(batch_size, samples=22, **more):
     return DataLoader(data, batch_size, shuffle=True, **more)
 
 
-def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None):
+def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, run=None, **data):
     from robust_train.integrations.lightning import fit
 
     torch.manual_seed(0)
     model = model or _Line()
-    run = WatchedRun(folder, resume=resume)
+    run = run or WatchedRun(folder, resume=resume)
     trainer = trainer or _trainer(folder, max_epochs=cfg.training.epochs)
     loader = loader or _loader(cfg.training.batch_size)
-    result = fit(trainer, model, loader, cfg=cfg, run=run)
+    result = fit(trainer, model, loader, cfg=cfg, run=run, **data)
     return model, result, run
 
 
@@ -272,15 +263,13 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
 
 
 def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_path):
-    from robust_train.integrations.lightning import fit
-
     for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
         run = WatchedRun(tmp_path / str(mode))
         run.configure(RobustConfig(objective=objective))
         monitor = lightning.pytorch.callbacks.EarlyStopping("value", mode="max")
         trainer = _trainer(tmp_path, callbacks=[monitor])
-        data = {"cfg": framework_config(8), "val_dataloaders": _loader(8)}
-        found = fit(trainer, _LimitedValidation(), _loader(8), run=run, **data)
+        job = {"trainer": trainer, "model": _LimitedValidation(), "run": run}
+        _, found, _ = _fit(tmp_path, framework_config(8), val_dataloaders=_loader(8), **job)
         (reported,) = run.of("report")
         assert (reported["value"], reported["mode"]) == (pytest.approx(found[figure]), mode)
 
@@ -395,17 +384,13 @@ class _Validated(_Line):
 
 
 def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
-    from robust_train.integrations.lightning import fit
-    from robust_train.model.errors import Interrupted
-
     cfg = framework_config(8, epochs=2)
     cfg.training.checkpoint_every_steps = None
-    run = WatchedRun(tmp_path)
     model = _Validated()
-    model.run = run
+    model.run = run = WatchedRun(tmp_path)
     trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
     with pytest.raises(Interrupted):
-        fit(trainer, model, _loader(8), cfg=cfg, run=run, val_dataloaders=_loader(8))
+        _fit(tmp_path, cfg, None, trainer, model=model, run=run, val_dataloaders=_loader(8))
     assert list(run.saved_at) == [3]
     assert not recorded(run.events, "validation")
 

@@ -10,6 +10,7 @@ from running_out import Fuse, differ_by_rounding_alone, ends_the_attempt
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from framework_config import QUIET
 from robust_train.attempt.run import Run
 from robust_train.integrations import lightning_step
 from robust_train.integrations.steering import InStep
@@ -86,11 +87,8 @@ class Fitted(running_out.Fitted):
             accelerator="cpu",
             devices=1,
             default_root_dir=str(folder),
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             num_sanity_val_steps=0,
+            **QUIET,
             **({"max_epochs": 1} | (options or {"gradient_clip_val": 0.5})),
         )
         data = loader(size=batch_size)

@@ -11,8 +11,8 @@ from jobs import (
     repeated_the_step,
 )
 
-from framework_config import framework_config
-from robust_train.model.errors import UserError
+from framework_config import SILENT, framework_config
+from robust_train.model.errors import Interrupted, UserError
 from watched_run import WatchedRun
 
 transformers = pytest.importorskip(
@@ -84,25 +84,24 @@ class _Line(torch.nn.Module):
         return {"loss": errors.sum() / (num_items_in_batch or len(x))}
 
 
-def _fit(folder, cfg, resume=None, **more):
+def _fit(folder, cfg, resume=None, run=None, callbacks=None, **more):
     from robust_train.integrations.transformers import fit, training_arguments
 
     torch.manual_seed(0)
-    run = WatchedRun(folder, resume=resume)
+    run = run or WatchedRun(folder, resume=resume)
     arguments = transformers.TrainingArguments(
         **{
             **training_arguments(cfg, run),
             "num_train_epochs": 3,
             "learning_rate": 0.01,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
+            **SILENT,
             **more,
         }
     )
     samples = [{"x": [i / 22], "labels": [1.0]} for i in range(22)]
     model = _Line()
-    trainer = transformers.Trainer(model, arguments, train_dataset=samples, eval_dataset=samples)
+    data = {"train_dataset": samples, "eval_dataset": samples}
+    trainer = transformers.Trainer(model, arguments, callbacks=callbacks, **data)
     result = fit(trainer, cfg=cfg, run=run)
     return model, result, run
 
@@ -161,30 +160,11 @@ class _AsksToStop(transformers.TrainerCallback):
 
 
 def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
-    from robust_train.integrations.transformers import fit, training_arguments
-    from robust_train.model.errors import Interrupted
-
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None
     run = WatchedRun(tmp_path)
-    arguments = transformers.TrainingArguments(
-        **training_arguments(cfg, run),
-        num_train_epochs=3,
-        eval_strategy="epoch",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    samples = [{"x": [i / 22], "labels": [1.0]} for i in range(22)]
-    trainer = transformers.Trainer(
-        _Line(),
-        arguments,
-        train_dataset=samples,
-        eval_dataset=samples,
-        callbacks=[_AsksToStop(run)],
-    )
     with pytest.raises(Interrupted):
-        fit(trainer, cfg=cfg, run=run)
+        _fit(tmp_path, cfg, run=run, callbacks=[_AsksToStop(run)], eval_strategy="epoch")
     assert list(run.saved_at) == [3]
     assert not [e for e in recorded(run.events, "metrics") if "eval_loss" in e]
 

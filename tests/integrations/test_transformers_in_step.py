@@ -15,6 +15,7 @@ from running_out import RUN_OUT, Fuse, allocate, differ_by_rounding_alone, ends_
 from torch.nn import functional
 
 from forked_ranks import of_forks
+from framework_config import SILENT
 from robust_train.attempt.run import Run
 from robust_train.config.schema import DivergenceConfig
 
@@ -85,9 +86,7 @@ class Fitted(running_out.Fitted):
             num_train_epochs=1,
             learning_rate=0.05,
             logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **SILENT,
             **options,
         )
         data = samples(count)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import conformance_trainers
+from framework_config import QUIET
 
 
 def manual(cfg, run):
@@ -39,10 +40,7 @@ def manual(cfg, run):
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = lightning.Trainer(
-        **trainer_arguments(cfg, run) | dict.fromkeys(quiet, False), max_epochs=2
-    )
+    trainer = lightning.Trainer(**trainer_arguments(cfg, run) | QUIET, max_epochs=2)
     samples = conformance_trainers.data(22)
     loader = DataLoader(TensorDataset(samples), cfg.training.batch_size, shuffle=True)
     model = Module()

@@ -214,6 +214,7 @@ def lightning(cfg, run, samples=SAMPLES, drop_last=False):
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
+    from framework_config import QUIET
     from robust_train.integrations.lightning import fit, trainer_arguments
 
     class Module(lightning_.LightningModule):
@@ -229,10 +230,7 @@ def lightning(cfg, run, samples=SAMPLES, drop_last=False):
 
     meets(cfg, run)
     module = Module()
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = lightning_.Trainer(
-        **trainer_arguments(cfg, run) | dict.fromkeys(quiet, False), max_epochs=EPOCHS
-    )
+    trainer = lightning_.Trainer(**trainer_arguments(cfg, run) | QUIET, max_epochs=EPOCHS)
     rows = TensorDataset(data(samples))
     loader = DataLoader(rows, cfg.training.batch_size, shuffle=True, drop_last=drop_last)
     fit(trainer, module, loader, cfg=cfg, run=run)
@@ -244,6 +242,7 @@ def transformers(cfg, run, samples=24):
     """transformers' Trainer, which fills the last step of ranks up with samples of the first."""
     from transformers import Trainer, TrainingArguments
 
+    from framework_config import SILENT
     from robust_train.integrations.transformers import fit, training_arguments
 
     meets(cfg, run)
@@ -252,9 +251,7 @@ def transformers(cfg, run, samples=24):
         **training_arguments(cfg, run),
         num_train_epochs=EPOCHS,
         learning_rate=0.1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **SILENT,
     )
     rows = [{"x": x.tolist(), "labels": [1.0]} for x in data(samples)]
     fit(Trainer(line, arguments, train_dataset=rows), cfg=cfg, run=run)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
+_LIGHTNING = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+QUIET = dict.fromkeys(_LIGHTNING, False)
+"""What a Trainer of Lightning's is given in a test."""
+SILENT = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+"""And the arguments of one of transformers'."""
+
 
 def framework_config(batch_size: int = 8, accumulation: int = 1, **training: object) -> DictConfig:
     """A checkpoint after every step; ``training`` has other keys and values of that group."""
