@@ -91,7 +91,9 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
         "keep fewer checkpoints",
     ),
     FailureKind.DIVERGED: (
-        "lower the learning rate, or clip gradients: run.step(optimizer, max_grad_norm=1.0)",
+        "lower the learning rate, or let it be lowered: read cfg.training.lr, or put "
+        "{learning_rate} into the command",
+        "clip gradients: run.step(optimizer, max_grad_norm=1.0)",
         "look for samples that are not finite, and for numbers too large for float16",
     ),
     FailureKind.COMM: (
