@@ -65,7 +65,7 @@ def _follow(
     types = tuple(
         name
         for cls in type(exception).__mro__
-        for name in _names(f"{cls.__module__}.{cls.__name__}")
+        for name in names_of(f"{cls.__module__}.{cls.__name__}")
     )
     own = list(reports_in(_text_of(exception), types))
     for report in own:
@@ -95,7 +95,7 @@ def _follow(
         yield from _follow(exception.__context__, seen, in_group)
 
 
-def _names(path: str) -> tuple[str, ...]:
+def names_of(path: str) -> tuple[str, ...]:
     """Return a class's name, and with the library where the path has one."""
     library, _, name = path.partition(".")
     name = name.rpartition(".")[2]
@@ -114,6 +114,7 @@ def _text_of(exception: BaseException) -> str:
 # --- text -------------------------------------------------------------------------------------
 
 _TRACEBACK = re.compile(r"Traceback \(most recent call (?:last|first)\)")
+_DIGIT = re.compile(r"\d")
 # What launchers and loggers put before each line; "[Errno 12]" and "[TRT]" belong to the message.
 _LINE_PREFIX = re.compile(
     r"^(?:\[(?:rank|default|worker|trainer|node)[ _]?\d+\]:?\s?"  # torchrun
@@ -155,7 +156,8 @@ _HINT = re.compile(
     r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
     r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
     r"(?:may|might|can|could|will|would) (?:cause|lead to|result in|trigger|run))\b[^.;\n]*"
-    r"|in case of [^.;\n]*|^.*The caller indicates that this is not a failure.*$",
+    r"|in case of [^.;\n]*|common causes include [^.\]]*"
+    r"|^.*The caller indicates that this is not a failure.*$",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -171,6 +173,8 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
     lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
     starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
+    for start in starts:
+        _unprefix(lines, start)
     if not starts:
         yield _plain(lines, types)
         return
@@ -193,13 +197,22 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
             return
 
 
+def _unprefix(lines: list[str], start: int) -> None:
+    """Remove from a traceback's lines what is before its first words, whatever its figures are."""
+    prefix = _TRACEBACK.split(lines[start], maxsplit=1)[0]
+    shape = _DIGIT.sub("0", prefix)
+    for number, line in enumerate(lines[start + 1 :], start + 1):
+        if _DIGIT.sub("0", line[: len(prefix)]) == shape:
+            lines[number] = line[len(prefix) :]
+
+
 def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
     text = one_line(lines)
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
     headline = first = _first_line(lines)
     if prefix is not None:  # "MemoryError: …" inside of another exception's message
-        types = (*types, *_names(prefix.group(1)))
+        types = (*types, *names_of(prefix.group(1)))
     elif name not in ("", "RuntimeError") or not first:
         headline = f"{name}: {first}" if first else name
     return ErrorReport(
@@ -217,13 +230,19 @@ def _where_caught(lines: list[str], start: int) -> str:
 
 
 def _quoted(lines: list[str], header: str) -> ErrorReport | None:
-    """Return the error at the end of a traceback: the first line that is not indented."""
-    for number, line in enumerate(lines):
-        if not line or line[0].isspace() or line[0] in "|+╭╰│~^":
-            continue
+    """Return the error at the end of a traceback: the first line that is not indented, or the last
+    that names an error where the lines are not Python's own."""
+    firsts = [
+        n
+        for n, line in enumerate(lines)
+        if line and not line[0].isspace() and line[0] not in "|+╭╰│~^"
+    ][:1]
+    named = [n for n, line in enumerate(lines) if _PREFIX.match(line)][-1:]
+    for number in firsts + named:
+        line = lines[number].strip()
         final = _FINAL_LINE.match(line)
         if final is None:
-            return None
+            continue
         message = [line]
         name = final.group(1).rpartition(".")[2]
         for further in lines[number + 1 :]:
@@ -235,7 +254,7 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
         cause = _ROOT_CAUSE.search(text)
         shown = f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
         return ErrorReport(
-            _names(final.group(1)),
+            names_of(final.group(1)),
             text.strip(),
             shown.strip()[:_LINE_LIMIT],
             unwrapped=one_line(message, ""),

@@ -7,7 +7,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
-from robust_train.failures.error_reports import ErrorReport, one_line, reports_in
+from robust_train.failures.error_reports import (
+    PROGRAMMING_ERRORS,
+    ErrorReport,
+    names_of,
+    one_line,
+    reports_in,
+)
 from robust_train.failures.patterns import Match, match, named, read_evidence
 from robust_train.failures.stack import (
     TRACEBACK,
@@ -41,6 +47,7 @@ _CHATTER = re.compile(
     r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: "
 )
 
+_ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout)):")
 # these say that a child failed; what failed in it was printed before
 _OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 
@@ -173,20 +180,35 @@ def _reported_in(
         text = _last_words(lines, native)
         if native and _CORRUPTED.search(text):
             return None
-        reports.insert(0, ErrorReport((), text, _shown(lines, text)))
+        reports.insert(0, _of_a_log(lines, text))
     if has_traceback:
         stack = last_stack_in(output)
         reports += (quoted := list(reports_in(output)))
         if not _OF_A_CHILD.isdisjoint(quoted[0].types):
-            text = one_line(lines)
-            reports.append(ErrorReport((), text, _shown(lines, text)))
+            reports.append(_of_a_log(lines, one_line(lines)))
     for report in reports:
         found = match(report)
         if report.types:
             found = refined(found, report, stack)
         if found is not None:
             return report, found
-    return None
+    # a crash, or an error that its library wraps: what was logged before it may say why
+    whole = _of_a_log(lines, one_line(lines))
+    found = match(whole)
+    is_open = native or not reports[0].text
+    if found is None or reports[0].is_programming_error:
+        return None
+    return (whole, found) if is_open or found.kind is FailureKind.DEVICE_FAULT else None
+
+
+def _of_a_log(lines: list[str], text: str) -> ErrorReport:
+    named = (name for path in _ERROR.findall(text) for name in names_of(path))
+    return ErrorReport(
+        tuple(name for name in named if name not in PROGRAMMING_ERRORS),
+        text,
+        _shown(lines, text),
+        one_line(lines, ""),
+    )
 
 
 def _last_words(lines: list[str], native: bool) -> str:
