@@ -103,60 +103,75 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     ),
 }
 
-_BY_CLUE: dict[tuple[FailureKind, str], tuple[str, ...]] = {
-    (FailureKind.DEVICE_FAULT, Clue.HARDWARE): (
-        "check this GPU: its hardware reported a fault (nvidia-smi -q, dmesg for Xid)",
-        "robust-train doctor shows whether it is healthy again; a reset or reboot may be needed",
-    ),
-    (FailureKind.DEVICE_FAULT, Clue.CORRUPT): (
-        "test this GPU before you use it again: dcgmi diag -r 3, and dmesg for Xid",
-    ),
-    (FailureKind.DEVICE_FAULT, Clue.DRIVER): (
-        "set memory.expandable_segments=false: WSL2 and some vGPUs do not support them",
-        "update the NVIDIA driver",
-    ),
-    (FailureKind.DEVICE_UNAVAILABLE, Clue.BUSY): (
-        "see whether another process holds the GPU in exclusive mode: nvidia-smi",
-        "where MPS is used: check that nvidia-cuda-mps-control runs as this user",
-    ),
-    (FailureKind.SETUP, Clue.GPU_MODEL): (
-        "install a build with code for this model of GPU: a newer build for a newer GPU, an older "
-        "build for an older GPU",
-        _ON_THE_CPU,
-    ),
-    (FailureKind.SETUP, Clue.NO_CUDA_BUILD): (
-        "install a build with the driver's CUDA or an older one "
-        "(https://pytorch.org/get-started/locally)",
-        _ON_THE_CPU,
-    ),
-    (FailureKind.COMM, Clue.SHARED_MEMORY): (
-        _MORE_SHARED_MEMORY,
-        "or run with NCCL_SHM_DISABLE=1, which is slower; remove stale /dev/shm/nccl-* files",
-    ),
-    (FailureKind.DEVICE_FAULT, Clue.SEGMENTS): (
-        "set memory.expandable_segments=false: tensors of such segments are not shared between "
-        "processes here",
-    ),
-    (FailureKind.COMM, Clue.RATE_LIMIT): (
-        "ask the server less often: download the files before the job, log less often, or log in",
-    ),
-    (FailureKind.COMM, Clue.DOWNLOAD): (
-        "try again: the server did not answer in time",
-        "download the files before the job, and run it with HF_HUB_OFFLINE=1",
-    ),
-    (FailureKind.HOST_OOM, Clue.IMPORT): (_MORE_MEMORY,),
-    (FailureKind.HOST_OOM, Clue.MODEL): (_MORE_MEMORY,),
-    (FailureKind.DEVICE_OOM, Clue.MODEL): (
-        *_OF_THE_MODEL[2:],
-        "use a smaller model",
-        _OTHERS,
-    ),
+_BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
+    FailureKind.DEVICE_FAULT: {
+        Clue.HARDWARE: (
+            "check this GPU: its hardware reported a fault (nvidia-smi -q, dmesg for Xid)",
+            "robust-train doctor shows whether it is healthy again; "
+            "a reset or reboot may be needed",
+        ),
+        Clue.CORRUPT: (
+            "test this GPU before you use it again: dcgmi diag -r 3, and dmesg for Xid",
+        ),
+        Clue.DRIVER: (
+            "set memory.expandable_segments=false: WSL2 and some vGPUs do not support them",
+            "update the NVIDIA driver",
+        ),
+        Clue.SEGMENTS: (
+            "set memory.expandable_segments=false: tensors of such segments are not shared between "
+            "processes here",
+        ),
+    },
+    FailureKind.DEVICE_UNAVAILABLE: {
+        Clue.BUSY: (
+            "see whether another process holds the GPU in exclusive mode: nvidia-smi",
+            "where MPS is used: check that nvidia-cuda-mps-control runs as this user",
+        ),
+    },
+    FailureKind.SETUP: {
+        Clue.GPU_MODEL: (
+            "install a build with code for this model of GPU: a newer build for a newer GPU, "
+            "an older build for an older GPU",
+            _ON_THE_CPU,
+        ),
+        Clue.NO_CUDA_BUILD: (
+            "install a build with the driver's CUDA or an older one "
+            "(https://pytorch.org/get-started/locally)",
+            _ON_THE_CPU,
+        ),
+    },
+    FailureKind.COMM: {
+        Clue.SHARED_MEMORY: (
+            _MORE_SHARED_MEMORY,
+            "or run with NCCL_SHM_DISABLE=1, which is slower; remove stale /dev/shm/nccl-* files",
+        ),
+        Clue.RATE_LIMIT: (
+            "ask the server less often: "
+            "download the files before the job, log less often, or log in",
+        ),
+        Clue.DOWNLOAD: (
+            "try again: the server did not answer in time",
+            "download the files before the job, and run it with HF_HUB_OFFLINE=1",
+        ),
+    },
+    FailureKind.HOST_OOM: {
+        Clue.IMPORT: (_MORE_MEMORY,),
+        Clue.MODEL: (_MORE_MEMORY,),
+    },
+    FailureKind.DEVICE_OOM: {
+        Clue.MODEL: (
+            *_OF_THE_MODEL[2:],
+            "use a smaller model",
+            _OTHERS,
+        ),
+    },
 }
 
 
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     """Return short sentences, most promising first; none after bugs and interruptions."""
-    advice = _BY_CLUE.get((kind, evidence.clue or ""), _ADVICE.get(kind, ()))
+    by_clue = _BY_CLUE.get(kind, {})
+    advice = by_clue.get(evidence.clue or "", _ADVICE.get(kind, ()))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
         return (
             "pin less: it is bounded by the host's memory and by ulimit -l",

@@ -97,11 +97,8 @@ def _follow(
 
 def names_of(path: str) -> tuple[str, ...]:
     """Return a class's name, and with the library where the path has one."""
-    library, _, name = path.partition(".")
-    name = name.rpartition(".")[2]
-    if not name:
-        return (library,)
-    return (name,) if library == "builtins" else (name, f"{library}.{name}")
+    *modules, name = path.split(".")
+    return (name, f"{modules[0]}.{name}") if modules else (name,)
 
 
 def _text_of(exception: BaseException) -> str:
@@ -128,6 +125,7 @@ _LINE_PREFIX = re.compile(
 _FINAL_LINE = re.compile(
     r"^(?:E\s{2,})?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\([A-Za-z_]\w*\))?(?::\s|:?\s*$)"
 )
+_AT_MARGIN = re.compile(r"[^\s|+╭╰│~^]")
 _PREFIX = re.compile(
     r"^\s*((?:[A-Za-z_]\w*\.)*\w*"
     r"(?:Error|Exception|Interrupt|OutOfResources|BrokenProcessPool|KilledWorker))(?::\s|:?\s*$)"
@@ -145,7 +143,7 @@ _FRAME = re.compile(
 )
 # What torch appends to every CUDA error, whatever it is: it names asserts and memory.
 _APPENDIX = re.compile(
-    r"Compile with .TORCH_USE_\w+_DSA. to enable device-side assertions\.?"
+    r"Compile with .?TORCH_USE_\w+_DSA.? to enable device-side assertions\.?"
     r"|Device-side assertions were explicitly omitted for this error check[^.\n]*"
     r"|Device-side assertion tracking was not enabled by user\.?",
     re.IGNORECASE,
@@ -199,11 +197,10 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
 
 def _unprefix(lines: list[str], start: int) -> None:
     """Remove from a traceback's lines what is before its first words, whatever its figures are."""
-    prefix = _TRACEBACK.split(lines[start], maxsplit=1)[0]
-    shape = _DIGIT.sub("0", prefix)
+    shape = _DIGIT.sub("0", _TRACEBACK.split(lines[start])[0])
     for number, line in enumerate(lines[start + 1 :], start + 1):
-        if _DIGIT.sub("0", line[: len(prefix)]) == shape:
-            lines[number] = line[len(prefix) :]
+        if _DIGIT.sub("0", line).startswith(shape):
+            lines[number] = line[len(shape) :]
 
 
 def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
@@ -232,13 +229,9 @@ def _where_caught(lines: list[str], start: int) -> str:
 def _quoted(lines: list[str], header: str) -> ErrorReport | None:
     """Return the error at the end of a traceback: the first line that is not indented, or the last
     that names an error where the lines are not Python's own."""
-    firsts = [
-        n
-        for n, line in enumerate(lines)
-        if line and not line[0].isspace() and line[0] not in "|+╭╰│~^"
-    ][:1]
+    first = [n for n, line in enumerate(lines) if _AT_MARGIN.match(line)][:1]
     named = [n for n, line in enumerate(lines) if _PREFIX.match(line)][-1:]
-    for number in firsts + named:
+    for number in first + named:
         line = lines[number].strip()
         final = _FINAL_LINE.match(line)
         if final is None:

@@ -25,19 +25,7 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.
-_STOPS = frozenset(
-    {
-        "SIGINT",
-        "SIGTERM",
-        "SIGHUP",
-        "SIGQUIT",
-        "SIGUSR1",
-        "SIGUSR2",
-        "SIGXCPU",
-        "SIGPWR",
-        "SIGKILL",
-    }
-)
+_STOPS = "SIGINT SIGTERM SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGXCPU SIGPWR SIGKILL"
 _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM").words
@@ -92,13 +80,11 @@ def classify_exit(
         f"{ended}: {record or _OOM_KILLER}",
         Evidence(library="kernel"),
     )
-    if name == "SIGKILL" and oom_killed:
+    is_killed = name == "SIGKILL"
+    if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
         return by_kernel
-    if record and name in ("SIGKILL", "SIGTERM"):
-        return by_kernel
-    if name in _STOPS:
+    if name in _STOPS.split():
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
-        is_killed = name == "SIGKILL"
         is_taken = is_killed or _TAKEN.search(one_line(lines))
         return Failure(
             FailureKind.INTERRUPTED,
@@ -177,15 +163,14 @@ def _reported_in(
             return last, found
         reports.append(last)
     if native or not has_traceback:
-        text = _last_words(lines, native)
-        if native and _CORRUPTED.search(text):
+        reports.insert(0, _of_a_log(_last_words(lines, native)))
+        if native and _CORRUPTED.search(reports[0].text):
             return None
-        reports.insert(0, _of_a_log(lines, text))
     if has_traceback:
         stack = last_stack_in(output)
         reports += (quoted := list(reports_in(output)))
         if not _OF_A_CHILD.isdisjoint(quoted[0].types):
-            reports.append(_of_a_log(lines, one_line(lines)))
+            reports.append(_of_a_log(lines))
     for report in reports:
         found = match(report)
         if report.types:
@@ -193,15 +178,16 @@ def _reported_in(
         if found is not None:
             return report, found
     # a crash, or an error that its library wraps: what was logged before it may say why
-    whole = _of_a_log(lines, one_line(lines))
+    whole = _of_a_log(lines)
     found = match(whole)
-    is_open = native or not reports[0].text
     if found is None or reports[0].is_programming_error:
         return None
-    return (whole, found) if is_open or found.kind is FailureKind.DEVICE_FAULT else None
+    is_reason = native or found.kind is FailureKind.DEVICE_FAULT
+    return (whole, found) if is_reason else None
 
 
-def _of_a_log(lines: list[str], text: str) -> ErrorReport:
+def _of_a_log(lines: list[str]) -> ErrorReport:
+    text = one_line(lines)
     named = (name for path in _ERROR.findall(text) for name in names_of(path))
     return ErrorReport(
         tuple(name for name in named if name not in PROGRAMMING_ERRORS),
@@ -211,13 +197,13 @@ def _of_a_log(lines: list[str], text: str) -> ErrorReport:
     )
 
 
-def _last_words(lines: list[str], native: bool) -> str:
-    """Return what follows C++'s ``terminate called``, with it, if it is there."""
+def _last_words(lines: list[str], native: bool) -> list[str]:
+    """Return the lines from C++'s ``terminate called`` on, else those of no chatter."""
     if native:
         for number, line in enumerate(lines):
             if _NATIVE.search(line):
-                return one_line(lines[number:])
-    return one_line([line for line in lines if not _CHATTER.match(line)])
+                return lines[number:]
+    return [line for line in lines if not _CHATTER.match(line)]
 
 
 def _shown(lines: Sequence[str], text: str) -> str:

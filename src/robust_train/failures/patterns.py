@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import sys
@@ -32,9 +33,10 @@ _CODE = (
     r"|\b(?:CUDA|HIP)\w* ?(?:runtime |driver )?(?:error|failure|err)(?: code)?\W{1,3}"
     r"|\[(?=\d+\] Call to cu)"
 )
-_VOCABULARY = re.compile(r"(@\w+@) = (.*)")
+_VOCABULARY = re.compile(r"^(@\w+@) = (.*)", re.MULTILINE)
 _HEADER = re.compile(
-    r"\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)"
+    r"^\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)",
+    re.MULTILINE,
 )
 
 # where several failed at once, the one whose remedy keeps the job alive
@@ -78,24 +80,15 @@ class Pattern:
 
 def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     """Yield the header and the lines of each section of ``patterns.txt``."""
-    text = (Path(__file__).with_suffix(".txt")).read_text(encoding="utf-8")
-    header, lines = None, list[str]()
-    vocabulary: dict[str, str] = {}
-    for line in text.splitlines():
-        for name, meaning in vocabulary.items():
-            line = line.replace(name, meaning)
-        if given := _VOCABULARY.match(line):
-            vocabulary[given[1]] = given[2]
-            continue
-        found = _HEADER.match(line)
-        if found and header:
-            yield header, lines
-        if found:
-            header, lines = found, []
-        elif line and not line.startswith("#"):
-            lines.append(line)
-    if header:
-        yield header, lines
+    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    # a word's meaning has words that are above it
+    for name, meaning in reversed(_VOCABULARY.findall(text)):
+        text = text.replace(name, meaning)
+    headers = list(_HEADER.finditer(text))
+    ends = [header.start() for header in headers[1:]]
+    for header, end in itertools.zip_longest(headers, ends):
+        lines = text[header.end() : end].splitlines()
+        yield header, [line for line in lines if line and not line.startswith("#")]
 
 
 def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
@@ -149,16 +142,13 @@ def match(report: ErrorReport) -> Match | None:
     """Return what a report is; None if no section matches, which is a bug by default. A match of
     the kind ``bug`` is one that no cause behind the exception can change."""
     if report.is_programming_error:
-        is_believed = report.types[:1] == ("ValueError",)
-        rows = (row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed)
-        return next((row.match for row in rows if row.matches(report)), None)
-    in_turn = [row for row in PATTERNS if "apart" not in row.names]
-    found = next((row.match for row in in_turn if row.matches(report)), None)
-    if found is not None or report.unwrapped in ("", report.text):
-        return found
-    return next(
-        (row.match for row in in_turn if row.words.search(report.unwrapped)),
-        None,
+        is_believed = report.types[0] == "ValueError"
+        rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
+    else:
+        rows = [row for row in PATTERNS if "apart" not in row.names]
+    unwrapped = (row.match for row in rows if row.words.search(report.unwrapped))
+    return next((row.match for row in rows if row.matches(report)), None) or next(
+        unwrapped, None
     )
 
 

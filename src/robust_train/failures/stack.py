@@ -6,7 +6,7 @@ import itertools
 import re
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from robust_train.failures.error_reports import ErrorReport
 from robust_train.failures.patterns import Match
@@ -176,11 +176,7 @@ def memory_clue(stack: str) -> str | None:
     return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else None
 
 
-def refined(
-    found: Match | None,
-    report: ErrorReport,
-    stack: str,
-) -> Match | None:
+def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
     types, text = report.types, report.text
@@ -199,17 +195,9 @@ def refined(
     is_in_loader = _IN_A_LOADER.search(stack) is not None
     if is_in_loader and "ConnectionResetError" in types:
         # the first that the loader sees of a killed worker, if it was just handing over a batch
-        return Match(
-            FailureKind.WORKER_DEATH,
-            "torch",
-            Clue.KILLED,
-        )
+        return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
     if found.kind.is_memory:
-        return Match(
-            found.kind,
-            found.library,
-            memory_clue(stack) or found.clue,
-        )
+        return replace(found, clue=memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
     out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or is_in_loader)
