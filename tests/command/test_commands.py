@@ -87,7 +87,6 @@ MISTAKES = [
     ("run --batch-size 0 -- ls", 2, ["--batch-size", "0", "1 or more"]),
     ("run --batch-size many -- ls", 2, ["--batch-size", "many", "int"]),
     ("run max_retries=-1 -- ls", 2, ["max_retries=-1"]),
-    ("run --device cpu ls", 2, ["--device is gone: write device=…"]),
     ("run --nosuch -- ls", 2, ["--nosuch"]),
     ("run --batch-szie 8 -- ls", 2, ["--batch-szie; did you mean --batch-size?"]),
     ("run -- ls {batch_size}", 2, ["batch size", "--batch-size N"]),

@@ -94,6 +94,34 @@ _STARTING = (
                 choices=("linear", "sqrt"),
                 help="how {learning_rate} follows an effective batch that cannot be kept",
             ),
+            option(
+                "--min-gpu-memory-mb",
+                key="min_gpu_memory_mb",
+                metavar="MIB",
+                help="memory that must be free on a GPU",
+            ),
+            option(
+                "--max-retries",
+                key="max_retries",
+                metavar="N",
+                help="smaller micro-batches to try on one device (3)",
+            ),
+            option(
+                "--device",
+                key="device",
+                metavar="DEVICE",
+                help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
+            ),
+            flag(
+                "--no-wait",
+                key="wait_for_gpu=false",
+                help="do not wait for a GPU",
+            ),
+            flag(
+                "--no-cpu",
+                key="allow_cpu_fallback=false",
+                help="never fall back to the CPU",
+            ),
             flag(
                 "--detach",
                 key="detach=true",
@@ -494,16 +522,6 @@ GONE = {
     "`accelerate estimate-memory` predicts a model's memory"
 }
 """Commands of earlier versions, and what to use instead."""
-
-
-GONE_OPTIONS = {
-    "--device": "device=…",
-    "--max-retries": "max_retries=…",
-    "--min-gpu-memory-mb": "min_gpu_memory_mb=…",
-    "--no-cpu": "allow_cpu_fallback=false",
-    "--no-wait": "wait_for_gpu=false",
-}
-"""Options of ``robust-train run`` in earlier versions, and the keys that do the same."""
 
 
 def members_of(group: str) -> dict[str, Command]:

@@ -19,7 +19,6 @@ from robust_train.cli.command import Answer, Command, CommandFailed, load
 from robust_train.cli.commands import (
     COMMANDS,
     GONE,
-    GONE_OPTIONS,
     GROUPS,
     NOW,
     members_of,
@@ -162,9 +161,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown != message:
             word = unknown.split()[0].partition("=")[0]
             options = list(self._option_string_actions)
-            if word in GONE_OPTIONS:
-                message = f"{word} is gone: write {GONE_OPTIONS[word]}"
-            elif near := difflib.get_close_matches(word, options, n=1):
+            if near := difflib.get_close_matches(word, options, n=1):
                 message += f"; did you mean {near[0]}?"
         raise CommandFailed(f"{name}: {message}", EXIT_BAD_CONFIG)
 

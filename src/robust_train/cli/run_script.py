@@ -9,6 +9,7 @@ import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from robust_train.cli.command import CommandFailed
@@ -63,7 +64,7 @@ def run(arguments: Namespace) -> int:
 _OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key}
 """The options by the keys that they give."""
 
-_TEXTS = {"job_name", "trainer.checkpoint_glob", "trainer.resume_argv"}
+_TEXTS = {"device", "job_name", "trainer.checkpoint_glob", "trainer.resume_argv"}
 """Keys whose values go into the config unchanged, past the grammar of overrides."""
 
 
@@ -136,6 +137,7 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
         "trainer.resume_argv": list(map(literal, resume)),
         "trainer.checkpoint_glob": literal(arguments.checkpoint or ""),
         "job_name": literal(arguments.name or name_of_program(arguments.program)),
+        "device": arguments.device,
     }
     return {key: value for key, value in texts.items() if value}
 
@@ -167,6 +169,7 @@ def _run(
         if detach.is_due(config):
             return detach.start()
         job = Job(None, cfg, arguments.run_dir, explain=print_failure)
+        _log_into(job.run_dir)
         for warning in _warnings(arguments, config, job.values_used):
             log.warning("%s", warning)
         if arguments.resume_argv and "checkpoint" not in job.values_used:
@@ -225,3 +228,17 @@ def _warnings(
             "reads robust_train.current_run().gradient_accumulation_steps it makes an optimizer "
             "step of each micro-batch: write {gradient_accumulation_steps} in the command"
         )
+
+
+def _log_into(run_dir: Path) -> None:
+    """Log to a file as well, as ``train_robust.py`` does."""
+    from robust_train.host.job_logging import ShortLines, lose_lines_quietly
+
+    try:
+        handler = logging.FileHandler(run_dir / "train_robust.log")
+    except OSError as error:
+        log.warning("cannot write a log into %s: %s", run_dir, error.strerror)
+        return
+    handler.setFormatter(ShortLines())
+    logging.getLogger().addHandler(handler)
+    lose_lines_quietly()
