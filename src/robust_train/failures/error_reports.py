@@ -21,8 +21,8 @@ _PROGRAMMING = (
     "InvalidRequestError"
 )
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
-# those that may also be raised on purpose in place of the error that is being handled
-_TRANSLATIONS = frozenset({"ValueError"})
+# one that may also be raised on purpose in place of the error that is being handled
+_TRANSLATION = "ValueError"
 
 _LINE_LIMIT = 300
 _DEPTH_LIMIT = 50
@@ -87,10 +87,7 @@ def _follow(
         exception.__context__ is not None
         and not exception.__suppress_context__
         # a KeyError in the handler of another error is a bug of its own, not a report of that error
-        and (
-            not own[0].is_programming_error
-            or not _TRANSLATIONS.isdisjoint(own[0].types)
-        )
+        and (not own[0].is_programming_error or _TRANSLATION in own[0].types)
     ):
         yield from _follow(exception.__context__, seen, in_group)
 

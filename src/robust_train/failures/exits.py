@@ -102,11 +102,7 @@ def classify_exit(
         return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
         # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
-        return Failure(
-            FailureKind.WORKER_DEATH,
-            ended,
-            Evidence(library="kernel"),
-        )
+        return Failure(FailureKind.WORKER_DEATH, ended, by_kernel.evidence)
     if record:
         return by_kernel
     crash = native_stack_in(output_tail) if name is not None else None

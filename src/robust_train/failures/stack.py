@@ -179,12 +179,9 @@ def memory_clue(stack: str) -> str | None:
 def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
-    types, text = report.types, report.text
-    is_os_error = not {"OSError", "FileNotFoundError", "PermissionError"}.isdisjoint(
-        types
-    )
-    if is_os_error and _MAKES_A_LOCK.search(stack):
+    if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
+    types, text = report.types, report.text
     if found is None:
         # without telling words it is the network's only if its code raised it, or waited for it
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text)
