@@ -25,7 +25,19 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.
-_STOPS = "SIGINT SIGTERM SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGXCPU SIGPWR SIGKILL"
+_STOPS = frozenset(
+    {
+        "SIGINT",
+        "SIGTERM",
+        "SIGHUP",
+        "SIGQUIT",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGXCPU",
+        "SIGPWR",
+        "SIGKILL",
+    }
+)
 _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM").words
@@ -83,7 +95,7 @@ def classify_exit(
     is_killed = name == "SIGKILL"
     if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
         return by_kernel
-    if name in _STOPS.split():
+    if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
         is_taken = is_killed or _TAKEN.search(one_line(lines))
         return Failure(
