@@ -12,7 +12,6 @@ import torch
 from memory_world import ON_CPU, run
 from torch import nn
 
-from robust_train.attempt import memory_upkeep
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
@@ -161,7 +160,7 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_p
 
 @pytest.mark.parametrize("shrinks", [False, True])
 def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
-    tmp_path, caplog, monkeypatch, shrinks
+    tmp_path, caplog, shrinks
 ):
     reported: list[Event] = []
     run = Run(run_dir=tmp_path, report=reported.append)
@@ -169,8 +168,7 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
     memory = MemoryConfig(sample_interval_ms=0)
     settings = RobustConfig(device="cpu", memory=memory, shrink_before_oom=shrinks)
-    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda: next(counts))
-    run.memory_keeper = AttemptMemory(run, settings)
+    run.memory_keeper = AttemptMemory(run, settings, read_alloc_retries=lambda: next(counts))
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):
         run.backward(lambda part: model(part).mean(), torch.zeros(16, 1), model)

@@ -74,10 +74,9 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..
         f"""
         import json, pathlib, time
         from robust_train.gpu.inventory import known_session
-        from robust_train.attempt import sampler as module
-        module._COST_SHARE, module._NVML_SECONDS = 1, 0.05
+        from robust_train.attempt.sampler import Sampler
         folder = pathlib.Path({str(machine.folder)!r})
-        sampler = module.Sampler(folder, 1, "cuda:0", 0.001, lambda: 1)
+        sampler = Sampler(folder, 1, "cuda:0", 0.001, lambda: 1, cost_share=1, nvml_seconds=0.05)
         sampler.start()
         calls, seen = folder / "calls", []
         while not calls.exists() or calls.read_text().count("nvmlShutdown") < 3:

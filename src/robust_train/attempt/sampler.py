@@ -33,9 +33,7 @@ from robust_train.readable import first_line
 log = logging.getLogger("robust_train")
 
 _COST_SHARE = 0.0025
-"""Of the time, which samples may take: longer pauses follow expensive ones."""
 _NVML_SECONDS = 60.0
-"""So long NVML is asked for each sample, and from then on once in that time."""
 _STOP_SECONDS = 2.0
 
 
@@ -110,6 +108,10 @@ class Sampler:
         step: Callable[[], int | None],
         # all that this process has started counts, as where a script trains
         whole_tree: bool = False,
+        # of the time, which samples may take: longer pauses follow expensive ones
+        cost_share: float = _COST_SHARE,
+        # so long NVML is asked for each sample, and from then on once in that time
+        nvml_seconds: float = _NVML_SECONDS,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME)
         self._attempt = attempt
@@ -117,11 +119,13 @@ class Sampler:
         self._index = device_index(device)
         self._gpu_name = ""
         self._gpu: GpuInfo | None = None
+        self._nvml_seconds = nvml_seconds
         self._ask_next = 0.0  # when NVML is to be asked again
-        self._often_until = time.monotonic() + _NVML_SECONDS
+        self._often_until = time.monotonic() + nvml_seconds
         self._process = psutil.Process()
         self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
         self._interval_seconds = interval_seconds
+        self._cost_share = cost_share
         self._step = step
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -172,7 +176,9 @@ class Sampler:
                 return
             # waking up counts as well, which is why it is measured from one to the next
             cost, spent = time.thread_time() - spent, time.thread_time()
-            is_last = self._ended.wait(max(self._interval_seconds, cost / _COST_SHARE))
+            is_last = self._ended.wait(
+                max(self._interval_seconds, cost / self._cost_share)
+            )
 
     def _sample(self) -> Sample:
         resident, anonymous = self._resident(self._process)
@@ -205,7 +211,7 @@ class Sampler:
             self._gpu = find_gpu(self._gpu_name)
             if now >= self._often_until:
                 close_session()
-                self._ask_next = now + _NVML_SECONDS
+                self._ask_next = now + self._nvml_seconds
         return self._gpu
 
 

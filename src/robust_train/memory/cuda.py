@@ -73,13 +73,17 @@ def started_gpu(device: Any) -> tuple[Any, int] | None:
     ordinal, torch = ordinal_of(device), started_torch()
     if ordinal == HOST or torch is None:
         return None
+    return torch, _gpu_number(torch, ordinal)
+
+
+def _gpu_number(torch: Any, ordinal: int | None) -> int:
     if ordinal is None:
-        return torch, busiest_gpu(torch)
+        return busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
         raise ValueError(
             f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}"
         )
-    return torch, ordinal
+    return ordinal
 
 
 def busiest_gpu(torch: Any) -> int:
@@ -178,14 +182,19 @@ def _is_private(segment: Any) -> bool:
 # --- settings ---
 
 
-def enable_memory_efficient_settings() -> tuple[str, ...]:
+def enable_memory_efficient_settings(
+    *, fraction: float | None = 0.95, tf32: bool = True
+) -> tuple[str, ...]:
     """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
 
     Expandable segments, unless the environment forbids them or this is WSL, which lacks them: in
     the variable, for programs started from here, and in this process where CUDA is there.
-    Segments that the allocator has already stay as they are, so call it before CUDA is used. The
-    limit of :func:`set_memory_fraction` is 0.95. Float32 matrix products use TensorFloat32 if the
-    GPU has it (Ampere and later), as convolutions do by default: faster, at 10 bits of mantissa.
+    Segments that the allocator has already stay as they are, so call it before CUDA is used.
+
+    Args:
+        fraction: as in :func:`set_memory_fraction`; None sets no limit.
+        tf32: let float32 matrix products use TensorFloat32 if the GPU has it (Ampere and later), as
+            convolutions do by default: faster, at 10 bits of mantissa. It saves no memory.
     """
     exported = exported_expandable_segments(os.environ)
     settings = allocator_settings(os.environ, expandable_segments=True)
@@ -203,10 +212,12 @@ def enable_memory_efficient_settings() -> tuple[str, ...]:
     else:
         if is_possible:
             done.append(apply_to_allocator(torch, settings))
-        done.append(set_memory_fraction(MemoryConfig.fraction).description)
-        # the flags exist on every GPU and act only where the hardware has the format
-        torch.set_float32_matmul_precision("high")
-        done.append("TensorFloat32 for float32 matrix products if the GPU has it")
+        if fraction is not None:
+            done.append(set_memory_fraction(fraction).description)
+        if tf32:
+            # the flags exist on every GPU and act only where the hardware has the format
+            torch.set_float32_matmul_precision("high")
+            done.append("TensorFloat32 for float32 matrix products if the GPU has it")
     for sentence in done:
         log.info("%s", sentence)
     return tuple(done)
@@ -261,31 +272,31 @@ class MemoryLimit:
         )
 
 
-def set_memory_fraction(fraction: float = 0.8) -> MemoryLimit:
+def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
     """Let this process take at most a share of the device's memory; 1 lifts the limit, but for one
     that PYTORCH_CUDA_ALLOC_CONF sets (``per_process_memory_fraction``).
 
-    On the GPU on which this process holds most, else the current one, it limits torch's caching
-    allocator, as if the GPU were smaller; CUDA contexts and
+    On a GPU it limits torch's caching allocator, as if the GPU were smaller; CUDA contexts and
     NCCL's memory do not count. CUDA is started if it was not. Without CUDA the writable private
     memory of this process is limited to that share of the host's (RLIMIT_DATA, see setrlimit(2)):
     a request beyond it raises MemoryError. Child processes inherit that, each for itself.
 
     Args:
         fraction: over 0, up to 1.
+        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
 
     Raises:
-        ValueError: no such fraction; or the host process has more already, and would
+        ValueError: no such fraction or device; or the host process has more already, and would
             fail at once.
     """
     is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not (is_number and 0 < fraction <= 1):
         raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
-    torch = _usable_torch()
-    if torch is None:
+    ordinal, torch = ordinal_of(device), _usable_torch()
+    if ordinal == HOST or torch is None:
         limit = _limit_host(float(fraction))
     else:
-        index = busiest_gpu(torch)
+        index = _gpu_number(torch, ordinal)
         fraction = _limit_cache(torch, fraction, index)
         total = torch.cuda.get_device_properties(index).total_memory
         in_use = torch.cuda.memory_reserved(index)

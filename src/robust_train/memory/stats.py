@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -115,21 +115,21 @@ get_cuda_memory_info = get_gpu_memory_stats
 """The other name that people know :func:`get_gpu_memory_stats` by."""
 
 
-def print_cuda_memory_info() -> None:
+def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
     """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB."""
-    stats = get_gpu_memory_stats()
+    stats = get_gpu_memory_stats(device)
     note = f" ({stats.note})" if stats.note else ""
-    print(f"{'device':<18}  {stats.device}{note}")
+    print(f"{'device':<18}  {stats.device}{note}", file=file)
     for name, value in stats.as_dict().items():
         if isinstance(value, (int, float)):
             text = f"{value:.1%}" if name == "fragmentation" else _mib(value)
             text = str(value) if name in ("retries", "oom_count") else text
-            print(f"{name.replace('_', ' '):<18}  {text}")
+            print(f"{name.replace('_', ' '):<18}  {text}", file=file)
 
 
-def log_gpu_memory_stats(prefix: str = "") -> MemoryStats:
+def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
     """Log :func:`get_gpu_memory_stats` in one line that begins with ``prefix``; returns them."""
-    stats = get_gpu_memory_stats()
+    stats = get_gpu_memory_stats(device)
     log.info("%s%s", f"{prefix}: " if prefix else "", stats.description)
     return stats
 

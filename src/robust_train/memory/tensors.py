@@ -99,10 +99,18 @@ class LiveTensor:
         return {**vars(self), "shape": list(self.shape)}
 
 
-def largest_tensors(top: int = 20) -> list[dict[str, Json]]:
-    """Return the ``top`` largest tensors that are alive on the GPUs, or without CUDA on the host,
-    the largest first, in JSON's types. Tensors that share a storage count once."""
-    return [tensor.as_json() for tensor in largest_alive(top)]
+def largest_tensors(
+    top: int = 20, *, devices: Collection[str] | None = None
+) -> list[dict[str, Json]]:
+    """Return the largest tensors that are alive, the largest first, in JSON's types.
+
+    Tensors that share a storage count once.
+
+    Args:
+        top: how many at most.
+        devices: ``cuda:0``, ``cpu`` …; by default the GPUs, or without CUDA the host.
+    """
+    return [tensor.as_json() for tensor in largest_alive(top, devices)]
 
 
 def largest_alive(

@@ -55,6 +55,7 @@ class OOMHandler:
         min_batch_size: no try uses a smaller one.
         gradient_accumulation_steps: accumulation of the first try; it grows as the batch shrinks.
         max_retries: tries after the first one; None: as many as there are sizes.
+        preserve_effective_batch_size: False leaves the accumulation as it is.
         batch_argument: which parameter of a function given to :meth:`run` is the batch.
         check_memory: False skips the comparison with the memory at the start, which takes some ten
             milliseconds here and after each failure.
@@ -70,6 +71,7 @@ class OOMHandler:
         *,
         gradient_accumulation_steps: int = 1,
         max_retries: int | None = None,
+        preserve_effective_batch_size: bool = True,
         batch_argument: str = "batch_size",
         check_memory: bool = True,
     ) -> None:
@@ -86,6 +88,7 @@ class OOMHandler:
             initial_batch_size,
             gradient_accumulation_steps,
             min_batch_size=min_batch_size,
+            preserve_effective_batch_size=preserve_effective_batch_size,
         )
         self._max_retries = math.inf if max_retries is None else max_retries
         self._batch_argument = batch_argument
@@ -228,6 +231,10 @@ def adaptive_batch_training(
     train_fn: Callable[..., T],
     initial_batch_size: int = 128,
     min_batch_size: int = 4,
+    *,
+    gradient_accumulation_steps: int = 1,
+    max_retries: int | None = None,
+    batch_argument: str = "batch_size",
 ) -> T:
     """Call ``train_fn`` with smaller batches until it fits; see :class:`OOMHandler`.
 
@@ -235,7 +242,14 @@ def adaptive_batch_training(
         TypeError: ``train_fn`` is a generator or a coroutine.
         AttemptsExhausted: it does not fit at ``min_batch_size`` either.
     """
-    return OOMHandler(initial_batch_size, min_batch_size).run(train_fn)
+    handler = OOMHandler(
+        initial_batch_size,
+        min_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        max_retries=max_retries,
+        batch_argument=batch_argument,
+    )
+    return handler.run(train_fn)
 
 
 @overload

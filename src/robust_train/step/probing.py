@@ -148,7 +148,10 @@ def find_batch_size(
     *,
     min_batch_size: int = 1,
     model: Models = None,
+    device: torch.device | str | None = None,
     effective_batch_size: int | None = None,
+    reserve_bytes: int = 0,
+    memory_fraction: float = 1.0,
 ) -> FoundBatchSize:
     """Find the largest batch that fits, in at most four tries::
 
@@ -166,11 +169,13 @@ def find_batch_size(
         try_batch: a forward and backward pass of that many samples.
         at_most: the largest size to consider.
         min_batch_size: the smallest.
-        model: what gets gradients; None: the modules that ``try_batch`` closes over. Of a model
-            that is named an optimizer's state that is not made yet counts as well. The memory is
-            that of its device, or where it has no parameters yet of the current GPU if CUDA has
-            been started, else of the CPU.
+        model: what gets gradients; None: the modules that ``try_batch`` closes over.
+        device: whose memory it is about; None: that of the model, or where there is none yet the
+            current GPU if CUDA has been started, else the CPU.
         effective_batch_size: samples in an optimizer step: prefer its divisors.
+        reserve_bytes: needed later beside what a pass shows; an optimizer's state that is not made
+            yet counts by itself where ``model`` is given.
+        memory_fraction: of the GPU's memory, the most to count on.
 
     Raises:
         AttemptsExhausted: memory runs out at ``min_batch_size`` as well.
@@ -192,13 +197,14 @@ def find_batch_size(
     start = StepStart(Watch(), models)
     parameters = list(start.parameters())
     state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
+    where = device_of(parameters) if device is None else torch.device(device)
     try:
         found = search_size(
             try_batch,
             start,
             sizes,
-            Meter(device_of(parameters)),
-            state_bytes,
+            Meter(where, memory_fraction),
+            reserve_bytes + state_bytes,
             step_bytes,
         )
     except BaseException:
@@ -237,14 +243,12 @@ def find_in_step(
         )
         return None
     meter = Meter(devices.pop(), search.memory_share)
-    state_bytes, step_bytes = optimizer_bytes(parameters)
     return search_size(
         run,
         start,
         sizes,
         meter,
-        state_bytes,
-        step_bytes,
+        *optimizer_bytes(parameters),
     )
 
 
@@ -302,7 +306,7 @@ class Meter:
     into it. Where the kernel does not let the host's peak be reset it is that of all that went
     before: too much at worst, since larger sizes are tried after smaller ones."""
 
-    def __init__(self, device: torch.device, share: float = 1.0) -> None:
+    def __init__(self, device: torch.device, share: float) -> None:
         self.index: int | None = None
         if device.type == "cuda":
             is_current = device.index is None

@@ -188,11 +188,11 @@ class Ledger:
             raise
         if self._now is None:  # outside of parts
             return
+        sizes = output.numel(), given.numel()
         self._now.append(
             Collective(
                 is_gathered,
-                output.numel(),
-                given.numel(),
+                *sizes,
                 output.dtype,
                 output.device,
                 group,
