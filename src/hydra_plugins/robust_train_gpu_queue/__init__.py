@@ -74,7 +74,7 @@ class RobustSweeper(Sweeper):
         config: DictConfig,
     ) -> None:
         """Take what Hydra gives once, and check the settings."""
-        from robust_train.sweep.sweeper import SweeperSettings
+        from robust_train.sweep.study import SweeperSettings
 
         settings: Any = OmegaConf.to_container(OmegaConf.create(self._settings))
         checked = SweeperSettings(**settings)

@@ -175,7 +175,7 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
         with contextlib.suppress(Exception):  # without Optuna, or of too few trials
-            from robust_train.sweep.search import importances_in
+            from robust_train.sweep.study import importances_in
 
             shares = importances_in(Path(sweep.folder))
     keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]

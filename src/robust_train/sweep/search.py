@@ -15,7 +15,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -33,12 +32,10 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.pruners import NopPruner
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from robust_train.compat import importances_of, running_trial, suggest
+from robust_train.compat import running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.sweep.gpu_queue import Job
@@ -51,11 +48,10 @@ from robust_train.sweep.record import (
     read_row,
 )
 from robust_train.sweep.session import Sweep
-from robust_train.sweep.sweeper import SweeperSettings
+from robust_train.sweep.study import STUDY, SweeperSettings, storage_in
 
 log = logging.getLogger("robust_train")
 
-_STUDY = "sweep"
 _RETRY_SECONDS = 1.0  # until others are asked again for what they have left
 _SEEDS_APART = 1_000_003
 
@@ -86,8 +82,8 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             self._study = optuna.create_study(
-                study_name=_STUDY,
-                storage=_storage(sweep.folder),
+                study_name=STUDY,
+                storage=storage_in(sweep.folder),
                 direction=StudyDirection[settings.direction.upper()],
                 pruner=pruner or NopPruner(),
                 load_if_exists=True,
@@ -224,27 +220,6 @@ class Search:
                 if not content.endswith(b"\n"):  # torn by a power cut or a kill
                     os.truncate(path, content.rfind(b"\n") + 1)
             yield
-
-
-def importances_in(folder: Path) -> dict[str, float]:
-    """Return the importance of each parameter of the study in ``folder``."""
-    study = optuna.load_study(study_name=_STUDY, storage=_storage(folder))
-    return importances_of(study)
-
-
-def _storage(folder: Path) -> JournalStorage:
-    path = str(folder / STUDY_FILE)
-    return JournalStorage(JournalFileBackend(path, lock_obj=_NoLock(path)))
-
-
-class _NoLock(JournalFileOpenLock):
-    """No lock: whoever writes is alone already. Optuna's own is broken after 30 s."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
 
 
 def _made(wanted: Any) -> Any:
