@@ -315,13 +315,15 @@ class HydraSession:
             signals = SignalWatch()
             # one signal too many must not cost the table
             with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
+                mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
                 try:
                     self.note(sweep.show_and_write())
                 finally:
                     if sweep.lock is not None:
                         sweep.lock.release()
                 sweep.notifier.finish()
+                # nor the exit code, while the interpreter ends
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self.exit_code
 
 
