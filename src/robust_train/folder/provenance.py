@@ -30,7 +30,6 @@ from robust_train.config.placeholders import RUN_DIR_VARIABLE
 from robust_train.config.values import is_secret
 from robust_train.files import read_object, write_json
 from robust_train.gpu.bounded import printed_by
-from robust_train.gpu.inventory import read_inventory
 from robust_train.model.events import Json
 from robust_train.model.gpu import Group
 
@@ -183,7 +182,7 @@ class Provenance:
                 "executable": sys.executable,
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
-                "driver": read_inventory(processes=False).driver_version,
+                "driver": _driver(),
                 "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
                 "variables": public_variables(os.environ),
                 "packages": packages,
@@ -253,6 +252,16 @@ def _packages() -> dict[str, str]:
             )
             found.setdefault(fields["Name"], fields["Version"])
     return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, as the kernel has it: NVML would open a session that
+    lasts as long as the job, which blocks a reset of the GPUs."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if (found := re.search(r"Kernel Module\D*?([\d.]+)", text)) is not None:
+            return found[1]
+    return None
 
 
 _OURS = ("robust-train", "robust_train.cli.main")
