@@ -44,6 +44,8 @@ def test_snapshots_are_numbered_and_say_what_they_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verb", "options", "line"),
     [
+        ("memory_info", {"loud": 1}, "memory_info has no option loud: it has none"),
+        ("memory_clear", {"forced": True}, "memory_clear has no option forced: accepted is force"),
         ("memory_eat", {}, "no such request: memory_eat; accepted are memory_info, "),
         ("memory_clear", {"force": "yes"}, "force='yes': accepted is true or false"),
         ("memory_fraction", {}, "the option fraction is missing"),

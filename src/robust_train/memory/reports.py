@@ -125,13 +125,14 @@ def _dump_snapshot(path: Path) -> str | None:
 
 # --- requests ---
 
-_VERBS = (
-    "memory_info",
-    "memory_clear",
-    "memory_reset",
-    "memory_fraction",
-    "memory_snapshot",
-)
+_OPTIONS = {
+    "memory_info": "",
+    "memory_clear": "force",
+    "memory_reset": "",
+    "memory_fraction": "fraction",
+    "memory_snapshot": "",
+}
+"""The option of each request, if it has one."""
 
 
 def perform(
@@ -146,11 +147,15 @@ def perform(
         ``sentence`` for people, and what else the verb returns; all in JSON's types.
 
     Raises:
-        ValueError: an unknown verb, or an invalid value; one line for the user.
+        ValueError: an unknown verb or option, or an invalid value; one line for the user.
         OSError: the snapshot cannot be written.
     """
-    if verb not in _VERBS:
-        raise ValueError(f"no such request: {verb}; accepted are {', '.join(_VERBS)}")
+    if verb not in _OPTIONS:
+        raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
+    accepted = _OPTIONS[verb]
+    if unknown := next((name for name in options if name != accepted), None):
+        known = f"accepted is {accepted}" if accepted else "it has none"
+        raise ValueError(f"{verb} has no option {unknown}: {known}")
     before = get_gpu_memory_stats()
     answer: dict[str, object] = {}
     if verb == "memory_clear":
