@@ -219,27 +219,25 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     for manifest in reversed(of_job(folder, job)):
         if manifest.loss in USELESS:
             continue
-        state, damage = state_of(manifest), None
+        state, damage = state_of(manifest), "torn"
         if state == "whole":
             if (newer := _unlisted(folder, manifest)) is not None:
                 return newer
-            damage = damage_in(manifest.path, reads=True)
-            if damage is None:
-                if manifest.content in (None, content_of(manifest.path)):
-                    if changed is not None:
-                        log.warning(
-                            "checkpoint %s has changed since it was reported and is skipped",
-                            changed.path,
-                        )
-                    return manifest
-                state = "changed"
+            state, damage = _compared(manifest)
+        if state == "whole":
+            if changed is not None:
+                log.warning(
+                    "checkpoint %s has changed since it was reported and is skipped",
+                    changed.path,
+                )
+            return manifest
         if state == "changed":
             changed = changed or manifest
         elif state != "gone":
             log.warning(
                 "checkpoint %s is damaged (%s) and is skipped",
                 manifest.path,
-                damage or "torn",
+                damage,
             )
     if changed is not None:
         log.warning(
@@ -248,6 +246,18 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         )
         return changed
     return _unlisted(folder, Manifest(job, 0, -1, folder / _OURS))
+
+
+def _compared(manifest: Manifest) -> tuple[State, str]:
+    """Return the state of a checkpoint that looks whole, now that all of it is read, and what is
+    wrong with one that is not."""
+    damage = damage_in(manifest.path, reads=True)
+    if damage is not None:
+        return "torn", damage
+    # without a checksum to compare with, nothing is read for one
+    known = manifest.content
+    is_same = known is None or known == content_of(manifest.path)
+    return ("whole" if is_same else "changed"), ""
 
 
 _OURS = "step-0.pt"
