@@ -157,7 +157,7 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Cal
     assert "excluded for another 30 min" in host.command("gpus").stdout
     assert f"{A}: excluded for another 30 min" in host.command("queue").stdout
     assert "uncorrectable ECC" in doctor.stdout
-    assert "  failed 1 job in the last weeks; last " in doctor.stdout
+    assert "  failed 1 job in the last weeks:\n    " in doctor.stdout
     assert host.world("second").train("what_it_was_given").summary["result"]["visible"] == B
     assert host.command("doctor", "--clear", A).returncode == 0
     assert host.command("doctor", "--clear", A).returncode == 1

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -200,8 +201,10 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
         if faults := gpu["faults"]:
             jobs = "1 job" if len(faults) == 1 else f"{len(faults)} jobs"
             last = "; others are chosen first" if len(faults) >= OFTEN else ""
-            why = f"last {faults[-1]['job']}: {faults[-1]['reason']}"
-            lines.append(f"  failed {jobs} in the last weeks{last}; {why}")
+            lines.append(f"  failed {jobs} in the last weeks{last}:")
+        for one in faults:
+            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["time"]))
+            lines.append(f"    {date} {one['job']}: {one['reason']}")
     lines += [f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]]
     for one in data["probes"]:
         lines.append(f"probe of GPU {one['index']}: {one['result']}")
