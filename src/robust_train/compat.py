@@ -512,19 +512,10 @@ def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -
 
 
 LATEST = "_forward_cache"
-UPDATES = "_update_count"
-LOGGED = (
-    "value",
-    "cumulated_batch_size",
-    "has_reset",
-    LATEST,
-    "_computed",
-    UPDATES,
-)
-"""What a value that Lightning logs keeps; tensors among it are replaced, never changed in place."""
+"""What a torchmetrics object, or a value that Lightning logs, was last."""
 
 
-METRIC_NOTES = (UPDATES, "_computed", LATEST)
+METRIC_NOTES = ("_update_count", "_computed", LATEST)
 """What a torchmetrics object keeps beside its state."""
 
 

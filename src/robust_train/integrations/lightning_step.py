@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from robust_train.attempt.run import Run
-from robust_train.compat import (
-    LATEST,
-    LOGGED,
-    UPDATES,
-    accumulates_now,
-    logged_by,
-)
-from robust_train.integrations.metric_objects import MetricObjects, States
+from robust_train.compat import LATEST, accumulates_now, logged_by
+from robust_train.integrations.metric_objects import MetricObjects
 from robust_train.integrations.sample_order import SampleOrder
 from robust_train.integrations.steering import InStep, OpenStep, framework
 from robust_train.step.splitting import Part
@@ -46,7 +40,7 @@ def recover_in_steps(
     callback: Any,
 ) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    in_step, logged = InStep(run, "Lightning"), _Logged(trainer)
+    in_step, logs = InStep(run, "Lightning"), _Logs(trainer)
     reason = why_not(trainer, model)
     _keep_evaluation_batches(
         trainer,
@@ -58,7 +52,7 @@ def recover_in_steps(
         in_step.say(reason, on_all_ranks=True)
         return
     if model.automatic_optimization:
-        in_parts = _InParts(trainer, in_step, logged, callback)
+        in_parts = _InParts(trainer, in_step, logs, callback)
         trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
     else:
         reason = (
@@ -70,7 +64,7 @@ def recover_in_steps(
             _evaluate,
             trainer,
             in_step,
-            logged,
+            logs,
             getattr(trainer.strategy, name),
         )
         setattr(trainer.strategy, name, step)
@@ -126,13 +120,13 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         self,
         trainer: Any,
         in_step: InStep,
-        logged: _Logged,
+        logs: _Logs,
         callback: Any,
     ) -> None:
         super().__init__(trainer)
         self._callback = callback
         self._in_step = in_step
-        self._logged = logged
+        self._logs = logs
         self._step: OpenStep | None = None
         self._zero_grad: Callable[[], None] | None = None
 
@@ -183,7 +177,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._step = None  # the last one was left before its last batch
         if self._step is None:
             self._zero_grad = zero_grad
-            restore = partial(self._logged.restore, self._logged.state())
+            objects = self._logs.objects
+            restore = partial(objects.restore, objects.state())
             self._step = self._in_step.begin(
                 trainer.model,
                 on_rewind=restore,
@@ -202,7 +197,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
         number = self._callback.done
 
-        def body(part: Part) -> Any:
+        def body(part: Part) -> tuple[Any, _OfPart]:
             # an earlier batch that is repeated has its own weight
             self._callback.done = number
             is_whole, weight = part.data is batch, part.weight
@@ -210,11 +205,11 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
             def step() -> Any:
                 result = self._training_step(inputs)
-                if result.closure_loss is not None:
-                    scale = trainer.accumulate_grad_batches
-                    self._logged.loss = result.closure_loss.detach() * scale
-                if weight != 1.0 and result.closure_loss is not None:
-                    result.closure_loss = result.closure_loss * weight
+                loss = result.closure_loss
+                if loss is not None:
+                    logged.loss = loss.detach() * trainer.accumulate_grad_batches
+                if weight != 1.0 and loss is not None:
+                    result.closure_loss = loss * weight
                     result.loss = result.closure_loss.detach().clone()
                 return result
 
@@ -224,12 +219,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 backward,
                 self._zero_grad and zero_grad,
             )
-            with self._logged.part(
-                part,
-                samples,
-                is_whole=is_whole,
-            ):
-                return closure.closure()
+            with self._logs.part(part, samples, is_whole=is_whole) as logged:
+                return closure.closure(), logged
 
         is_last = not accumulates_now(trainer)
         samples = self._in_step.samples_of(batch)
@@ -239,17 +230,19 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             body,
             is_last=is_last,
         )
-        self._logged.batch_ends(batch, syncs=is_last)
+        self._logs.log(found)
         if is_last:
             self._step = None
-        return found[0][0] if len(found) == 1 else self._merged(found)
+        (result, _), _ = found[0]
+        return result if len(found) == 1 else self._merged(found)
 
-    def _merged(self, found: Sequence[tuple[Any, Part]]) -> Any:
+    def _merged(self, found: _Found) -> Any:
         merged = _automatic.ClosureResult(None)
+        results = [result for (result, _), _ in found]
         merged.extra = self._in_step.joined(
-            [(result.extra, part) for result, part in found]
+            [(result.extra, part) for (result, _), part in found]
         )
-        losses = [result.loss for result, _ in found if result.loss is not None]
+        losses = [result.loss for result in results if result.loss is not None]
         merged.loss = sum(losses) if losses else None
         return merged
 
@@ -262,7 +255,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 def _evaluate(
     trainer: Any,
     in_step: InStep,
-    logged: _Logged,
+    logs: _Logs,
     inner: Any,
     batch: Any,
     *rest: Any,
@@ -271,46 +264,66 @@ def _evaluate(
 
     samples = in_step.samples_of(batch) if in_step.is_on else None
 
-    def body(part: Part) -> Any:
-        with logged.part(
-            part,
-            samples,
-            is_whole=part.data is batch,
-        ):
+    def body(part: Part) -> tuple[Any, _OfPart]:
+        with logs.part(part, samples, is_whole=part.data is batch) as logged:
             result = inner(part.data, *rest)
             loss = result.get("loss") if isinstance(result, dict) else result
             logged.loss = loss if isinstance(loss, Tensor) else None
-            return result
+            return result, logged
 
     found = in_step.evaluate(trainer.model, batch, body)
-    logged.batch_ends(batch, syncs=True)
-    return in_step.joined(found)
+    logs.log(found)
+    return in_step.joined([(result, part) for (result, _), part in found])
 
 
-class _Logged:
-    """What ``self.log`` has taken, as if each batch was one part."""
+@dataclass
+class _OfPart:
+    """What ``self.log`` was given for a part, and the part's loss."""
+
+    samples: int
+    loss: Tensor | None = None
+    # by hook, name, and how often it was logged before: what to log, its figure, and how
+    values: dict[tuple[str, str, int], tuple[Any, Any, dict[str, Any]]] = field(
+        default_factory=dict
+    )
+
+    def take(
+        self,
+        hook: str,
+        name: str,
+        value: Any,
+        **options: Any,
+    ) -> None:
+        """Keep a value until the batch is done."""
+        if isinstance(value, Tensor):
+            figure = value.detach()
+            value = value if options["enable_graph"] else figure
+        else:  # an object of torchmetrics
+            figure = getattr(value, LATEST)
+        nth = sum(key[:2] == (hook, name) for key in self.values)
+        self.values[hook, name, nth] = value, figure, options
+
+    def is_loss(self, value: Tensor) -> bool:
+        """Return whether a value is the loss, a mean over the samples."""
+        if self.loss is None or self.loss.ndim:
+            return False
+        loss = self.loss.detach().to(value)
+        return bool(torch.isclose(loss, value, rtol=1e-6, atol=0))
+
+
+_Found = Sequence[tuple[tuple[Any, _OfPart], Part]]
+
+
+class _Logs:
+    """Has what is logged of a batch's parts logged once, for the whole batch, when it is done.
+
+    So there is nothing to undo where a part is repeated.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self.loss: Tensor | None = None  # of the part in progress
+        self.objects = MetricObjects(lambda: trainer.lightning_module)
         self._trainer = trainer
-        self._objects = MetricObjects(lambda: trainer.lightning_module)
-        self._of_parts: dict[str, list[_OfPart]] = {}
-        self._whole: dict[str, Tensor] = {}  # of the last batch that was split
-        self._before: _Logs = {}, []  # at the batch's start
         self._has_warned: set[str] = set()
-        self._in_part = False
-        self._reduce = trainer.strategy.reduce
-        if trainer.world_size > 1:
-            trainer.strategy.reduce = self.reduce
-
-    def reduce(
-        self,
-        tensor: Any,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """Reduce over ranks; within a part, which others may not have, leave as it is."""
-        return tensor if self._in_part else self._reduce(tensor, *args, **options)
 
     @contextlib.contextmanager
     def part(
@@ -319,189 +332,77 @@ class _Logged:
         samples: int | None,
         *,
         is_whole: bool,
-    ) -> Iterator[None]:
-        """Let values logged within the block count as a mean over the part's samples, of so many
-        ``samples`` in the batch."""
-        before, results = self.state(), logged_by(self._trainer)
+    ) -> Iterator[_OfPart]:
+        """Yield what is logged within the block, of a part of a batch with so many ``samples``."""
+        before, results = self.objects.state(), logged_by(self._trainer)
+        logged = _OfPart(len(part))
         if not part.start:
-            self._of_parts, self._whole, self._before = {}, {}, before
-            self._objects.batch_begins(before[1])
-        self.loss = None
-        is_one_of_several = not is_whole or self._trainer.world_size > 1
+            self.objects.batch_begins(before)
         if results is not None:
-            results.batch, results.batch_size = part.data, None
-        for _, metric in self._values() if is_one_of_several else ():
-            setattr(metric, LATEST, None)
-            if not is_whole and _is_extreme_or_sum(metric):
-                metric.value = torch.full_like(metric.value, _nothing(metric.meta))
-        self._in_part = True
+            results.log = logged.take
         try:
-            with (
-                contextlib.nullcontext() if is_whole else self._objects.part(len(part))
-            ):
-                yield
+            with contextlib.nullcontext() if is_whole else self.objects.part(len(part)):
+                yield logged
         except BaseException:
-            self.restore(before)
+            self.objects.restore(before)
             raise
         finally:
-            self._in_part = False
-        for key, metric in self._values() if is_one_of_several else ():
-            known = before[0].get(key, {})
-            value = getattr(metric, LATEST)
-            if not is_whole and _is_extreme_or_sum(metric):
-                # also if it is logged for the epoch alone
-                is_new = getattr(metric, UPDATES) != known.get(UPDATES, 0)
-                value = metric.value if is_new else None
-            if value is not None:
-                found = _OfPart(value, len(part), self.loss)
-                self._of_parts.setdefault(key, []).append(found)
-            elif known:
-                setattr(metric, LATEST, known[LATEST])
+            if results is not None:
+                del results.log
         if not is_whole and part.stop == samples:
-            self._join()
+            self.objects.batch_ends()
 
-    def _join(self) -> None:
-        """Make one value of a batch of those of its parts."""
-        exact = self._objects.batch_ends()
-        for key, metric in self._values():
-            found = self._of_parts.get(key)
-            if not found:
-                continue
-            if metric.is_tensor:
-                self._whole[key] = whole = self._reduced(key, metric, found)
-                if _is_extreme_or_sum(metric):
-                    self._count_once(key, metric, whole)
-            elif any(metric.value is one for one in exact):
-                setattr(metric, LATEST, getattr(metric.value, LATEST))
-            else:
-                setattr(metric, LATEST, _mean(found))
+    def log(self, found: _Found) -> None:
+        """Log the values of a batch's parts, each once."""
+        results, parts = logged_by(self._trainer), [one for (_, one), _ in found]
+        for key in dict.fromkeys(key for one in parts for key in one.values):
+            own = [one for one in parts if key in one.values]
+            value, figure, options = own[0].values[key]
+            if len(parts) > 1:
+                sizes = [one.values[key][2]["batch_size"] for one in own]
+                if None not in sizes:
+                    options["batch_size"] = sum(sizes)
+                figures = [one.values[key][1] for one in own]
+                if isinstance(value, Tensor):
+                    value = self._joined(key[1], own, figures, options["reduce_fx"])
+                elif isinstance(figure, Tensor) and not self.objects.is_exact(value):
+                    setattr(value, LATEST, _mean(own, figures))
+            results.log(*key[:2], value, **options)
 
-    def _count_once(
+    def _joined(
         self,
-        key: str,
-        metric: Any,
-        whole: Tensor,
-    ) -> None:
-        """Let the epoch's figure go on from the batch's start by this value alone."""
-        known = self._before[0].get(key)
-        both = [whole] if known is None else [known["value"].to(whole), whole]
-        metric.value = torch.as_tensor(metric.meta.reduce_fx(torch.stack(both)))
-
-    def batch_ends(
-        self,
-        batch: Any,
-        *,
-        syncs: bool,
-    ) -> None:
-        """Show a batch's values; with ``syncs`` of all ranks."""
-        for key, metric in self._values():
-            if metric.is_tensor and (found := self._of_parts.get(key)):
-                value = self._whole.get(key, found[-1].value)
-                value = metric.meta.sync(value) if syncs else value
-                if metric.meta.on_step:
-                    setattr(metric, LATEST, value)
-                if not metric.meta.on_epoch:
-                    metric.value = value
-        results = logged_by(self._trainer)
-        if results is not None and results.batch is not batch:
-            results.batch, results.batch_size = batch, None
-
-    def state(self) -> _Logs:
-        """Return what was logged so far, and what torchmetrics objects hold."""
-        values = {
-            key: {
-                name: getattr(metric, name) for name in LOGGED if hasattr(metric, name)
-            }
-            for key, metric in self._values()
-        }
-        return values, self._objects.state()
-
-    def restore(self, state: _Logs) -> None:
-        """Go back to a :meth:`state`."""
-        values, objects = state
-        for key, metric in self._values():
-            if key not in values:
-                del logged_by(self._trainer)[key]
-            for name, value in values.get(key, {}).items():
-                setattr(metric, name, value)
-        self._objects.restore(objects)
-
-    def _values(self) -> list[tuple[str, Any]]:
-        return list((logged_by(self._trainer) or {}).items())
-
-    def _reduced(
-        self,
-        key: str,
-        metric: Any,
-        found: list[_OfPart],
+        name: str,
+        parts: Sequence[_OfPart],
+        figures: Sequence[Tensor],
+        reduce_fx: Any,
     ) -> Tensor:
         """Return a batch's value of those of its parts."""
-        values = torch.stack([one.value for one in found])
-        if metric.meta.is_mean_reduction or len(found) == 1:
-            return _mean(found)
-        if all(one.is_loss for one in found):
-            return _mean(found)
-        if all(float(one.value) == one.samples for one in found):
+        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        is_mean = kind in ("mean", "avg") or len(parts) == 1
+        if is_mean or all(map(_OfPart.is_loss, parts, figures)):
+            return _mean(parts, figures)
+        values = torch.stack(list(figures))
+        if values.tolist() == [one.samples for one in parts]:
             return values.sum()
-        name = metric.meta.reduce_fx.__name__
-        is_count = metric.meta.is_sum_reduction and bool((values % 1 == 0).all())
-        if not is_count and key not in self._has_warned:
-            self._has_warned.add(key)
+        is_count = kind == "sum" and bool((values % 1 == 0).all())
+        if not is_count and name not in self._has_warned:
+            self._has_warned.add(name)
             log.warning(
                 "self.log(%r, reduce_fx=%s): where a batch is split, its value is the %s of its "
                 "parts' values, which is that of a %s over samples, not of a mean",
-                metric.meta.name,
-                *(name, name, name),
+                name,
+                kind,
+                kind,
+                kind,
             )
-        return torch.as_tensor(metric.meta.reduce_fx(values))
+        return torch.as_tensor(getattr(torch, kind)(values))
 
 
-_Logs = tuple[dict[str, dict[str, Any]], States]
-
-
-@dataclass(frozen=True)
-class _OfPart:
-    """A value that was logged of a part, and what its step returned."""
-
-    value: Tensor
-    samples: int
-    loss: Tensor | None
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether the value is the loss, a mean over the samples."""
-        loss = self.loss
-        return (
-            loss is not None
-            and loss.ndim == 0
-            and torch.isclose(
-                loss.detach().to(self.value),
-                self.value,
-                rtol=1e-6,
-                atol=0,
-            ).item()
-            is True
-        )
-
-
-def _is_extreme_or_sum(metric: Any) -> bool:
-    """Return whether the epoch's figure has values of batches in it that are not their means."""
-    meta = metric.meta
-    return bool(metric.is_tensor and meta.on_epoch and not meta.is_mean_reduction)
-
-
-def _nothing(meta: Any) -> float:
-    """Return what a value begins with in an epoch."""
-    if meta.is_sum_reduction:
-        return 0.0
-    return float("-inf") if meta.is_max_reduction else float("inf")
-
-
-def _mean(found: list[_OfPart]) -> Tensor:
-    values = torch.stack([one.value for one in found])
-    if len(found) == 1:
-        return values[0]
-    sizes = values.new_tensor([one.samples for one in found])
+def _mean(parts: Sequence[_OfPart], figures: Sequence[Tensor]) -> Tensor:
+    if len(figures) == 1:
+        return figures[0]
+    values = torch.stack(list(figures))
+    sizes = values.new_tensor([one.samples for one in parts])
     return (values * sizes).sum() / sizes.sum()
 
 

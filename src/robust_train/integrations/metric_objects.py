@@ -51,6 +51,7 @@ class MetricObjects:
         self._parts: list[tuple[int, list[Call]]] | None = (
             None  # None: too large to keep
         )
+        self._exact: list[Any] = []
         self._bytes = 0
         self._is_inside = False  # a metric that calls others counts itself
 
@@ -84,13 +85,13 @@ class MetricObjects:
             if self._bytes > _MOST_BYTES:
                 self._parts = None
 
-    def batch_ends(self) -> list[Any]:
-        """Count the batch's parts as one; return the objects for which that was possible."""
-        parts, self._parts = self._parts or [], None
+    def batch_ends(self) -> None:
+        """Count the batch's parts as one, where that is possible."""
+        parts, self._parts, self._exact = self._parts or [], None, []
         sizes = [samples for samples, _ in parts]
         names = {tuple((id(m), name) for m, name, _, _ in calls) for _, calls in parts}
         if len(sizes) < 2 or len(names) != 1 or not parts[0][1]:
-            return []
+            return
         called = [call[0] for call in parts[0][1]]
         # another of a collection's group takes over what the first one holds
         touched = {id(inner) for metric in called for inner in metric.modules()}
@@ -107,8 +108,12 @@ class MetricObjects:
             # what the parts gave cannot be put together, or that does not fit
             log.debug("torchmetrics objects stay as the parts left them: %s", error)
             self.restore(after)
-            return []
-        return called
+        else:
+            self._exact = called
+
+    def is_exact(self, metric: Any) -> bool:
+        """Return whether an object has counted the last batch as one."""
+        return any(metric is one for one in self._exact)
 
     def _metrics(self) -> list[Any]:
         model = self._model()
