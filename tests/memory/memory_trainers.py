@@ -1,7 +1,6 @@
 """Trainers that do with memory what the tests of it need."""
 
-from __future__ import annotations
-
+import gc
 import os
 import signal
 import time
@@ -11,12 +10,7 @@ import torch
 
 from memory_limit import MIB, limit_growth
 
-
-def is_killed(cfg, run):
-    """Reports steps until it is killed by the test."""
-    for step in range(1, 10**9):
-        run.progress(step)
-        time.sleep(0.002)
+KEPT = []
 
 
 def trains_until_told(cfg, run):
@@ -25,8 +19,23 @@ def trains_until_told(cfg, run):
     while not Path(os.environ["GO_FILE"]).exists():
         step += 1
         run.progress(step)
-        time.sleep(0.01)
-    return step
+        time.sleep(0.005)
+
+
+def holds_memory_until_stopped(cfg, run):
+    """Holds a tensor, and another as garbage that no one collects."""
+    gc.disable()
+    KEPT.append(torch.ones(16 * MIB))
+    cycle = [torch.ones(32 * MIB)]
+    cycle.append(cycle)
+    del cycle
+    gc.freeze()
+    run.started(0)
+    step = 0
+    while not run.stop_requested:
+        step += 1
+        run.progress(step)
+        time.sleep(0.02)
 
 
 def runs_out_in_a_function(cfg, run):
@@ -118,7 +127,7 @@ def dies_at_once(cfg, run):
 
 
 def has_a_spike_on_the_gpu(cfg, run):
-    """Needs a GiB once, then hardly anything."""
+    """Needs a GiB once, then hardly anything; returns what is reserved and free, twice."""
     kept = torch.ones(MIB, device=cfg.device)
     spike = torch.ones(256 * MIB, device=cfg.device)
     run.progress(1)
@@ -127,12 +136,7 @@ def has_a_spike_on_the_gpu(cfg, run):
     for step in range(2, 21):
         kept += 1
         run.progress(step)
-    return {
-        "reserved_at_spike": at_spike[0],
-        "free_at_spike": at_spike[1],
-        "reserved_at_end": torch.cuda.memory_reserved(),
-        "free_at_end": torch.cuda.mem_get_info()[0],
-    }
+    return at_spike, (torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0])
 
 
 def takes_half_of_the_gpu(cfg, run):
@@ -142,7 +146,6 @@ def takes_half_of_the_gpu(cfg, run):
     for step in range(1, 17):
         kept.append(torch.empty(total // 32, dtype=torch.uint8, device=cfg.device))
         run.progress(step)
-    return len(kept)
 
 
 def leaks_on_the_gpu(cfg, run):
@@ -156,4 +159,3 @@ def leaks_on_the_gpu(cfg, run):
         del activations
         time.sleep(0.01)
         run.progress(step)
-    return len(kept)

@@ -1,131 +1,99 @@
 """robust-train memory and cleanup as a user types them, in a terminal and in a pipe."""
 
-from __future__ import annotations
-
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import warm
 from robust_train.host.allocator import VARIABLE
-from simulated_nvml import GPU_IS_LOST, MIB, Gpu, Machine
+from robust_train.memory.reports import perform
+from simulated_nvml import GPU_IS_LOST, MIB, Gpu
 from terminal import run_at_a_terminal
-from world import ROOT, SUPPORT, World, wait_until
-
-MachineWith = Callable[..., Machine]
+from world import wait_until
 
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 
 
-def run(environ, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(environ, *arguments):
     return warm.robust_train(*arguments, environ=environ)
 
 
-@pytest.fixture
-def alone(tmp_path: Path):
-    """The environment of a machine on which no run is alive."""
-
-    def of(machine: Machine, **more: str) -> dict[str, str]:
-        return machine.environment(ROBUST_TRAIN_STATE_DIR=str(tmp_path / "nobody"), **more)
-
-    return of
+def asked(environ, *arguments):
+    done = run(environ, *arguments, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
 
 
-# --- the machine --------------------------------------------------------------------------------
+# --- the machine ---
 
 
-def test_info_shows_what_gpus_shows_and_the_hosts_memory(machine_with: MachineWith, alone) -> None:
+def test_info_shows_what_gpus_shows_and_the_hosts_memory(machine_with):
     machine = machine_with(
         Gpu(free_mib=30000, compute=[(2**30, 700), (2**29, None)], graphics=[(2**28, 5)]),
         Gpu(name="T4", total_mib=15000),
         Gpu(),
     )
     machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
-    environ = alone(machine)
-    header, first, second, skipped, host = run(environ, "memory", "info").stdout.splitlines()
-    assert header.split("  ")[0] == "index"
-    assert all(word in first for word in ("10960", "30000", "40960", f"{2**30} 700 MiB"))
-    assert f"{2**28} (draws) 5 MiB" in first
-    assert "T4" in second
-    assert skipped == "GPU 2 skipped: GPU is lost"
-    assert host.startswith("host memory: ")
-    told = json.loads(run(environ, "memory", "info", "--json").stdout)
-    assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
-    assert told["gpus"][0]["used_bytes"] == 10960 * MIB
-    assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
-    none = run(alone(machine_with()), "memory", "info").stdout.splitlines()
+    environ = machine.environment()
+    for arguments in (("memory", "info"), ("cleanup", "--stats-only")):
+        done = run(environ, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        header, first, second, skipped, host = done.stdout.splitlines()
+        assert header.split("  ")[0] == "index"
+        assert all(word in first for word in ("10960", "30000", "40960", f"{2**30} 700 MiB"))
+        assert f"{2**28} (draws) 5 MiB" in first
+        assert "T4" in second
+        assert skipped == "GPU 2 skipped: GPU is lost"
+        assert host.startswith("host memory: ")
+        told = asked(environ, *arguments)
+        assert told["live_run"] is None
+        assert told["gpus"][0]["processes"][0]["used_bytes"] == 700 * MIB
+        assert told["gpus"][0]["used_bytes"] == 10960 * MIB
+        assert told["host"]["total_bytes"] > told["host"]["available_bytes"] > 0
+    code, shown = run_at_a_terminal([*COMMAND, "memory", "info"], environ)
+    assert code == 0
+    assert "index  name" in shown
+    none = run(machine_with().environment(), "memory", "info").stdout.splitlines()
     assert none[0] == "no NVIDIA GPU on this machine (driver 570.86.15)"
     assert none[1].startswith("host memory: ")
 
 
-# --- enable -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("exported", "value"),
+    [
+        ("", "expandable_segments:True"),
+        (
+            "max_split_size_mb:64,x:$(touch oops) 'y'",
+            "max_split_size_mb:64,x:$(touch oops) 'y',expandable_segments:True",
+        ),
+        ("expandable_segments:False", "expandable_segments:False"),
+    ],
+)
+def test_a_shell_that_evaluates_enable_has_the_setting_and_programs_get_json(exported, value):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    environ |= {VARIABLE: exported} if exported else {}
+    line = f'eval "$({" ".join(COMMAND)} memory enable)"; echo "${VARIABLE}"'
+    done = subprocess.run(["sh", "-c", line], env=environ, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{value}\n", "")
+    told = asked(environ, "memory", "enable")
+    assert (told["variable"], told["value"]) == (VARIABLE, value)
 
 
-def shell(line: str, **environ: str) -> str:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
-    done = subprocess.run(
-        ["sh", "-c", line], env={**kept, **environ}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
-
-
-def test_a_shell_that_evaluates_it_has_the_setting() -> None:
-    command = " ".join(COMMAND)
-    line = f'eval "$({command} memory enable)"; echo "${VARIABLE}"'
-    assert shell(line) == "expandable_segments:True\n"
-    hostile = "max_split_size_mb:64,x:$(touch oops) 'y'"
-    assert shell(line, **{VARIABLE: hostile}) == f"{hostile},expandable_segments:True\n"
-    assert shell(line, **{VARIABLE: "expandable_segments:False"}) == "expandable_segments:False\n"
-
-
-def test_programs_get_json() -> None:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
-    told = json.loads(run(kept, "memory", "enable", "--json").stdout)
-    assert told["variable"] == VARIABLE
-    assert told["value"] == "expandable_segments:True"
-
-
-# --- no live run --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arguments", [("memory", "info"), ("cleanup", "--stats-only")])
-def test_without_a_live_run_info_shows_the_machine(machine_with, alone, arguments):
-    environ = alone(machine_with(Gpu(compute=[(2**30, 700)])))
-    done = run(environ, *arguments)
-    assert done.returncode == 0
-    assert not done.stderr
-    assert str(2**30) in done.stdout
-    told = json.loads(run(environ, *arguments, "--json").stdout)
-    assert told["live_run"] is None
-    assert told["gpus"][0]["processes"][0]["pid"] == 2**30
-    code, shown = run_at_a_terminal([*COMMAND, *arguments], environ)
-    assert code == 0
-    assert "index  name" in shown
-
-
-# --- a live run ---------------------------------------------------------------------------------
+# --- a live run ---
 
 
 @pytest.fixture
-def live(world: World, tmp_path: Path) -> Iterator[World]:
-    """A run that trains on the CPU until it is stopped."""
-    paths = f"{Path(__file__).parent}:{SUPPORT}:{ROOT / 'src'}"
-    world.with_environ({"PYTHONPATH": paths})
-    process = world.start(
-        "trainer._target_=trainer_that_holds_memory.holds_memory_until_stopped",
-        "auto_device=false",
-        "device=cpu",
-    )
+def live(own_trainers):
+    """A run that trains until it is stopped."""
+    process = own_trainers.start("holds_memory_until_stopped")
     try:
-        journal = world.run_dir / "journal.jsonl"
+        journal = own_trainers.run_dir / "journal.jsonl"
         wait_until(
             lambda: (
                 process.poll() is not None
@@ -134,36 +102,32 @@ def live(world: World, tmp_path: Path) -> Iterator[World]:
             "the trainer is at work",
         )
         assert process.poll() is None, process.communicate()
-        yield world
+        yield own_trainers
     finally:
         process.send_signal(signal.SIGTERM)
-        world.end(process)
+        own_trainers.end(process)
 
 
-def asked(world: World, *arguments: str):
-    done = run(world.environ, *arguments, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
-
-
-def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World) -> None:
-    told = asked(live, "memory", "info")
+def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live):
+    told = asked(live.environ, "memory", "info")
     assert told["live_run"]["after"]["allocated"] > 192 * MIB
     # what the trainer has put out of the collector's reach stays, until force
-    plain = asked(live, "memory", "clear", "--run", str(live.run_dir))
+    plain = asked(live.environ, "memory", "clear", "--run", str(live.run_dir))
     assert plain["held"] == []
-    forced = asked(live, "memory", "clear", "--force", "--run", plain["run"])
+    forced = asked(live.environ, "memory", "clear", "--force", "--run", plain["run"])
     assert forced["before"]["allocated"] - forced["after"]["allocated"] > 100 * MIB
     assert "MiB float32" in forced["held"][0]
-    reset = asked(live, "memory", "reset")
+    reset = asked(live.environ, "memory", "reset")
     assert reset["after"]["peak"] < reset["before"]["peak"]
-    limited = asked(live, "memory", "fraction", "0.9")
+    limited = asked(live.environ, "memory", "fraction", "0.9")
     assert 0 < limited["limit"] < limited["after"]["total"]
-    shot = asked(live, "memory", "snapshot")
-    assert shot["written"] == [str(live.run_dir / "memory-tensors-1.json")]
-    tensors = json.loads(Path(shot["written"][0]).read_text())
-    assert tensors[0]["shape"] == [16 * 2**20]
-    cleaned = asked(live, "cleanup", "--force")
+    for number in (1, 2):
+        shot = asked(live.environ, "memory", "snapshot")
+        assert shot["written"] == [str(live.run_dir / f"memory-tensors-{number}.json")]
+        assert "no CUDA in this process, so there is no snapshot" in shot["sentence"]
+        tensors = json.loads(Path(shot["written"][0]).read_text())
+        assert tensors[0]["shape"] == [16 * MIB]
+    cleaned = asked(live.environ, "cleanup", "--force")
     assert (cleaned["run"], cleaned["gpus"]) == (plain["run"], [])
     assert cleaned["host"]["total_bytes"] > 0, "what the text shows"
     refused = run(live.environ, "memory", "fraction", "0.000001")
@@ -182,3 +146,21 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live: World
         assert code == 0, shown
         assert "host memory: " in shown
         assert "\nallocated " in shown
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "line"),
+    [
+        ("memory_info", {"loud": 1}, "memory_info has no option loud: it has none"),
+        ("memory_clear", {"forced": True}, "memory_clear has no option forced: accepted is force"),
+        ("memory_eat", {}, "no such request: memory_eat; accepted are memory_info, "),
+        ("memory_clear", {"force": "yes"}, "force='yes': accepted is true or false"),
+        ("memory_fraction", {}, "the option fraction is missing"),
+        ("memory_fraction", {"fraction": 2}, "fraction=2: accepted is a number over 0, up to 1"),
+        ("memory_snapshot", {}, "[Errno 2] No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(tmp_path, verb, options, line):
+    with pytest.raises((ValueError, OSError), match="^" + re.escape(line)) as refused:
+        perform(verb, options, tmp_path / "missing")
+    assert "\n" not in str(refused.value)

@@ -1,6 +1,4 @@
-"""What only CUDA shows of the memory functions; skipped where there is no GPU."""
-
-from __future__ import annotations
+"""What only CUDA shows of the memory functions, and of a run's memory."""
 
 import gc
 import json
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +15,17 @@ import torch
 from torch import nn
 
 from robust_train import memory, save_checkpoint
+from robust_train.folder.memory_samples import FILE_NAME, read_samples
 from robust_train.gpu.inventory import read_inventory
 from robust_train.memory.reports import perform
+from robust_train.readable import GIB, MIB
 from world import wait_until
 
 pytestmark = pytest.mark.gpu
 
-MIB = 1024**2
-GIB = 1024**3
-
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def clean():
     torch.zeros(1, device="cuda")
     gc.collect()
     torch.cuda.empty_cache()
@@ -38,16 +34,24 @@ def clean() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def gpu_tensor(size: int) -> torch.Tensor:
+def gpu_tensor(size):
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def free_says_nvml() -> int:
+def free_says_nvml():
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     return next(g.free_bytes for g in read_inventory(processes=False).gpus if g.uuid == uuid)
 
 
-def test_the_cache_goes_back_to_the_driver() -> None:
+def python(code):
+    """What a program of its own prints last, in JSON."""
+    command = [sys.executable, "-c", f"import json, torch, robust_train\n{code}"]
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_cache_goes_back_to_the_driver():
     tensor = gpu_tensor(GIB)
     del tensor
     before = free_says_nvml()
@@ -57,16 +61,13 @@ def test_the_cache_goes_back_to_the_driver() -> None:
     wait_until(lambda: free_says_nvml() - before > 0.9 * GIB, "NVML sees it free")
 
 
-def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path: Path) -> None:
-    class Node:
-        pass
-
+def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path):
     gc.disable()
     try:
-        one, other = Node(), Node()
-        one.other, other.one, one.tensor = other, one, gpu_tensor(256 * MIB)
-        gone = weakref.ref(one.tensor)
-        del one, other
+        cycle = [gpu_tensor(256 * MIB)]
+        cycle.append(cycle)
+        gone = weakref.ref(cycle[0])
+        del cycle
         gc.freeze()
         assert perform("memory_clear", {}, tmp_path)["after"]["allocated"] >= 256 * MIB
         kept = gpu_tensor(64 * MIB)
@@ -80,7 +81,7 @@ def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path:
     assert kept.numel() == 64 * MIB
 
 
-def test_a_fraction_is_a_limit_and_one_lifts_it() -> None:
+def test_a_fraction_is_a_limit_and_one_lifts_it():
     total = torch.cuda.mem_get_info()[1]
     limit = memory.set_memory_fraction((GIB + torch.cuda.memory_reserved()) / total)
     assert limit.device == "cuda:0"
@@ -92,7 +93,7 @@ def test_a_fraction_is_a_limit_and_one_lifts_it() -> None:
     assert gpu_tensor(2 * GIB).numel() + small.numel() > 2 * GIB
 
 
-def test_a_snapshot_can_be_opened_and_the_second_has_the_history(tmp_path: Path) -> None:
+def test_a_snapshot_can_be_opened_and_the_second_has_the_history(tmp_path):
     from torch.cuda import _memory_viz
 
     held = gpu_tensor(32 * MIB)
@@ -117,7 +118,7 @@ def test_a_snapshot_can_be_opened_and_the_second_has_the_history(tmp_path: Path)
     assert held.numel()
 
 
-def test_figures_of_the_allocator() -> None:
+def test_figures_of_the_allocator():
     blocks = [gpu_tensor(64 * MIB) for _ in range(3)]
     del blocks[1]
     stats = memory.get_gpu_memory_stats()
@@ -132,21 +133,17 @@ def test_figures_of_the_allocator() -> None:
         memory.get_gpu_memory_stats("cuda:99")
 
 
-def test_a_question_starts_no_cuda() -> None:
-    code = (
-        "import json, torch\n"
-        "from robust_train import get_gpu_memory_stats\n"
-        "stats = get_gpu_memory_stats()\n"
+def test_a_question_starts_no_cuda():
+    device, total, is_initialized = python(
+        "stats = robust_train.get_gpu_memory_stats()\n"
         "print(json.dumps([stats.device, stats.total, torch.cuda.is_initialized()]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    device, total, is_initialized = json.loads(done.stdout.splitlines()[-1])
     assert device == "cuda:0"
     assert abs(total - torch.cuda.mem_get_info()[1]) < 0.05 * total
     assert not is_initialized
 
 
-def test_a_block_s_peak_nested() -> None:
+def test_a_block_s_peak_nested():
     with memory.GPUMemoryContext() as outer:
         gpu_tensor(256 * MIB)
         with memory.GPUMemoryContext() as inner:
@@ -156,7 +153,7 @@ def test_a_block_s_peak_nested() -> None:
     assert inner.delta == outer.delta == kept.numel()
 
 
-def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path: Path) -> None:
+def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path):
     model = nn.Linear(4096, 4096, device="cuda")
     with memory.GPUMemoryContext() as block:
         save_checkpoint({"model": model}, tmp_path / "last.pt")
@@ -165,19 +162,16 @@ def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path: Path) -> None:
     assert torch.equal(content["model"]["weight"], model.weight.cpu())
 
 
-def test_a_tensor_with_gaps_comes_to_the_host_without_a_copy_on_the_gpu() -> None:
+def test_a_tensor_with_gaps_comes_to_the_host_without_a_copy_on_the_gpu():
     tensor = torch.arange(64 * MIB, device="cuda")[::2]
-    with memory.GPUMemoryContext() as plain:
-        expected = tensor.cpu()
     with memory.GPUMemoryContext() as block:
         moved = memory.safe_tensor_to_cpu({"a": [tensor]})
-    assert torch.equal(moved["a"][0], expected)
+    assert torch.equal(moved["a"][0], tensor.cpu())
     assert block.peak == block.before
-    assert plain.peak >= block.peak
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])
-def test_a_model_leaves_the_gpu(keep_weights: bool) -> None:
+def test_a_model_leaves_the_gpu(keep_weights):
     model = nn.Linear(4096, 4096, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(8, 4096, device="cuda")).sum().backward()
@@ -190,33 +184,25 @@ def test_a_model_leaves_the_gpu(keep_weights: bool) -> None:
     assert model.weight.numel() == (4096**2 if keep_weights else 0)
 
 
-def test_efficient_settings_say_what_they_did() -> None:
-    code = (
-        "import json, torch\n"
-        "from robust_train import enable_memory_efficient_settings\n"
-        "done = enable_memory_efficient_settings(fraction=0.5)\n"
+def test_efficient_settings_say_what_they_did():
+    sentences, is_expandable, precision = python(
+        "done = robust_train.enable_memory_efficient_settings(fraction=0.5)\n"
         "torch.ones(9, device='cuda')\n"
         "segments = torch.cuda.memory_snapshot()\n"
         "print(json.dumps([done, segments[0]['is_expandable'],\n"
         "    torch.get_float32_matmul_precision()]))"
     )
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    )
-    sentences, is_expandable, precision = json.loads(done.stdout.splitlines()[-1])
     assert any("(0.5)" in sentence for sentence in sentences)
     assert is_expandable
     assert precision == "high"
 
 
-def test_kill_ends_a_process_that_holds_the_gpu() -> None:
+def test_kill_ends_a_process_that_holds_the_gpu():
     code = "import signal, torch; torch.ones(9, device='cuda'); print('ready', flush=True); "
     holder = subprocess.Popen(
         [sys.executable, "-c", code + "signal.pause()"], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "ready\n"
         listed = {p.pid for gpu in read_inventory().gpus for p in gpu.processes or ()}
         if holder.pid not in listed:
@@ -228,3 +214,49 @@ def test_kill_ends_a_process_that_holds_the_gpu() -> None:
     finally:
         holder.kill()
         holder.communicate()
+
+
+# --- a run's memory ---
+
+
+def test_what_one_spike_took_goes_back_to_the_driver_after_some_steps(own_trainers):
+    ended = own_trainers.run("has_a_spike_on_the_gpu", "memory.empty_cache_frequency=5", code=0)
+    (reserved, free), (reserved_at_end, free_at_end) = ended.summary["result"]
+    assert reserved >= 1024 * MIB
+    assert reserved_at_end <= 256 * MIB
+    # NVML's view of the driver: free memory has grown by most of what was returned
+    assert free_at_end - free >= 700 * MIB
+    cleared = [event for event in ended.journal if event["event"] == "memory_cleared"]
+    first = next(event for event in cleared if event["reason"] == "step")
+    assert first["of"] == "reserved"
+    assert first["returned_bytes"] >= 768 * MIB
+    assert ended.attempts[0]["memory_returned"]["of"] == "reserved"
+
+
+def test_a_fraction_is_enforced_and_an_oom_leaves_a_snapshot_that_opens(own_trainers):
+    ended = own_trainers.run(
+        "takes_half_of_the_gpu",
+        "memory.fraction=0.25",
+        "min_batch_size=32",
+        "allow_cpu_fallback=false",
+        code=1,
+    )
+    assert ended.attempts[0]["outcome"] == "device_oom"
+    for attempt, has_history in ((1, False), (2, True)):
+        snapshot = pickle.loads((ended.run_dir / f"oom-attempt-{attempt}.pickle").read_bytes())
+        assert snapshot["segments"]
+        assert any(snapshot["device_traces"]) == has_history
+        found = json.loads((ended.run_dir / f"oom-attempt-{attempt}.json").read_text())
+        assert found["snapshot"] == f"oom-attempt-{attempt}.pickle"
+        assert found["tensors"][0]["device"] == "cuda:0"
+
+
+def test_a_leak_on_the_gpu_is_found_and_sampled(own_trainers):
+    ended = own_trainers.run("leaks_on_the_gpu", "memory.sample_interval_ms=10", code=0)
+    found = ended.attempts[0]["memory_stability"]
+    assert found["kind"] == "growing"
+    assert found["mib_per_100_steps"] == pytest.approx(100, rel=0.2)
+    samples = read_samples(ended.run_dir / FILE_NAME)
+    assert max(sample.allocated or 0 for sample in samples) >= 200 * MIB
+    assert all((s.reserved or 0) <= (s.gpu_total or 0) for s in samples)
+    assert {sample.device for sample in samples} == {ended.attempts[0]["device"]}

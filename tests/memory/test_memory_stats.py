@@ -1,40 +1,35 @@
-"""Figures of memory, on the host, from NVML, and from the allocator's snapshot."""
+"""Figures of memory, on the host, from NVML, and from the allocator's snapshot; peaks of blocks."""
 
-from __future__ import annotations
-
+import gc
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import robust_train
 import robust_train as memory
 from robust_train.attempt.run import Run
 from robust_train.attempt.runner import call_trainer
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.host.memory import cgroup_rooms, own_memory, reset_peak
+from robust_train.host import memory as host
 from robust_train.memory.cuda import unused_blocks
 from robust_train.model.errors import RankFailure
-from robust_train.model.events import Event, MemoryReported
+from robust_train.model.events import MemoryReported
 from robust_train.model.failure import Failure, FailureKind
-from simulated_nvml import MIB, Gpu, Machine
-
-MachineWith = Callable[..., Machine]
-
-needs_no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="what a machine without CUDA does"
-)
+from simulated_nvml import MIB, Gpu
 
 
-def test_the_functions_can_be_imported_without_torch() -> None:
+@pytest.fixture(autouse=True)
+def log(caplog):
+    caplog.set_level("INFO", "robust_train")
+
+
+def test_the_functions_can_be_imported_without_torch():
     code = (
         "import sys, robust_train as m\n"
         "homes = {name: home for name, home in m._HOMES.items() if home.startswith('memory')}\n"
@@ -45,20 +40,29 @@ def test_the_functions_can_be_imported_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False 12\n"
-    assert robust_train.get_cuda_memory_info is robust_train.get_gpu_memory_stats
-    assert robust_train.clear_cuda_memory is robust_train.clear_gpu_memory
 
 
-def _splits(run: Run) -> None:
+def test_the_memory_functions_are_names_of_both():
+    """README's names are importable from ``robust_train.memory`` too."""
+    names = set(dir(memory.memory)) & set(memory.__all__)
+    assert {"GPUMemoryContext", "clear_gpu_memory", "save_checkpoint"} <= names
+    for name in dir(memory.memory):
+        own = getattr(memory.memory, name)
+        assert getattr(memory, name, own) is own
+    assert memory.get_cuda_memory_info is memory.get_gpu_memory_stats
+    assert memory.clear_cuda_memory is memory.clear_gpu_memory
+
+
+def _splits(run):
     model = torch.nn.Linear(1, 1)
     run.backward(lambda part: torch.empty(2**46).sum(), torch.ones(8, 1), model)
 
 
-def _breaks(run: Run) -> None:
+def _breaks(run):
     raise ValueError("a bug")
 
 
-def _hears_of_it(run: Run) -> None:
+def _hears_of_it(run):
     raise RankFailure(1, Failure(FailureKind.HOST_OOM, "out of memory"), is_elsewhere=True)
 
 
@@ -68,10 +72,10 @@ def _hears_of_it(run: Run) -> None:
 def test_every_trainer_that_runs_out_of_memory_leaves_the_figures(
     tmp_path, train, is_recorded, caplog
 ):
-    events: list[Event] = []
+    events = []
     run = Run(run_dir=tmp_path, report=events.append)
     cfg = complete({"device": "cpu", "memory": {"log_frequency": 1}})
-    with caplog.at_level("INFO"), pytest.raises((RuntimeError, MemoryError, ValueError)):
+    with pytest.raises((RuntimeError, MemoryError, ValueError)):
         call_trainer(lambda cfg, run: train(run), cfg, checked(cfg), run)
     recorded = [event.milestone for event in events if isinstance(event, MemoryReported)]
     assert recorded == ["out of memory"] * is_recorded
@@ -79,8 +83,7 @@ def test_every_trainer_that_runs_out_of_memory_leaves_the_figures(
     assert any(line.startswith("out of memory: ") for line in lines) is is_recorded
 
 
-@needs_no_gpu
-def test_without_cuda_the_figures_are_the_hosts_and_say_so() -> None:
+def test_without_cuda_the_figures_are_the_hosts_and_say_so():
     before = memory.get_gpu_memory_stats()
     held = torch.ones(16 * MIB)
     after = memory.get_gpu_memory_stats()
@@ -95,17 +98,14 @@ def test_without_cuda_the_figures_are_the_hosts_and_say_so() -> None:
     del held
 
 
-@needs_no_gpu
-def test_the_figures_are_printed_and_logged(capsys, caplog) -> None:
+def test_the_figures_are_printed_and_logged(capsys, caplog):
     memory.print_cuda_memory_info()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["device", "cpu", "(no", "CUDA", "in", "this", "process)"]
     assert [line.split()[0] for line in lines[1:3]] == ["allocated", "reserved"]
     assert all(line.endswith("MiB") for line in lines[1:])
-    with caplog.at_level(logging.INFO, "robust_train"):
-        stats = memory.log_gpu_memory_stats("after epoch 3")
-    (record,) = caplog.records
-    assert record.message == f"after epoch 3: {stats.description}"
+    stats = memory.log_gpu_memory_stats("after epoch 3")
+    assert caplog.messages == [f"after epoch 3: {stats.description}"]
 
 
 def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(machine_with):
@@ -123,35 +123,32 @@ def test_before_cuda_is_started_nvml_tells_of_the_gpu_that_would_be_used(machine
 
 
 @pytest.mark.parametrize("device", ["gpu0", "cuda:-1", -1, "cuda:"])
-def test_what_names_no_device_is_refused_in_a_line(device) -> None:
+def test_what_names_no_device_is_refused_in_a_line(device):
     with pytest.raises(ValueError, match="device"):
         memory.get_gpu_memory_stats(device)
 
 
-def segment(device: int, *sizes: int, pool: tuple[int, int] = (0, 0)) -> dict[str, object]:
+def segment(device, *sizes, pool=(0, 0)):
     """A segment as torch lists it, with unused blocks of these sizes."""
     blocks = [{"state": "inactive", "size": size} for size in sizes]
     used = {"state": "active_allocated", "size": 1000}
     return {"device": device, "segment_pool_id": pool, "blocks": [used, *blocks]}
 
 
-def test_only_unused_blocks_of_the_devices_common_pool_count() -> None:
-    segments = [segment(0, 3, 9), segment(0, 100, pool=(0, 1)), segment(0), segment(1, 70)]
-    assert unused_blocks(segments, 0) == (9, 0.25)
-    assert unused_blocks(segments, 2) == (0, 0)
-
-
 @given(st.lists(st.integers(1, 2**40), max_size=20))
-def test_fragmentation_is_a_share_and_nothing_for_one_block(sizes) -> None:
-    _, share = unused_blocks([segment(0, *sizes)], 0)
+def test_only_unused_blocks_of_the_devices_common_pool_count(sizes):
+    segments = [segment(0, 3, 9), segment(0, 100, pool=(0, 1)), segment(0), segment(1, *sizes)]
+    assert unused_blocks(segments, 0) == (9, 0.25)
+    largest, share = unused_blocks(segments, 1)
+    assert largest == max(sizes, default=0)
     assert 0 <= share < 1
     assert (share == 0) == (len(sizes) <= 1)
 
 
-def test_proc_s_sizes_are_read_in_bytes(tmp_path: Path) -> None:
+def test_proc_s_sizes_are_read_in_bytes(tmp_path):
     status = tmp_path / "status"
     status.write_text("Name:\tkB python\nVmRSS:\t     12 kB\nThreads:\t3\nVmBad:\tx kB\n")
-    assert own_memory(status) == {"VmRSS": 12 * 1024}
+    assert host.own_memory(status) == {"VmRSS": 12 * 1024}
 
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -179,17 +176,91 @@ def test_a_cgroup_above_limits_what_there_is_where_it_has_a_limit(tmp_path, abov
         folder.mkdir(parents=True)
         for name, text in zip(names, texts, strict=False):
             (folder / name).write_text(text)
-    assert cgroup_rooms(tmp_path) == rooms
+    assert host.cgroup_rooms(tmp_path) == rooms
 
 
-def test_a_kernel_that_keeps_its_peak_says_so(tmp_path: Path) -> None:
-    assert not reset_peak(tmp_path / "missing" / "clear_refs")
+# --- the peak of a block of code, here of the host's resident memory ---
+
+BIG = 64 * MIB  # well over the C library's threshold, so it comes from and goes to the system
+SLACK = 8 * MIB
 
 
-def test_the_memory_functions_are_names_of_both():
-    """README's names are importable from ``robust_train.memory`` too."""
-    names = set(dir(robust_train.memory)) & set(robust_train.__all__)
-    assert {"GPUMemoryContext", "clear_gpu_memory", "save_checkpoint"} <= names
-    for name in dir(robust_train.memory):
-        own = getattr(robust_train.memory, name)
-        assert getattr(robust_train, name, own) is own
+def take(size=BIG):
+    return bytearray(b"x") * size
+
+
+def assert_forgotten(block):
+    assert not [one for one in gc.get_referrers(block) if isinstance(one, list)]
+
+
+def test_a_block_tells_before_peak_after_and_what_it_left_and_an_inner_one_its_own():
+    with memory.GPUMemoryContext(device="cpu") as outer:
+        take(2 * BIG)
+        with memory.GPUMemoryContext() as inner:
+            take()
+        with memory.GPUMemoryContext() as second:
+            kept = take(BIG // 2)
+    assert outer.device == "cpu"
+    assert outer.peak - outer.before >= 2 * BIG - SLACK
+    assert BIG - SLACK <= inner.peak - inner.before < 2 * BIG - SLACK
+    assert abs(second.peak - second.before - BIG // 2) < SLACK
+    assert abs(outer.delta - BIG // 2) < SLACK
+    assert outer.after == outer.before + outer.delta
+    assert len(kept)
+
+
+def test_a_block_that_raises_has_its_figures_and_the_error_goes_on(caplog):
+    block = memory.GPUMemoryContext("forward")
+
+    def fails():
+        with block:
+            take()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert block.peak - block.before >= BIG - SLACK
+    assert caplog.messages == [f"forward: {block.description}"]
+    assert "host memory (resident)" in caplog.text
+    assert_forgotten(block)
+
+
+def test_a_reset_inside_of_a_block_loses_nothing_of_it(caplog):
+    with memory.GPUMemoryContext() as block:
+        take()
+        stats = memory.reset_peak_memory_stats()
+    assert stats.peak - stats.allocated < SLACK
+    assert block.peak - block.before >= BIG - SLACK
+    assert "no CUDA in this process" in caplog.text
+
+
+def test_a_kernel_that_cannot_reset_gives_at_least_what_is_certain(monkeypatch, caplog, tmp_path):
+    assert not host.reset_peak(tmp_path / "missing" / "clear_refs")
+    take(4 * BIG)
+    monkeypatch.setattr(host, "reset_peak", lambda: False)
+    with memory.GPUMemoryContext() as block:
+        take()
+    # an earlier peak of the process is not passed off as the block's
+    assert block.peak - block.before < 2 * BIG
+    memory.reset_peak_memory_stats()
+    assert "does not let its peak be reset" in caplog.text
+
+
+def test_blocks_of_several_threads_end_in_any_order():
+    first, second = memory.GPUMemoryContext(), memory.GPUMemoryContext()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with second:
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        inside.wait(30)
+    leave.set()
+    thread.join(30)
+    assert second.peak >= second.after > 0
+    assert_forgotten(first)
+    assert_forgotten(second)

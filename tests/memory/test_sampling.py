@@ -1,37 +1,37 @@
 """memory.jsonl of real runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
-
-from memory_world import ON_CPU, run, start
 
 from robust_train.attempt.sampler import SampleFile
 from robust_train.folder.memory_samples import FILE_NAME, Sample, encode, read_samples
 from robust_train.readable import MIB
-from simulated_nvml import Gpu, Machine
+from simulated_nvml import Gpu
 from two_gpu_machine import A, B
-from world import World, wait_until
+from world import wait_until
 
 
-def samples_of(world: World) -> list[Sample]:
+def start(world):
+    """Start a run that trains until the file ``go`` is there."""
+    world.environ["GO_FILE"] = str(world.folder / "go")
+    return world.start("trains_until_told", "memory.sample_interval_ms=10")
+
+
+def samples_of(world):
     return read_samples(world.run_dir / FILE_NAME)
 
 
-def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers: World):
-    process = start(own_trainers, "is_killed", *ON_CPU, "memory.sample_interval_ms=10")
+def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers):
+    process = start(own_trainers)
     journal = own_trainers.run_dir / "journal.jsonl"
-
-    def has_trained() -> bool:
-        return any((s.step or 0) >= 100 for s in samples_of(own_trainers))
-
-    wait_until(has_trained, "a hundred steps are sampled")
+    wait_until(
+        lambda: any((s.step or 0) >= 100 for s in samples_of(own_trainers)),
+        "a hundred steps are sampled",
+    )
     reported = [json.loads(line) for line in journal.read_text().splitlines()]
     step = max(event.get("step") or 0 for event in reported)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -51,23 +51,20 @@ def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(own_trainers, cuda_mac
         Gpu(uuid=A, total_mib=24000, free_mib=5000), Gpu(uuid=B, total_mib=24000, free_mib=20000)
     )
     world = own_trainers.with_environ(machine.environ)
-    world.environ["GO_FILE"] = str(world.folder / "go")
-    process = start(world, "trains_until_told", "memory.sample_interval_ms=10")
+    process = start(world)
     wait_until(lambda: any(s.gpu_used for s in samples_of(world)), "the GPU is sampled")
     machine.update(1, free_mib=1000)
-    grown = 23000 * 1024**2
-    wait_until(lambda: samples_of(world)[-1].gpu_used == grown, "the sampler sees it fill")
+    wait_until(lambda: samples_of(world)[-1].gpu_used == 23000 * MIB, "the sampler sees it fill")
     (world.folder / "go").touch()
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+    world.end(process, 0)
     samples = samples_of(world)
     assert {s.device for s in samples} == {"cuda:1"}
-    assert {s.gpu_total for s in samples} == {24000 * 1024**2}
+    assert {s.gpu_total for s in samples} == {24000 * MIB}
     # torch has not started CUDA, and the sampler must not
     assert {s.allocated for s in samples} == {None}
 
 
-def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..., Machine]):
+def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):
     """An open session blocks ``nvidia-smi --gpu-reset``; a minute is 50 ms here."""
     machine = machine_with(Gpu(), Gpu())
     open_and_asked = machine.python(
@@ -96,15 +93,13 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with: Callable[..
 
 
 def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(own_trainers, cuda_machine_with):
-    machine = cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B))
-    world = own_trainers.with_environ(machine.environ)
-    ended = run(world, "forks_workers_that_ask_nvml", "memory.sample_interval_ms=10")
-    assert ended.returncode == 0, ended.output
+    world = own_trainers.with_environ(cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)
+    ended = world.run("forks_workers_that_ask_nvml", "memory.sample_interval_ms=10", code=0)
     assert ended.summary["result"] == 8 * 8 * 2
     assert "starts a thread" not in ended.output
 
 
-def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
+def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path):
     earlier = [Sample(float(number), 1, "cpu", number) for number in range(30)]
     path = tmp_path / FILE_NAME
     torn = encode(earlier[0])[:20]
@@ -123,7 +118,7 @@ def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path: Path, caplog):
+def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path, caplog):
     path = tmp_path / FILE_NAME
     file = SampleFile(path)
     samples = [Sample(float(number), 1, "cpu", number) for number in range(10)]

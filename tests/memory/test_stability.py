@@ -1,7 +1,5 @@
 """What a series of samples tells: a leak, fragmentation, or that all is well."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -14,7 +12,7 @@ from robust_train.readable import GIB, MIB
 
 def attempt(
     steps,
-    level,
+    level=lambda step: 2 * GIB,
     *,
     seed=0,
     sawtooth=2 * GIB,
@@ -32,17 +30,11 @@ def attempt(
         warm_up = -GIB if step < steps / 20 else 0.0
         spike = GIB if chance.random() < 0.02 else 0.0
         allocated = int(max(level(step) + warm_up + spike + phase * sawtooth, 0))
-        samples.append(
-            Sample(
-                time=1e9 + number / 10,
-                attempt=3,
-                device="cuda:1" if on_gpu else "cpu",
-                step=step,
-                allocated=allocated if on_gpu else None,
-                reserved=int(reserved(step)) if on_gpu else None,
-                resident=int(host(step) if on_gpu else allocated),
-            )
-        )
+        known = {"device": "cpu", "resident": allocated}
+        if on_gpu:
+            known = {"device": "cuda:1", "allocated": allocated, "resident": int(host(step))}
+            known["reserved"] = int(reserved(step))
+        samples.append(Sample(time=1e9 + number / 10, attempt=3, step=step, **known))
     return samples
 
 
@@ -69,7 +61,7 @@ def test_a_leak_is_found_beneath_the_sawtooth_with_its_rate(seed, steps, mib_per
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(50, 3000), st.floats(0.02, 2), st.booleans())
 def test_warm_up_sawtooth_and_spikes_are_no_leak(seed, steps, per_step, on_gpu):
-    samples = attempt(steps, lambda step: 2 * GIB, seed=seed, per_step=per_step, on_gpu=on_gpu)
+    samples = attempt(steps, seed=seed, per_step=per_step, on_gpu=on_gpu)
     assert stability(samples).kind in ("stable", "unknown")
 
 
@@ -79,51 +71,48 @@ def test_warm_up_sawtooth_and_spikes_are_no_leak(seed, steps, per_step, on_gpu):
     st.lists(st.tuples(st.floats(0, 1), st.floats(-1, 3)), min_size=1, max_size=2),
 )
 def test_another_level_after_a_change_of_the_batch_is_no_leak(seed, changes):
-    def level(step: int) -> float:
+    def level(step):
         return 3 * GIB + sum(by * GIB / 2 for at, by in changes if step >= 1000 * at)
 
     assert stability(attempt(1000, level, seed=seed)).kind == "stable"
 
 
-def test_what_settles_is_no_leak():
-    samples = attempt(2000, lambda step: 2 * GIB + 500 * MIB * (1 - 0.99**step))
-    assert stability(samples).kind == "stable"
-
-
-def test_reserved_memory_that_piles_up_beside_steady_tensors_is_fragmentation():
-    found = stability(attempt(1000, lambda _: 2 * GIB, reserved=lambda s: 5 * GIB + s * MIB))
-    assert found.kind == "fragmenting"
-    assert found.mib_per_100_steps == pytest.approx(100, rel=0.1)
-    assert "reserved but not in use: +100.0 MiB per 100 steps" in found.sentence
-
-
-def test_a_leak_on_the_host_beside_a_steady_gpu_is_said_to_be_there():
-    found = stability(attempt(1000, lambda _: 2 * GIB, host=lambda s: 2 * GIB + s * MIB / 2))
-    assert found.kind == "growing"
-    assert "host memory +50.0 MiB per 100 steps" in found.sentence
-
-
-def test_a_heap_that_still_grows_by_some_ten_mib_is_no_leak():
-    samples = attempt(460, lambda s: 450 * MIB + s * MIB / 30, sawtooth=4 * MIB, on_gpu=False)
-    assert stability(samples).kind == "stable"
-
-
-def test_a_data_set_that_is_mapped_into_memory_is_no_leak():
-    samples = [
-        Sample(
-            1e9 + step, 1, "cpu", step, resident=GIB + step * MIB, anonymous=GIB + step % 7 * MIB
-        )
-        for step in range(500)
+def of_host(number, steps, **sizes):
+    return [
+        Sample(number * 1e9 + step, number, "cpu", step, **{k: f(step) for k, f in sizes.items()})
+        for step in range(steps)
     ]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        # what settles
+        attempt(2000, lambda step: 2 * GIB + 500 * MIB * (1 - 0.99**step)),
+        # a heap that still grows by some ten MiB
+        attempt(460, lambda s: 450 * MIB + s * MIB / 30, sawtooth=4 * MIB, on_gpu=False),
+        # a data set that is mapped into memory
+        of_host(1, 500, resident=lambda s: GIB + s * MIB, anonymous=lambda s: GIB + s % 7 * MIB),
+        # an earlier attempt's leak
+        attempt(1000, lambda s: GIB + s * MIB) + of_host(4, 200, resident=lambda s: GIB + s % 3),
+    ],
+)
+def test_what_is_no_leak(samples):
     assert stability(samples).kind == "stable"
 
 
-def test_a_resumed_attempt_is_judged_by_its_own_samples():
-    earlier = attempt(1000, lambda step: 2 * GIB + step * MIB)
-    later = [
-        Sample(2e9 + step, 4, "cpu", 1000 + step, resident=GIB + step % 3) for step in range(200)
-    ]
-    assert stability([*earlier, *later]).kind == "stable"
+@pytest.mark.parametrize(
+    ("grows", "kind", "words", "rate"),
+    [
+        ({"reserved": lambda s: 5 * GIB + s * MIB}, "fragmenting", "not in use: +100.0", 100),
+        ({"host": lambda s: 2 * GIB + s * MIB / 2}, "growing", "host memory +50.0", 50),
+    ],
+)
+def test_beside_steady_tensors_it_may_pile_up_elsewhere(grows, kind, words, rate):
+    found = stability(attempt(1000, **grows))
+    assert found.kind == kind
+    assert f"{words} MiB per 100 steps" in found.sentence
+    assert found.mib_per_100_steps == pytest.approx(rate, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,21 +131,25 @@ def test_too_little_is_unknown_and_says_why(samples, why):
 
 
 bytes_ = st.none() | st.integers(0, 2**50)
-samples_ = st.builds(
-    Sample,
-    time=st.floats(0, 2e9),
-    attempt=st.integers(1, 2),
-    device=st.sampled_from(["cpu", "cuda:0"]),
-    step=st.none() | st.integers(0, 10**9),
-    allocated=bytes_,
-    reserved=bytes_,
-    resident=bytes_,
-    anonymous=bytes_,
-)
 
 
 @settings(max_examples=100)
-@given(st.lists(samples_, max_size=60))
+@given(
+    st.lists(
+        st.builds(
+            Sample,
+            time=st.floats(0, 2e9),
+            attempt=st.integers(1, 2),
+            device=st.sampled_from(["cpu", "cuda:0"]),
+            step=st.none() | st.integers(0, 10**9),
+            allocated=bytes_,
+            reserved=bytes_,
+            resident=bytes_,
+            anonymous=bytes_,
+        ),
+        max_size=60,
+    )
+)
 def test_nothing_that_can_be_in_a_file_upsets_it(samples):
     found = stability(samples)
     assert found.kind in ("stable", "growing", "fragmenting", "unknown")

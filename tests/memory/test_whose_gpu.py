@@ -1,13 +1,11 @@
 """Which GPU is meant, and what is never asked of CUDA: a torch whose calls are counted."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
-from collections.abc import Iterator
-from pathlib import Path
+import os
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ from robust_train.readable import GIB, MIB
 OWN, PRIVATE = (0, 0), (0, 1)
 
 
-def settings(**memory: Any) -> RobustConfig:
+def settings(**memory):
     return RobustConfig(device="cuda:0", memory=MemoryConfig(**memory))
 
 
@@ -41,90 +39,74 @@ class FakeCuda:
     Calls that make a context where there is none are noted in ``contexts``.
     """
 
-    def __init__(self, *, is_broken: bool = False, pool: tuple[int, int] = OWN) -> None:
+    def __init__(self, *, is_broken=False, pool=OWN):
         self.contexts = {1}
         self.is_broken = is_broken
         self.pool = pool
         self.workspaces_cleared = 0
-        self.reset: list[int] = []
+        self.reset = []
         self.current = 0
-        self.fractions: dict[int, float] = {}
+        self.fractions = {}
+        self.is_available = self.is_initialized = lambda: True
+        self.device_count = lambda: 2
+        self.current_device = lambda: self.current
+        self.reset_peak_memory_stats = self.reset.append
+        self.ipc_collect = self.empty_cache = self._answer
+        self._lazy_call = lambda action: action()
 
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 2
-
-    def current_device(self) -> int:
-        return self.current
-
-    def memory_reserved(self, index: int) -> int:
+    def memory_reserved(self, index):
         self._answer()
         return 3 * GIB * index
 
-    def memory_allocated(self, index: int) -> int:
+    def memory_allocated(self, index):
         self._answer()
         return 2 * GIB * index
 
     max_memory_allocated = memory_allocated
 
-    def memory_stats(self, index: int) -> dict[str, int]:
-        self._answer()
-        return {"allocated_bytes.all.current": 2 * GIB * index}
+    def memory_stats(self, index):
+        return {"allocated_bytes.all.current": self.memory_allocated(index)}
 
-    def memory_stats_as_nested_dict(self, index: int) -> dict[str, Any]:
+    def memory_stats_as_nested_dict(self, index):
         names = {"allocated_bytes": self.memory_allocated, "reserved_bytes": self.memory_reserved}
         return {name: {"all": {"current": read(index)}} for name, read in names.items()}
 
-    def memory_snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+    def memory_snapshot(self, include_traces=True):
         self._answer()
         return [{"device": 1, "segment_pool_id": self.pool, "blocks": []}]
 
-    def mem_get_info(self, index: int) -> tuple[int, int]:
+    def mem_get_info(self, index):
         self._answer()
         self.contexts.add(index)
         return 10 * GIB, 80 * GIB
 
-    def get_device_properties(self, index: int) -> Any:
+    def get_device_properties(self, index):
         return SimpleNamespace(uuid=f"uuid-{index}", total_memory=80 * GIB)
 
-    def reset_peak_memory_stats(self, index: int) -> None:
-        self.reset.append(index)
-
     @contextlib.contextmanager
-    def device(self, index: int) -> Iterator[None]:
+    def device(self, index):
         before, self.current = self.current, index
         yield
         self.current = before
 
-    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
+    def set_per_process_memory_fraction(self, fraction, index):
         self._answer()
         self.current = index  # as torch does
         self.fractions[index] = fraction
 
-    def ipc_collect(self) -> None:
-        self._answer()
-
-    empty_cache = ipc_collect
-
-    def _lazy_call(self, action: Any) -> None:
-        action()
-
-    def _answer(self) -> None:
+    def _answer(self):
         if self.is_broken:
             raise AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch):
+def use(monkeypatch, tmp_path):
     """Make a fake the torch of this process."""
 
-    def install(cuda: FakeCuda) -> FakeCuda:
-        def clear() -> None:
+    def install(**options):
+        cuda = FakeCuda(**options)
+
+        def clear():
             cuda.workspaces_cleared += 1
 
         private = SimpleNamespace(
@@ -133,29 +115,22 @@ def use(monkeypatch: pytest.MonkeyPatch):
         )
         fake = SimpleNamespace(cuda=cuda, _C=private, Tensor=type("Tensor", (), {}))
         fake.optim = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
-        monkeypatch.setitem(__import__("sys").modules, "torch", fake)
+        monkeypatch.setitem(sys.modules, "torch", fake)
         return cuda
 
     return install
 
 
-def inventory(*processes: GpuProcess, **_: object) -> Inventory:
-    gpus = (
-        GpuInfo(f"GPU-uuid-{i}", "A GPU", i, f"{i}", 80 * GIB, 7 * GIB, 73 * GIB) for i in (0, 1)
-    )
-    first, second = gpus
-    shown = GpuInfo(**{**vars(second), "processes": processes})
-    return Inventory((first, shown))
+def gpu(index, **fields):
+    known = GpuInfo(f"GPU-uuid-{index}", "A GPU", index, f"{index}", 80 * GIB, 7 * GIB, 73 * GIB)
+    return replace(known, **fields)
 
 
 def test_the_gpu_that_the_model_is_on_counts_though_another_is_the_current_one(use):
-    cuda = use(FakeCuda())
+    cuda = use()
     assert busiest_gpu(SimpleNamespace(cuda=cuda)) == 1
-    assert in_use.memory_in_use(context=False) == {
-        "allocated": 2 * GIB,
-        "reserved": 3 * GIB,
-        "max_allocated": 2 * GIB,
-    }
+    figures = {"allocated": 2 * GIB, "reserved": 3 * GIB, "max_allocated": 2 * GIB}
+    assert in_use.memory_in_use(context=False) == figures
     assert memory.get_gpu_memory_stats().device == "cuda:1"
     memory.reset_peak_memory_stats()
     with memory.GPUMemoryContext() as block:
@@ -169,7 +144,7 @@ def test_the_gpu_that_the_model_is_on_counts_though_another_is_the_current_one(u
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
     monkeypatch.setenv(name, "expandable_segments:True,per_process_memory_fraction:0.5")
-    cuda = use(FakeCuda())
+    cuda = use()
     for asked, limit in ((0.95, 0.5), (1, 0.5), (0.25, 0.25)):
         assert limit_when_cuda_starts(asked, 0)
         assert memory.set_memory_fraction(asked).fraction == limit
@@ -177,8 +152,9 @@ def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
 
 
 def test_a_question_makes_no_context_on_another_gpu(use, monkeypatch):
-    monkeypatch.setattr("robust_train.gpu.inventory.read_inventory", inventory)
-    cuda = use(FakeCuda())
+    inventory = Inventory((gpu(0), gpu(1)))
+    monkeypatch.setattr("robust_train.gpu.inventory.read_inventory", lambda **_: inventory)
+    cuda = use()
     other = memory.get_gpu_memory_stats("cuda:0")
     assert (other.device, other.free, other.total) == ("cuda:0", 7 * GIB, 80 * GIB), "as NVML says"
     memory.set_memory_fraction(0.5)
@@ -188,7 +164,7 @@ def test_a_question_makes_no_context_on_another_gpu(use, monkeypatch):
 
 @pytest.mark.parametrize(("pool", "cleared"), [(OWN, 1), (PRIVATE, 0)])
 def test_workspaces_that_a_cuda_graph_may_know_by_address_stay(use, pool, cleared):
-    cuda = use(FakeCuda(pool=pool))
+    cuda = use(pool=pool)
     return_memory(thorough=False)
     assert cuda.workspaces_cleared == 0, "never between steps"
     return_memory(workspaces=True)
@@ -198,8 +174,8 @@ def test_workspaces_that_a_cuda_graph_may_know_by_address_stay(use, pool, cleare
 
 
 def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path):
-    cuda = use(FakeCuda())
-    events: list[Any] = []
+    cuda = use()
+    events = []
     run = Run(run_dir=tmp_path, report=events.append)
     memory = {"sample_interval_ms": 0, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
     run.memory_keeper = keeper = AttemptMemory(run, settings(**memory))
@@ -215,12 +191,11 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
 
 def test_the_allocators_history_ends_after_some_hundred_steps(use, tmp_path):
     """It costs a few percent of a step that is short, and a job may run for days."""
-    calls: list[Any] = []
-    cuda = use(FakeCuda())
+    calls = []
+    cuda = use()
     cuda.memory = SimpleNamespace(_record_memory_history=lambda **given: calls.append(given))
     (tmp_path / "oom-attempt-1.json").touch()
-    run = Run(run_dir=tmp_path)
-    with AttemptMemory(run, settings(sample_interval_ms=0)) as keeper:
+    with AttemptMemory(Run(run_dir=tmp_path), settings(sample_interval_ms=0)) as keeper:
         for step in range(299):
             keeper.step_done(step)
         assert [given.get("enabled", True) for given in calls] == [True]
@@ -231,12 +206,12 @@ def test_the_allocators_history_ends_after_some_hundred_steps(use, tmp_path):
 
 def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    use(FakeCuda(is_broken=True))
+    use(is_broken=True)
     run = Run(run_dir=tmp_path)
     keeper = AttemptMemory(run, settings(sample_interval_ms=10))
     error = AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    def train() -> None:
+    def train():
         with keeper:
             run.record_memory("before the fault")
             raise error
@@ -244,28 +219,32 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
     with pytest.raises(AcceleratorError) as raised:
         train()
     assert raised.value is error
-    figures = in_use.memory_in_use()
-    assert figures.keys() == {"resident", "max_resident"}
+    assert in_use.memory_in_use().keys() == {"resident", "max_resident"}
     keeper.clean_up(error)
     assert cached_on(0) is None
     assert "cannot empty the CUDA cache: CUDA error: an illegal memory access" in caplog.text
+    failure = classify_failure(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert failure.kind is FailureKind.DEVICE_OOM
+    assert failure.evidence.requested_bytes == 2 * GIB
+    assert failure.evidence.free_bytes is None
 
 
-def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkeypatch, tmp_path):
-    import os
-
-    use(FakeCuda())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_context_is_measured_as_nvml_shows_it(use, monkeypatch):
+    use()
     used = 3 * GIB + 600 * MIB
     for processes, expected in (
-        ([GpuProcess(os.getpid(), used), GpuProcess(1, GIB)], 600 * MIB),
-        ([GpuProcess(999_999, used)], 600 * MIB),  # in a container, and alone
-        ([GpuProcess(999_999, used), GpuProcess(1, GIB)], None),
-        ([GpuProcess(os.getpid(), None)], None),
-        ([], None),
+        ((GpuProcess(os.getpid(), used), GpuProcess(1, GIB)), 600 * MIB),
+        ((GpuProcess(999_999, used),), 600 * MIB),  # in a container, and alone
+        ((GpuProcess(999_999, used), GpuProcess(1, GIB)), None),
+        ((GpuProcess(os.getpid(), None),), None),
+        ((), None),
     ):
-        monkeypatch.setattr(in_use, "read_inventory", lambda p=processes, **_: inventory(*p))
+        inventory = Inventory((gpu(0), gpu(1, processes=processes)))
+        monkeypatch.setattr(in_use, "read_inventory", lambda i=inventory, **_: i)
         assert in_use.memory_in_use().get("context_bytes") == expected
+
+
+def test_a_context_is_learned_by_model(tmp_path):
     assert learned_context_bytes("A GPU") is None
     before = footprint(GIB, "A GPU")
     for measured in (600 * MIB, 550 * MIB, 99 * GIB):
@@ -273,16 +252,14 @@ def test_a_context_is_measured_as_nvml_shows_it_and_learned_by_model(use, monkey
     assert learned_context_bytes("A GPU") == 600 * MIB
     assert footprint(GIB, "A GPU") == before + 88 * MIB
     for damaged in ("[", '{"A GPU": Infinity}'):
-        Path(tmp_path / "robust-train/contexts.json").write_text(damaged)
+        (tmp_path / "cache/robust-train/contexts.json").write_text(damaged)
         assert footprint(GIB, "A GPU") == before
 
 
 def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_holds(
-    use, monkeypatch, tmp_path
+    use, monkeypatch
 ):
-    cuda = use(FakeCuda())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = footprint(GIB, "A GPU")
+    cuda = use()
     for others, learned in (
         (9 * GIB, None),  # somebody else is there
         (800 * MIB, 1400 * MIB),
@@ -290,22 +267,12 @@ def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_hol
         (100 * MIB, 600 * MIB),
         (-500 * MIB, 600 * MIB),
     ):
-        used = 3 * GIB + 600 * MIB + others
-        gpus = (GpuInfo("GPU-uuid-1", "A GPU", 1, "", 80 * GIB, 80 * GIB - used, used),)
-        monkeypatch.setattr(in_use, "read_inventory", lambda g=gpus, **_: Inventory(g))
+        inventory = Inventory((gpu(1, used_bytes=3 * GIB + 600 * MIB + others),))
+        monkeypatch.setattr(in_use, "read_inventory", lambda i=inventory, **_: i)
         figures = in_use.memory_in_use()
         assert figures["context_at_most_bytes"] == 600 * MIB + others
         learn_context_bytes("A GPU", figures)
         assert learned_context_bytes("A GPU") == learned
     assert cuda.contexts == {1}
-    assert footprint(GIB, "A GPU") == before + 88 * MIB
     learn_context_bytes("A GPU", {"context_bytes": 700 * MIB})
     assert learned_context_bytes("A GPU") == 700 * MIB, "the process's own is exact"
-
-
-def test_running_out_is_known_as_such_though_the_driver_answers_nothing(use):
-    use(FakeCuda(is_broken=True))
-    failure = classify_failure(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert failure.kind is FailureKind.DEVICE_OOM
-    assert failure.evidence.requested_bytes == 2 * GIB
-    assert failure.evidence.free_bytes is None
