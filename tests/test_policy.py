@@ -12,7 +12,7 @@ from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure,
 from robust_train.model.spec import GiveUp, Retry
 from robust_train.policy.context import FailureContext, excluded_after
 from robust_train.policy.decide import first_attempt, on_gpus
-from robust_train.policy.sizes import next_smaller, sizes
+from robust_train.policy.sizes import sizes
 from robust_train.readable import GIB
 
 figures = st.integers(0, 80 * GIB)
@@ -119,7 +119,7 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
     for batch in list(sizes(settings)):
         if batch == least:
             continue
-        smaller = next_smaller(settings, batch)
+        smaller = settings.next_smaller(batch)
         accumulation = settings.resized(settings.asked, smaller).gradient_accumulation_steps
         in_range = range(least, max(batch // 2, least) + 1)
         assert smaller in in_range

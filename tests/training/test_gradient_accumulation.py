@@ -88,7 +88,7 @@ def test_max_grad_norm_zero_does_not_clip():
 def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch(
     samples, micro_batch, accumulation, epoch, data
 ):
-    plan = BatchPlan(samples, micro_batch, accumulation, seed=7)
+    plan = BatchPlan(samples, micro_batch * accumulation, micro_batch, seed=7)
     steps = list(plan.steps(epoch))
     assert sorted(i for step in steps for chunk in step for i in chunk) == list(range(samples))
     assert len(steps) == plan.steps_left(0)
@@ -99,7 +99,7 @@ def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch(
 
 
 def test_the_order_differs_from_epoch_to_epoch_and_from_seed_to_seed():
-    orders = {tuple(BatchPlan(30, 4, 1, seed).order(epoch)) for seed in (1, 2) for epoch in (0, 1)}
+    orders = {tuple(BatchPlan(30, 4, 4, seed).order(epoch)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(orders) == 4
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from training_world import difference, trained_weights
 
 import preloaded
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step.ranks import RankReport, RanOut, ReplicaFinder, Replicated, agree
 from robust_train.step.splitting import MicroBatchSize, share_of
@@ -174,7 +175,8 @@ def test_one_agreement_holds_for_all(reports):
 
 
 def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
-    here, there = MicroBatchSize(16, regrow_after_steps=2), MicroBatchSize(16, regrow_after_steps=2)
+    plan = MicroBatchPlan(16, regrow_after_steps=2)
+    here, there = MicroBatchSize(plan), MicroBatchSize(plan)
     here.failed_at(16)
     here.agree(8, failed=16, is_known=True)
     there.agree(8, failed=16)
@@ -194,9 +196,9 @@ def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
 def test_ranks_share_the_samples_of_the_step_that_one_process_would_make(
     samples, size, accumulation, ranks
 ):
-    alone = BatchPlan(samples, size * accumulation * ranks, 1, seed=3)
-    plans = [BatchPlan(samples, size, accumulation, 3, ranks, rank) for rank in range(ranks)]
-    assert {plan.effective_batch for plan in plans} == {alone.effective_batch}
+    effective = size * accumulation * ranks
+    alone = BatchPlan(samples, effective, effective, seed=3)
+    plans = [BatchPlan(samples, effective, size, 3, ranks, rank) for rank in range(ranks)]
     start = 0
     for whole, *shares in zip(alone.steps(1), *(plan.steps(1) for plan in plans), strict=True):
         assert [i for share in shares for chunk in share for i in chunk] == list(whole[0])

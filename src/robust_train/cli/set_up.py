@@ -169,10 +169,10 @@ done; unset _name _was _set _ours
 def completion(arguments: Namespace) -> int:
     """Print the script."""
     from robust_train.cli.train import groups
-    from robust_train.config.refusals import all_keys, composed
+    from robust_train.config.refusals import all_keys
 
     choices = [f"{group}={name}" for group, names in groups().items() for name in names]
-    found = all_keys(composed, ())
+    found = all_keys(())
     groups_of_keys = {one.rpartition(".")[0] for one in found}
     keys = [f"{key}=" for key in found if key not in groups_of_keys]
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)

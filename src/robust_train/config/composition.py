@@ -64,7 +64,13 @@ def register() -> None:
     """Put the schemas into Hydra's ConfigStore, unless it has them."""
     store = ConfigStore.instance()
     if "robust_schema.yaml" not in store.repo:
-        _store_schemas(store)
+        for name, schema in (("plain", PlainConfig), ("robust", RobustConfig)):
+            store.store(
+                name=f"{name}_schema",
+                node=open_root(schema),
+                provider="robust_train",
+            )
+        store_group("trainer", "command", TrainerConfig)
     # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
     register_resolver(
         "robust_pid",
@@ -72,24 +78,6 @@ def register() -> None:
         use_cache=True,
     )
     register_resolver("robust_job", folder_name)
-
-
-def _store_schemas(store: ConfigStore) -> None:
-    store.store(
-        name="plain_schema",
-        node=open_root(PlainConfig),
-        provider="robust_train",
-    )
-    store.store(
-        name="robust_schema",
-        node=open_root(RobustConfig),
-        provider="robust_train",
-    )
-    store_group(
-        "trainer",
-        "command",
-        TrainerConfig,
-    )
 
 
 def store_group(

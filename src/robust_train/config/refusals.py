@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -25,8 +24,6 @@ from robust_train.model.errors import (
 from robust_train.readable import meant
 
 OURS = "pkg://robust_train.configs"
-# Composes the command's config with overrides
-Composed = Callable[[Sequence[str]], DictConfig]
 REFUSALS = (
     ConfigError,
     HydraException,
@@ -127,13 +124,8 @@ def explain(
         return f"{key}: must be a list, '{key}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
         overrides = [word for word in arguments if not word.startswith("-")]
-        return _unknown_key(
-            match[1] or (found and found[1]) or match[2],
-            functools.partial(
-                composed, config_path=config_path, config_name=config_name
-            ),
-            overrides,
-        )
+        key = match[1] or (found and found[1]) or match[2]
+        return _unknown_key(key, overrides, config_path, config_name)
     return " ".join(line.strip() for line in lines[:3] if line.strip())
 
 
@@ -154,15 +146,16 @@ def _unknown_option(
 
 def _unknown_key(
     key: str,
-    compose_with: Composed,
     overrides: Sequence[str],
+    config_path: str,
+    config_name: str,
 ) -> str:
     if answer := gone(key):
         return answer
     typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
-    everything = all_keys(compose_with, others)
+    everything = all_keys(others, config_path, config_name)
     group, value = key.partition(".")[0], typed.partition("=")[2]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         return (
@@ -239,16 +232,21 @@ def explain_option(
         (one for one in after if not re.search("^-[a-z-]|=", one)),
         "…",
     )
-    keys = all_keys(lambda _: composed((), config_path, config_name), ())
+    keys = all_keys((), config_path, config_name)
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"
     return f"{unknown[0]}: no such option; overrides have no dashes: write {write}"
 
 
-def all_keys(compose_with: Composed, overrides: Sequence[str]) -> list[str]:
-    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``."""
+def all_keys(
+    overrides: Sequence[str],
+    config_path: str = OURS,
+    config_name: str = "robust",
+) -> list[str]:
+    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; none if
+    the config cannot be composed."""
     try:
-        cfg = compose_with(overrides)
+        cfg = composed(overrides, config_path, config_name)
     except Exception:
         return []
     root = [str(key) for key in cfg]

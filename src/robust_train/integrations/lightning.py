@@ -333,7 +333,7 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
     _give(
         data,
         "batch_size",
-        callback.micro_batch,
+        callback.shares.micro_batch,
     )
     made = data.train_dataloader
 
@@ -350,10 +350,8 @@ def _give(
     value: int,
 ) -> bool:
     """Set an attribute or hyperparameter; return whether there is one."""
-    is_attribute, is_hyperparameter = (
-        hasattr(owner, name),
-        name in getattr(owner, "hparams", {}),
-    )
+    is_attribute = hasattr(owner, name)
+    is_hyperparameter = name in getattr(owner, "hparams", {})
     if is_attribute:
         setattr(owner, name, value)
     if is_hyperparameter:
@@ -376,14 +374,10 @@ def _result(
     is_there = bool(found) if metric is None else metric in found
     if not is_there and trainer.enable_validation and can_validate:
         # an attempt that resumes after the last step trains and logs nothing
-        loaders = (
-            {"dataloaders": validation}
-            if validation is not None
-            else {"datamodule": data}
-        )
         trainer.validate(
             model,
-            **loaders,
+            validation,
+            datamodule=data if validation is None else None,
             verbose=False,
         )
         found |= logged(trainer)

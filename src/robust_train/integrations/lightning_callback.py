@@ -45,11 +45,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         run: Run,
     ) -> None:
         self.run = run
-        self.micro_batch: int = cfg.training.batch_size
-        accumulation: int = cfg.training.gradient_accumulation_steps
         self.shares = StepShares(
-            self.micro_batch,
-            accumulation,
+            cfg.training.batch_size,
+            cfg.training.gradient_accumulation_steps,
             run.rank,
             run.world_size,
         )
@@ -109,12 +107,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             )
         self._restored = restored
         self.position = LightningPosition(**restored["position"])
-        loops, is_manual = checkpoint["loops"], not pl_module.automatic_optimization
-        about = self.position, self.shares.at_once
-        loops["fit_loop"] = loops_at(
-            loops["fit_loop"],
-            *about,
-            is_manual=is_manual,
+        checkpoint["loops"]["fit_loop"] = loops_at(
+            checkpoint["loops"]["fit_loop"],
+            self.position,
+            self.shares.at_once,
+            is_manual=not pl_module.automatic_optimization,
         )
         self._set_order()
 
@@ -160,23 +157,15 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
         writer.save_checkpoint = save_checkpoint
 
-    def on_sanity_check_start(
-        self,
-        trainer: Any,
-        pl_module: Any,
-    ) -> None:
+    def on_sanity_check_start(self, *_: Any) -> None:
         """Take SIGTERM back from Lightning, whose handler ends the run within a step."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         if self._sigterm not in (signal.SIG_DFL, None) and is_main_thread:
             signal.signal(signal.SIGTERM, self._sigterm)
 
-    def on_train_start(
-        self,
-        trainer: Any,
-        pl_module: Any,
-    ) -> None:
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Restore random numbers and counters."""
-        self.on_sanity_check_start(trainer, pl_module)
+        self.on_sanity_check_start()
         batches = getattr(trainer.train_dataloader, "batch_sampler", None)
         if (
             self.shares.ranks > 1
@@ -199,11 +188,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             if getattr(one, "monitor", None) is not None:
                 self.run.monitors(one.monitor, getattr(one, "mode", "min"))
 
-    def on_train_epoch_start(
-        self,
-        trainer: Any,
-        pl_module: Any,
-    ) -> None:
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""
         self.run.speed.begin()
         self.run.speed.wait_begins()
@@ -217,11 +202,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             # reloaded data has had one pass more than epochs
             self._order.begin(trainer.current_epoch)
 
-    def on_train_batch_start(
-        self,
-        trainer: Any,
-        *arguments: Any,
-    ) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         """Take the time: the batch is there."""
         self.run.speed.wait_ends()
 
@@ -241,8 +222,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         trainer: Any,
         pl_module: Any,
         outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        *_: Any,
     ) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
         self.done += 1
@@ -251,9 +231,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             self._begin_step(seen)
         if trainer.global_step != self.position.step:
             self._after_step(trainer, outputs, seen)
-        elif (
-            seen == self.position.epoch_samples
-        ):  # manual optimization keeps its gradients
+        elif seen == self.position.epoch_samples:
+            # manual optimization keeps its gradients
             self.position = replace(self.position, samples=seen)
         self.run.speed.wait_begins()
 
@@ -268,34 +247,29 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             samples=seen,
             step=trainer.global_step,
         )
-        self._step_done(trainer, outputs)
+        total: Any = trainer.estimated_stepping_batches
+        if total == float("inf") or not trainer.lightning_module.automatic_optimization:
+            total = None
+        loss = None
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            # Lightning has divided it
+            loss = outputs["loss"] * trainer.accumulate_grad_batches
+        self._steps.done(trainer.global_step, total, loss)
         self._stop_if_requested(trainer)
         # at the end of an epoch once validation has logged its figures
         if seen < self.position.epoch_samples and self.run.checkpoint_due:
             self.save(trainer)
 
-    def on_validation_start(
-        self,
-        trainer: Any,
-        pl_module: Any,
-    ) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Leave validation out of the time of the steps."""
         self.run.speed.pause()
 
-    def on_validation_batch_end(
-        self,
-        trainer: Any,
-        *arguments: Any,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         """Stop during validation if requested; what it has computed is not kept."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._stop_if_requested(trainer)
 
-    def on_validation_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-    ) -> None:
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
         """Record the figures in the journal."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self.run.record(
@@ -342,24 +316,6 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             range(0),
         )
 
-    def _step_done(
-        self,
-        trainer: Any,
-        outputs: Any,
-    ) -> None:
-        step, total = self.position.step, trainer.estimated_stepping_batches
-        has_loss = isinstance(outputs, Mapping) and "loss" in outputs
-        # Lightning has divided it
-        loss = outputs["loss"] * trainer.accumulate_grad_batches if has_loss else None
-        is_known = trainer.lightning_module.automatic_optimization and total != float(
-            "inf"
-        )
-        self._steps.done(
-            step,
-            total if is_known else None,
-            loss,
-        )
-
     def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.stop_requested:
             return
@@ -392,36 +348,35 @@ class LightningPosition:
         """No epoch is begun and not done."""
         return self.samples in (0, self.epoch_samples)
 
-    def batches_done(self, micro_batch: int) -> int:
-        """Return the batches of this epoch that are done, as if all had ``micro_batch`` samples
-        of all ranks together.
+    def batches_done(self, at_once: int) -> int:
+        """Return the batches of this epoch that are done, as if all had ``at_once`` samples.
 
         Counted from the epoch's end, so the rest is exactly what the loader will yield.
         """
-        left = -(-(self.epoch_samples - self.samples) // micro_batch)
-        return self.batches(micro_batch) - left
+        left = -(-(self.epoch_samples - self.samples) // at_once)
+        return self.batches(at_once) - left
 
-    def batches(self, micro_batch: int) -> int:
+    def batches(self, at_once: int) -> int:
         """Return the batches in a whole epoch."""
-        return -(-self.epoch_samples // micro_batch)
+        return -(-self.epoch_samples // at_once)
 
 
 def loops_at(
     fit_loop: Any,
     position: LightningPosition,
-    micro_batch: int,
+    at_once: int,
     *,
     is_manual: bool = False,
 ) -> Any:
-    """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``micro_batch`` samples.
+    """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``at_once`` samples.
 
     Two of Lightning's many restart states are enough: at the end of a batch within an epoch, and
     between two epochs (see ``_TrainingEpochLoop.update_restart_stage`` and
     ``_FitLoop.update_restart_stage``).
     """
     loops = copy.deepcopy(dict(fit_loop))
-    done = position.batches_done(micro_batch)
-    before = position.epoch * position.batches(micro_batch)
+    done = position.batches_done(at_once)
+    before = position.epoch * position.batches(at_once)
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     batches["is_last_batch"] = False
     # of any number of optimizers
@@ -431,16 +386,16 @@ def loops_at(
     validation["current"] |= _counters(0, 0)
     if position.is_between_epochs:
         ended = position.epoch + (position.samples > 0)
-        batches["total"] |= _counters(before + done, before + done)
+        completed = before + done
         batches["current"] |= _counters(0, 0)
         counters = _counters(ended, ended)
     else:
-        batches["total"] |= _counters(before + done, before + done - 1)
+        completed = before + done - 1
         batches["current"] |= _counters(done, done - 1)
-        counters = _counters(position.epoch + 1, position.epoch) | {
-            "processed": position.epoch
-        }
+        counters = _counters(position.epoch + 1, position.epoch)
+        counters["processed"] = position.epoch
         stepped -= 1  # it counts this step again on resume
+    batches["total"] |= _counters(before + done, completed)
     epochs["total"] |= counters
     epochs["current"] |= counters
     loops["epoch_loop.state_dict"] = {"_batches_that_stepped": stepped}

@@ -45,7 +45,7 @@ def recover_in_steps(
     _keep_evaluation_batches(
         trainer,
         run,
-        callback.micro_batch,
+        callback.shares.micro_batch,
         can_split=not reason,
     )
     if reason is not None:
@@ -146,19 +146,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._in_step.say("LBFGS runs the closure several times a step")
         # without a backward pass: weight averaging collects BatchNorm's statistics
         if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
-            whole, runs = (
-                closure.closure,
-                iter(
-                    [
-                        partial(
-                            self._run,
-                            kwargs,
-                            optimizer,
-                            batch_idx,
-                        )
-                    ]
-                ),
-            )
+            whole = closure.closure
+            runs = iter([partial(self._run, kwargs, optimizer, batch_idx)])
             # only the first call is the step's: optimizers of two passes have another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
@@ -173,9 +162,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         """Run the closure for each part of the batch; return the batch's result."""
         trainer, batch = self.trainer, kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        if self._step is not None and zero_grad is not None:
-            self._step = None  # the last one was left before its last batch
-        if self._step is None:
+        # the last one may have been left before its last batch
+        if self._step is None or zero_grad is not None:
             self._zero_grad = zero_grad
             objects = self._logs.objects
             restore = partial(objects.restore, objects.state())

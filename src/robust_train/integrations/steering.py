@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,9 +165,7 @@ class OpenStep(Step[Any]):
 
         def on_original(part: Part) -> Any:
             is_whole = len(part) == parts.samples
-            return body(
-                Part(data, part.weight, part.start, part.stop) if is_whole else part
-            )
+            return body(replace(part, data=data) if is_whole else part)
 
         try:
             results = self.run(parts, on_original, is_last=is_last)
@@ -174,16 +173,21 @@ class OpenStep(Step[Any]):
                 self.end()
         except CannotSplit as reason:
             self._say(str(reason))
-            raise like(
-                None if self._ran_out is None else self._ran_out.failure
-            ) from None
+            failed = self._ran_out
+            raise like(failed.failure if failed else None) from None
         return results
 
     def rewound(self) -> None:
         self._on_rewind()
 
     def guard(self) -> AbstractContextManager[object]:
-        return no_collectives() if self.repeats else contextlib.nullcontext()
+        """Refuse collectives where a rank repeats what others do once: it would leave them waiting,
+        or pair the wrong ones."""
+        is_alone = ranks.here() is None
+        if is_alone or not self.repeats:
+            return contextlib.nullcontext()
+        mode: AbstractContextManager[object] = _NoCollectives()  # type: ignore[no-untyped-call]
+        return mode
 
     def cannot_repeat(self) -> str | None:
         if not self._can_be_cut:
@@ -334,14 +338,3 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "ranks would wait"
             )
         return func(*args, **(kwargs or {}))
-
-
-def no_collectives() -> AbstractContextManager[object]:
-    """Let collectives raise :class:`CannotSplit`, if there are other ranks.
-
-    A rank that repeats what others do once would leave them waiting, or pair the wrong ones.
-    """
-    if ranks.here() is None:
-        return contextlib.nullcontext()
-    mode: AbstractContextManager[object] = _NoCollectives()  # type: ignore[no-untyped-call]
-    return mode

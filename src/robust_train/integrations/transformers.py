@@ -192,13 +192,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         name = name if name.startswith("eval_") else f"eval_{name}"
         self.run.monitors(name, "max" if args.greater_is_better else "min")
 
-    def on_epoch_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Take the time: the epoch's first batches are read from here on."""
         self.run.speed.begin()
         self.run.speed.wait_begins()
@@ -239,13 +233,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self.run.speed.wait_begins()
         return control
 
-    def on_prediction_step(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Stop during evaluation if requested; what it has computed is not kept."""
         if self.run.stop_requested:
             raise _StoppedInEvaluation

@@ -6,9 +6,10 @@ Loader, counters, callbacks, logging, clipping and checkpoints stay the Trainer'
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,11 +43,9 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
         TrainersLoss(trainer),
         InStep(run, "transformers"),
     )
+    own = args.gradient_accumulation_steps, run.world_size
     asked = run.asked
-    if asked is not None and (asked.gradient_accumulation_steps, asked.ranks) != (
-        args.gradient_accumulation_steps,
-        run.world_size,
-    ):
+    if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
         loss.weigh_as(asked, run.world_size)
     if args.optim in ("lomo", "adalomo"):
         in_step.keep_batch(f"optim={args.optim.value} {STEPS_IN_BACKWARD}")
@@ -165,7 +164,7 @@ class TrainersLoss:
             return False
         if self._is_sum is None:
             few = part_of(data, 0, 2)
-            once, twice = (self._of(model, few, n) for n in (items, items * 2))
+            once, twice = self._of(model, few, items), self._of(model, few, items * 2)
             # the mean over samples without labels is NaN
             found = bool(twice.abs() <= 0.75 * once.abs())
             self._is_sum = all(of_all_ranks(found)) if self._asked else found
@@ -214,14 +213,8 @@ class TrainersLoss:
             without = labels.clone()
             without[..., 0] = _IGNORED
             items = labels.ne(_IGNORED).sum()
-            known, other = (
-                self._of(
-                    model,
-                    type(few)({**few, "labels": one}),
-                    items,
-                )
-                for one in (labels, without)
-            )
+            known = self._of(model, few, items)
+            other = self._of(model, type(few)({**few, "labels": without}), items)
             self._shifts = bool(torch.isclose(known, other, rtol=1e-5, atol=0))
         return shifts_labels(self._trainer) if self._shifts is None else self._shifts
 
@@ -297,8 +290,6 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         self._loss = loss
         self._in_step = in_step
         self._step: OpenStep | None = None
-        self._shares: list[Tensor] = []  # of the step's loss, a part each
-        self._logged: Tensor | float = 0.0  # what the Trainer got of it
         self._weight = 1.0  # of the part in progress
         self._is_weighted = True
         self._training_step = trainer.training_step
@@ -335,15 +326,9 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         num_items_in_batch: Any = None,
         **more: Any,
     ) -> Tensor:
-        """Run the Trainer's for each part; return what the step's loss has grown by."""
+        """Run the Trainer's for each part; return what the batch adds to the step's loss."""
         if self._step is None:
-            self._shares, self._logged = [], 0.0
-            before = LoggedOfPasses(self._trainer)
-
-            def on_rewind() -> None:
-                self._shares.clear()
-                before.restore()
-
+            on_rewind = LoggedOfPasses(self._trainer).restore
             self._step = self._in_step.begin(model, on_rewind=on_rewind)
         if self._step is None:
             loss: Tensor = self._training_step(
@@ -357,17 +342,17 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         samples = self._in_step.samples_of(inputs)
         passes = _Passes(self._trainer, self._loss, model)
 
-        def body(part: Part) -> None:
-            passes.begins(part)
+        def body(part: Part) -> Tensor:
             self._weight = part.weight
             self._is_weighted = part.weight in (0.0, 1.0)
             try:
-                loss = self._training_step(
-                    model,
-                    part.data,
-                    num_items_in_batch,
-                    **more,
-                )
+                with passes.part(part, samples):
+                    loss = self._training_step(
+                        model,
+                        part.data,
+                        num_items_in_batch,
+                        **more,
+                    )
             finally:
                 self._weight = 1.0
             if not self._is_weighted:
@@ -375,39 +360,25 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
                 raise CannotSplit(
                     f"{name}.training_step does not call self.accelerator.backward"
                 )
-            self._shares.append(_share(loss, part.weight).detach())
-            passes.ends(part, samples)
+            return _share(loss, part.weight).detach()
 
         def count(data: Any) -> float | Tensor:
-            return (
-                1.0
-                if self._loss.adds_up(
-                    model,
-                    data,
-                    num_items_in_batch,
-                )
-                else self._loss.items(
-                    model,
-                    data,
-                    num_items_in_batch,
-                )
-            )
+            if self._loss.adds_up(model, data, num_items_in_batch):
+                return 1.0
+            return self._loss.items(model, data, num_items_in_batch)
 
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
-        self._step.run_batch(
+        found = self._step.run_batch(
             inputs,
             samples,
             body,
             count=count,
             is_last=is_last,
         )
-        # if the step started over, the earlier batches' losses were computed again
-        total: Any = sum(self._shares)
-        loss = total.to(self._trainer.args.device) - self._logged
-        self._logged = total
         if is_last:
             self._step = None
-        return loss
+        shares: list[Tensor] = [share for share, _ in found]
+        return sum(shares[1:], shares[0]).to(self._trainer.args.device)
 
     def prediction_step(
         self,
@@ -421,19 +392,13 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         samples = self._in_step.samples_of(inputs)
 
         def body(part: Part) -> Any:
-            before = passes.begins(part)
-            try:
-                result = self._prediction_step(
+            with passes.part(part, samples):
+                return self._prediction_step(
                     model,
                     part.data,
                     *rest,
                     **more,
                 )
-            except BaseException:
-                before.restore()
-                raise
-            passes.ends(part, samples)
-            return result
 
         found = self._in_step.evaluate(model, inputs, body)
         if len(found) == 1:
@@ -442,11 +407,8 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         loss = None
         if losses[0] is not None:
             items = [float(self._loss.items(model, part.data)) for _, part in found]
-            shares = [
-                _share(one, n / max(sum(items), 1))
-                for one, n in zip(losses, items, strict=True)
-            ]
-            loss = sum(shares)
+            pairs = zip(losses, items, strict=True)
+            loss = sum(_share(one, n / max(sum(items), 1)) for one, n in pairs)
         concat = _transformers.trainer_pt_utils.nested_concat
         return loss, *(
             None if parts[0] is None else functools.reduce(concat, parts)
@@ -467,19 +429,18 @@ class _Passes:
         self._before = LoggedOfPasses(trainer)
         self._weights: list[float] = []
 
-    def begins(self, part: Part) -> LoggedOfPasses:
-        """Return what was logged before a part, the first of which begins anew."""
-        now = LoggedOfPasses(self._trainer)
+    @contextlib.contextmanager
+    def part(self, part: Part, samples: int | None) -> Iterator[None]:
+        """Keep what is logged within the block, unless it raises; after a batch's last part join
+        what was logged of all."""
+        before = LoggedOfPasses(self._trainer)
         if not part.start:
-            self._before, self._weights = now, []
-        return now
-
-    def ends(
-        self,
-        part: Part,
-        samples: int | None,
-    ) -> None:
-        """Join what was logged if this part is the last of several."""
+            self._before, self._weights = before, []
+        try:
+            yield
+        except BaseException:
+            before.restore()
+            raise
         if not logged_of_passes(self._trainer) or len(part) in (0, samples):
             return
         self._weights.append(float(self._loss.items(self._model, part.data)))
@@ -488,10 +449,10 @@ class _Passes:
 
 
 def _share(loss: Tensor, weight: float) -> Tensor:
+    if weight == 1.0:
+        return loss
     # the mean of an empty part is NaN, also when multiplied by 0
-    return (
-        loss if weight == 1.0 else loss * weight if weight else torch.zeros_like(loss)
-    )
+    return loss * weight if weight else torch.zeros_like(loss)
 
 
 def _why_not(trainer: Any) -> str | None:

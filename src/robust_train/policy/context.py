@@ -12,7 +12,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import AttemptSpec, Retry, Room
-from robust_train.policy.sizes import PolicySettings, next_smaller, sizes
+from robust_train.policy.sizes import PolicySettings, sizes
 from robust_train.readable import MIB
 
 _NOTABLE_BYTES = 256 * MIB
@@ -62,10 +62,8 @@ class FailureContext:
     @property
     def smaller(self) -> AttemptSpec:
         """The same with the next smaller micro-batch."""
-        return self.sizes.resized(
-            self.last,
-            next_smaller(self.sizes, self.last.batch_size),
-        )
+        ranks, last = self.sizes, self.last
+        return ranks.resized(last, ranks.next_smaller(last.batch_size))
 
     @property
     def saved(self) -> str:

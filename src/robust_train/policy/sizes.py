@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from robust_train.config.placeholders import placeholders_in
-from robust_train.config.schema import RobustConfig, TrainingConfig
+from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
 from robust_train.readable import MIB
@@ -130,6 +130,11 @@ class PolicySettings:
             accumulation = -(-self.share // batch_size)
         return spec.with_batch(batch_size, accumulation)
 
+    def next_smaller(self, batch_size: int) -> int:
+        """Return the next smaller micro-batch of a rank."""
+        share = self.share if self.accumulates else 0
+        return next_smaller(batch_size, self.min_batch_size, share)
+
     def fewer_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the allowed numbers of GPUs below ``ranks``, most first.
 
@@ -144,33 +149,20 @@ class PolicySettings:
         )
 
 
-def settings_of_batch(
+def next_smaller(
     batch_size: int,
-    gradient_accumulation_steps: int = 1,
-    **keys: Any,
-) -> PolicySettings:
-    """Return the settings of a batch outside of a job; ``keys`` are those of the config."""
-    training = TrainingConfig(
-        batch_size=batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        num_workers=0,
-    )
-    return PolicySettings.of(RobustConfig(training=training, **keys))
-
-
-def next_smaller(settings: PolicySettings, batch_size: int) -> int:
+    least: int,
+    share: int = 0,
+) -> int:
     """Return the next smaller micro-batch.
 
-    At most half of ``batch_size``, not below ``min_batch_size``; among those the largest divisor
-    of a rank's share of the effective batch. Without a divisor in that range the accumulation is
-    rounded up, and the effective batch is no longer exact.
+    At most half of ``batch_size``, not below ``least``; among those the largest divisor of
+    ``share``, a rank's samples of the effective batch, if that is to be preserved. Without a
+    divisor in that range the accumulation is rounded up, and the effective batch is not exact.
     """
-    at_most = max(batch_size // 2, settings.min_batch_size)
-    if settings.accumulates:
-        for candidate in range(at_most, settings.min_batch_size - 1, -1):
-            if settings.share % candidate == 0:
-                return candidate
-    return at_most
+    at_most = max(batch_size // 2, least)
+    exact = (size for size in range(at_most, least - 1, -1) if share % size == 0)
+    return next(exact, at_most)
 
 
 def sizes(settings: PolicySettings) -> Iterator[int]:
@@ -178,7 +170,7 @@ def sizes(settings: PolicySettings) -> Iterator[int]:
     size = settings.asked.batch_size
     yield size
     while settings.asked.has_batch and size > settings.min_batch_size:
-        size = next_smaller(settings, size)
+        size = settings.next_smaller(size)
         yield size
 
 
@@ -250,9 +242,12 @@ def micro_batch_sizes(
 ) -> tuple[int, ...]:
     """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
     its own batches, where divisors are far apart."""
-    least = min(min_batch_size, effective_batch_size)
-    settings = settings_of_batch(effective_batch_size, min_batch_size=least)
-    return tuple(sorted({*sizes(settings), *exact_sizes(effective_batch_size, least)}))
+    size, least = effective_batch_size, min(min_batch_size, effective_batch_size)
+    found = {size, *exact_sizes(effective_batch_size, least)}
+    while size > least:
+        size = next_smaller(size, least, effective_batch_size)
+        found.add(size)
+    return tuple(sorted(found))
 
 
 def size_to_begin_with(

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.model.events import BatchSizeFound
 from robust_train.policy.sizes import BatchSearch
@@ -57,7 +58,8 @@ class MicroBatcher:
         min_batch_size: parts of this many samples are not split further: the error is raised.
         gradient_accumulation_steps: the requested one; divisors of the effective batch are
             preferred.
-        regrow_after_steps: see :class:`robust_train.step.splitting.MicroBatchSize`; None: never.
+        regrow_after_steps: without running out of memory, after which a larger size is tried; None:
+            never.
         on_event: called with an event at every change of the size.
         search: find the largest size that fits in the first step, by at most four parts of the
             batch that are only measured.
@@ -85,15 +87,13 @@ class MicroBatcher:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
-        self._training, self._other = (
-            MicroBatchSize(
-                batch_size,
-                min_batch_size=min_batch_size,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                regrow_after_steps=regrow_after_steps,
-            )
-            for _ in range(2)
+        plan = MicroBatchPlan(
+            batch_size,
+            gradient_accumulation_steps,
+            min_batch_size,
+            regrow_after_steps,
         )
+        self._training, self._other = MicroBatchSize(plan), MicroBatchSize(plan)
         self._recorder = recorder or Recorder(lambda: self._steps_begun, on_event)
         self._watch = Watch()
         self._search = search
@@ -209,7 +209,7 @@ class MicroBatcher:
             What ``function`` returned for each part, in order: each sample's result once.
         """
         parts = Parts.of(batch, length, split)
-        step, _ = self._begin("forward", function, parts, model)
+        step, _ = self._begin("forward", function, parts, model, training=False)
         results = step.run(parts, lambda part: function(part.data))
         step.leave()
         return [result for result, _ in results]
@@ -267,7 +267,7 @@ class MicroBatcher:
         function: Any,
         parts: Parts,
         model: Models,
-        training: bool = False,
+        training: bool,
     ) -> tuple[Step[Any], StepStart | None]:
         """Return the step, and where it began: None if each part stands for itself."""
         is_alone = ranks.here() is None

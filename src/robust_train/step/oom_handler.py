@@ -19,7 +19,7 @@ from robust_train.memory.clearing import StartingMemory, release_memory
 from robust_train.memory.tensors import leaves_in
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.model.failure import Clue, FailureKind
-from robust_train.policy.sizes import next_smaller, settings_of_batch
+from robust_train.policy.sizes import next_smaller
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GradientsBefore
 
 log = logging.getLogger("robust_train")
@@ -60,6 +60,10 @@ class OOMHandler:
         check_memory: False skips the comparison with the memory at the start, which takes some ten
             milliseconds here and after each failure.
 
+    Attributes:
+        batch_size: micro-batch to use now.
+        gradient_accumulation_steps: accumulation to use now.
+
     Raises:
         ValueError: the sizes are below 1 or in the wrong order.
     """
@@ -84,15 +88,16 @@ class OOMHandler:
             raise ValueError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps}: must be 1 or more"
             )
-        self._settings = settings_of_batch(
-            initial_batch_size,
-            gradient_accumulation_steps,
-            min_batch_size=min_batch_size,
-            preserve_effective_batch_size=preserve_effective_batch_size,
+        self.batch_size = initial_batch_size
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        # samples to preserve in an optimizer step, 0 for none
+        self._effective = (
+            preserve_effective_batch_size
+            and initial_batch_size * gradient_accumulation_steps
         )
+        self._least = min_batch_size
         self._max_retries = math.inf if max_retries is None else max_retries
         self._batch_argument = batch_argument
-        self._spec = self._settings.asked
         self._tried: dict[int, str] = {}  # by size, how it ended
         self._gradients = GradientsBefore()
         self._start = StartingMemory() if check_memory else None
@@ -105,16 +110,6 @@ class OOMHandler:
         """
         self._gradients = GradientsBefore()
         self._gradients.begin(trained)
-
-    @property
-    def batch_size(self) -> int:
-        """Micro-batch to use now."""
-        return self._spec.batch_size
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Accumulation to use now."""
-        return self._spec.gradient_accumulation_steps
 
     def handle(self, error: BaseException) -> bool:
         """Take a failure: release its memory, restore gradients, and make the batch smaller.
@@ -144,13 +139,12 @@ class OOMHandler:
             ) from error
         left = None if self._start is None else self._start.describe_rest()
         do_without_onednn(failure)
-        spec = self._spec
-        self._tried[spec.batch_size] = (
-            f"  attempt {len(self._tried) + 1}: micro-batch {spec.batch_size} × accumulation "
-            f"{spec.gradient_accumulation_steps}: {failure.message}"
+        before = self.batch_size
+        self._tried[before] = (
+            f"  attempt {len(self._tried) + 1}: micro-batch {before} × accumulation "
+            f"{self.gradient_accumulation_steps}: {failure.message}"
         )
-        is_smallest = spec.batch_size <= self._settings.min_batch_size
-        if is_smallest or len(self._tried) > self._max_retries:
+        if before <= self._least or len(self._tried) > self._max_retries:
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
             sizes = ", ".join(map(str, self._tried))
@@ -158,13 +152,13 @@ class OOMHandler:
             raise AttemptsExhausted(
                 "\n".join([first, *self._tried.values()])
             ) from error
-        self._spec = self._settings.resized(
-            spec, next_smaller(self._settings, spec.batch_size)
-        )
+        self.batch_size = next_smaller(before, self._least, self._effective)
+        if self._effective:
+            self.gradient_accumulation_steps = -(-self._effective // self.batch_size)
         log.warning(
             "out of memory on the %s: micro-batch %d → %d, accumulation %d",
             "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
-            spec.batch_size,
+            before,
             self.batch_size,
             self.gradient_accumulation_steps,
         )

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.memory.tensors import WALKED, rebuilt
-from robust_train.policy.sizes import next_smaller, settings_of_batch
+from robust_train.policy.sizes import next_smaller
 
 T = TypeVar("T")
 
@@ -247,22 +248,14 @@ class _Known:
     found: int | None = None
 
 
-@dataclass
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout. It shrinks as the
-    launcher's does: at most half, at least ``min_batch_size``, a divisor of the effective batch
-    where there is one."""
+    launcher's does: at most half, at least the plan's smallest, a divisor of the effective batch
+    where there is one. Each failure of a size doubles the steps until it is tried again."""
 
-    batch_size: int | None  # to begin with; None: as many as the first batch has
-    min_batch_size: int = 1  # never less
-    # for the effective batch, whose divisors are preferred
-    gradient_accumulation_steps: int = 1
-    # steps without running out of memory after which the next larger size is tried; each
-    # failure of a size doubles its wait. None or 0: never.
-    regrow_after_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        self._known = _Known(self.batch_size, self.batch_size)
+    def __init__(self, plan: MicroBatchPlan) -> None:
+        self._plan = plan
+        self._known = _Known(plan.batch_size, plan.batch_size)
         self._largest_batch = 0
 
     @property
@@ -287,14 +280,11 @@ class MicroBatchSize:
 
     def smaller_than(self, failed: int) -> int | None:
         """Return the next smaller size, None if ``failed`` is the smallest."""
-        if failed <= self.min_batch_size:
+        plan = self._plan
+        if failed <= plan.min_batch_size:
             return None
-        settings = settings_of_batch(
-            max(self.batch_size or failed, failed),
-            self.gradient_accumulation_steps,
-            min_batch_size=self.min_batch_size,
-        )
-        return next_smaller(settings, failed)
+        share = max(plan.batch_size or 0, failed) * plan.gradient_accumulation_steps
+        return next_smaller(failed, plan.min_batch_size, share)
 
     def failed_at(self, size: int) -> None:
         """Record that memory ran out at ``size``: use the next smaller one, if any."""
@@ -338,13 +328,14 @@ class MicroBatchSize:
     def step_done(self) -> tuple[int, int] | None:
         """Count an optimizer step; return (from, to) if the size grows for the next one."""
         known, before = self._known, self._known.current
-        if not self.regrow_after_steps or before is None:
+        plan = self._plan
+        if not plan.regrow_after_steps or before is None:
             return None
         known.clean_steps += 1
-        sizes = {*known.failures, self.batch_size or 0}
+        sizes = {*known.failures, plan.batch_size or 0}
         most = known.limit or max(sizes)
         larger = min((size for size in sizes if before < size <= most), default=0)
-        wait = self.regrow_after_steps * 2 ** (known.failures.get(larger, 1) - 1)
+        wait = plan.regrow_after_steps * 2 ** (known.failures.get(larger, 1) - 1)
         if not larger or known.clean_steps < wait:
             return None
         known.current, known.clean_steps = larger, 0
@@ -358,7 +349,8 @@ class MicroBatchSize:
     def restore(self, state: SizeState) -> None:
         """Take over :meth:`state`'s result, unless another size was requested since."""
         # what probes had found is requested by its number afterwards
-        if self.batch_size in (state["requested"], state.get("found")):
+        requested = self._plan.batch_size
+        if requested in (state["requested"], state.get("found")):
             failures = dict(state["failures"])
-            known = {**state, "requested": self.batch_size, "failures": failures}
+            known = {**state, "requested": requested, "failures": failures}
             self._known = _Known(**known)

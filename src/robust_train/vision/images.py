@@ -145,21 +145,16 @@ def collate(samples: Sequence[Any]) -> Batch | ConfigError:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How samples are grouped: ``micro_batch`` samples of one rank in one forward pass, times
-    ``accumulation_steps`` times ``ranks`` in an optimizer step; ``seed`` fixes each epoch's order.
-    """
+    """How samples are grouped: ``effective_batch`` of all ranks in an optimizer step, of which an
+    epoch's last one may have fewer; each rank reads its share ``at_once`` samples at a time.
+    ``seed`` fixes each epoch's order."""
 
     num_samples: int
-    micro_batch: int
-    accumulation_steps: int
+    effective_batch: int
+    at_once: int
     seed: int
     ranks: int = 1
     rank: int = 0
-
-    @property
-    def effective_batch(self) -> int:
-        """Return the samples in one optimizer step; an epoch's last step may have fewer."""
-        return self.micro_batch * self.accumulation_steps * self.ranks
 
     def order(self, epoch: int) -> list[int]:
         """Return the shuffled sample indices of an epoch."""
@@ -172,11 +167,11 @@ class BatchPlan:
         epoch: int,
         start: int = 0,
     ) -> Iterator[list[Sequence[int]]]:
-        """Yield this rank's micro-batches of each optimizer step from sample ``start`` on. A step's
+        """Yield what this rank reads of each optimizer step from sample ``start`` on. A step's
         samples and their order depend on the effective batch alone. In an epoch's last step a rank
         may have none."""
         for step in in_order(self.order(epoch)[start:], self.effective_batch):
-            yield in_order(share_of(step, self.rank, self.ranks), self.micro_batch)
+            yield in_order(share_of(step, self.rank, self.ranks), self.at_once)
 
     def samples_in_step(self, start: int) -> int:
         """Return how many samples of all ranks the step that begins at ``start`` has."""
@@ -192,13 +187,12 @@ def in_order(samples: Sequence[int], size: int) -> list[Sequence[int]]:
     return [samples[first : first + size] for first in range(0, len(samples), size)]
 
 
-def read_in_parts(effective_batch: int) -> tuple[int, int]:
-    """Return (samples, reads) to read a step with while its micro-batch size is unknown. Workers
-    read ahead in such parts, so a large effective batch must not be a single one."""
+def read_at_once(effective_batch: int) -> int:
+    """Return the samples to read at once while the micro-batch size is unknown. Workers read ahead
+    in such parts, so a large effective batch must not be a single one."""
     samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
-    if 4 * samples < min(_READ_AT_MOST, effective_batch):
-        samples = effective_batch
-    return samples, effective_batch // samples
+    too_few = 4 * samples < min(_READ_AT_MOST, effective_batch)
+    return effective_batch if too_few else samples
 
 
 @dataclass(frozen=True)
@@ -213,16 +207,14 @@ class Loading:
     def batches(
         self,
         dataset: ImageDataset,
-        micro_batches: Sequence[Sequence[int]],
+        chunks: Sequence[Sequence[int]],
         epoch: int,
     ) -> Iterator[Batch]:
-        """Yield a batch on the host for each of ``micro_batches``, in order. Workers end with the
+        """Yield a batch on the host for each of ``chunks``, in order. Workers end with the
         iterator, so those of training and of validation never hold memory at the same time."""
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_sampler=[
-                [(epoch, index) for index in chunk] for chunk in micro_batches
-            ],
+            batch_sampler=[[(epoch, index) for index in chunk] for chunk in chunks],
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
             pin_memory=self.device.type == "cuda",

@@ -42,7 +42,7 @@ from robust_train.vision.images import (
     Loading,
     in_order,
     joined,
-    read_in_parts,
+    read_at_once,
 )
 from robust_train.vision.keys import check_config, preload_modules
 from robust_train.vision.reporting import Reporter
@@ -176,13 +176,12 @@ class Training:
 
     def _plan(self) -> BatchPlan:
         run, training = self.run, self.cfg.training
-        size, accumulation = training.batch_size, training.gradient_accumulation_steps
-        if run.batch_search is not None:
-            size, accumulation = read_in_parts(size * accumulation)
+        size = training.batch_size
+        effective = size * training.gradient_accumulation_steps * run.world_size
         plan = BatchPlan(
             num_samples=len(self.train_set),
-            micro_batch=size,
-            accumulation_steps=accumulation,
+            effective_batch=effective,
+            at_once=size if run.batch_search is None else read_at_once(effective),
             seed=training.seed,
             ranks=run.world_size,
             rank=run.rank,
@@ -379,7 +378,7 @@ class Training:
         Each of several ranks scores its share, and all get the score of the whole. The model is
         without a wrapper, or the ranks would wait for each other in it.
         """
-        run, size = self.run, self.plan.micro_batch
+        run, size = self.run, self.plan.at_once
         dataset = ImageDataset(source, self.images)
         samples = range(len(dataset))
         own = in_order(share_of(samples, run.rank, run.world_size), size)
