@@ -25,7 +25,7 @@ DIGITS = (
     "model.width=8",
     "model.dropout=0",
     "training.epochs=1",
-    "training.checkpoint_every_steps=6",
+    "training.checkpoint_every_steps=3",
 )
 SCRIPT = (
     *COMMON,

@@ -53,7 +53,8 @@ class Meeting:
 
 def meets(cfg, run) -> None:
     """Let this run's steps be watched, and meet trouble on the last rank."""
-    is_here = run.resume_checkpoint is None and run.rank == run.world_size - 1
+    is_fresh = run.attempt == 1 and run.resume_checkpoint is None
+    is_here = is_fresh and run.rank == run.world_size - 1
     meeting = Meeting(is_here=is_here, is_main=run.is_main)
     progress = run.progress
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from robust_train.folder.checkpoints import save_checkpoint
+from robust_train.folder.checkpoints import mark, save_checkpoint
+from robust_train.model.errors import Spoiled
 
 STEPS = 40
 NAN, OVERFLOW = 17, 3e38
@@ -68,7 +69,13 @@ def train(cfg: Any, run: Any) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         reported = {} if how == "silent" else {"loss": loss.item()}
-        run.progress(step, total_steps=STEPS, **reported)
+        try:
+            run.progress(step, total_steps=STEPS, **reported)
+        except Spoiled:
+            if how == "recorded late":
+                # another rank has recorded it, which has not met a bad loss yet
+                mark(run.checkpoint_dir, run.saving.job, lambda one: "finite")
+            raise
         if step % 5 == 0:
             path = run.checkpoint_dir / f"step-{step:03d}.pt"
             content = {"model": model, "optimizer": optimizer, "step": step}

@@ -52,7 +52,9 @@ def test_the_update_of_a_bad_batch_is_left_out_and_nothing_else(world, tmp_path,
     assert ended.summary["result"] == without_launcher(tmp_path, "left out", how)
 
 
-@pytest.mark.parametrize("how", [pytest.param("silent", marks=pytest.mark.slow), "plain"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("silent", marks=pytest.mark.slow), "plain", "recorded late"]
+)
 def test_a_job_goes_back_to_before_it_diverged_and_ends_as_without_the_fault(world, tmp_path, how):
     """The checkpoint of step 20 is saved while the loss is not finite already."""
     ended = trained(world, "'bad once'", how, "divergence.patience=6")

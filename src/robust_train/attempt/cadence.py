@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from robust_train.folder.checkpoints import (
     record_checkpoint,
     rotate,
     size_of,
+    spoil,
 )
 from robust_train.folder.identity import read_identity, wait_until_readable
 
@@ -274,7 +275,8 @@ class Saving:
             return "proven" if may_be and self._proves(one.step or 0) else one.loss
 
         if self.job is not None:
-            self._mark(loss_of)
+            with _warned():
+                mark(self.folder, self.job, loss_of)
             # an older one makes room for the manifest of the newest
             rotate(
                 self.folder,
@@ -290,25 +292,21 @@ class Saving:
         since: float,
         how: str,
     ) -> Manifest | None:
-        """Have no attempt resume from what was saved after ``good_step``, or where steps are not
-        known, ``since`` a time, because it is ``how`` (`diverged`, `corrupt`); return the newest
-        checkpoint before. What is proven stays so."""
-
-        def loss_of(one: Manifest) -> str:
-            is_after = one.time >= since if one.step is None else one.step > good_step
-            if is_after and one.loss != "proven":
-                return how
-            is_followed = one.step is not None and one.step < good_step
-            return "proven" if is_followed and one.loss == "finite" else one.loss
-
-        self._mark(loss_of)
+        """Have no attempt resume from what was saved after ``good_step``, see :func:`spoil`; return
+        the newest checkpoint before."""
+        if not self.job:
+            return None
+        with _warned():
+            spoil(self.folder, self.job, how, good_step, since)
         with contextlib.suppress(OSError):
-            return newest_checkpoint(self.folder, self.job) if self.job else None
+            return newest_checkpoint(self.folder, self.job)
         return None
 
-    def _mark(self, loss_of: Callable[[Manifest], str]) -> None:
-        if self.job:
-            try:
-                mark(self.folder, self.job, loss_of)
-            except OSError as error:
-                log.warning("manifests of checkpoints cannot be written: %s", error)
+
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Warn where manifests cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("manifests of checkpoints cannot be written: %s", error)

@@ -14,6 +14,7 @@ import errno
 import fnmatch
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -140,6 +141,27 @@ def mark(
         loss = loss_of(manifest)
         if loss != manifest.loss:
             _write(folder, replace(manifest, loss=loss))
+
+
+def spoil(
+    folder: Path,
+    job: str,
+    how: str,
+    good_step: int,
+    since: float = math.inf,
+) -> None:
+    """Have no attempt resume from a checkpoint of a step after ``good_step``, or where its step is
+    not known, of a time from ``since`` on: it is ``how`` (`diverged`, `corrupt`). What is proven
+    stays so, and what was finite before that step becomes it."""
+
+    def loss_of(one: Manifest) -> str:
+        is_after = one.time >= since if one.step is None else one.step > good_step
+        if is_after and one.loss != "proven":
+            return how
+        is_followed = one.step is not None and one.step < good_step
+        return "proven" if is_followed and one.loss == "finite" else one.loss
+
+    mark(folder, job, loss_of)
 
 
 def damage_in(path: Path, *, reads: bool) -> str | None:

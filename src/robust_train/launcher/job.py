@@ -5,6 +5,7 @@ compose → acquire a device → run an attempt → classify → decide → reco
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -31,7 +32,7 @@ from robust_train.config.trainers import (
 )
 from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
-from robust_train.folder.checkpoints import why_full
+from robust_train.folder.checkpoints import spoil, why_full
 from robust_train.folder.identity import (
     complete_job,
     refuse_other_version,
@@ -84,7 +85,7 @@ from robust_train.model.events import (
     Slow,
     TrainerSupports,
 )
-from robust_train.model.failure import FailureKind
+from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -464,7 +465,17 @@ class Job:
         if not self.config.runs_inline:  # in this process its memory does not come back
             self.devices.begin(spec.gpus)
         attempt = self._with_evidence(self._run_attempt(spec))
-        if attempt.evidence.bad_step is not None or attempt.evidence.has_checkpoint:
+        found = attempt.evidence
+        if found.bad_step is not None and found.good_step is not None:
+            # another rank may have recorded a checkpoint after the one that diverged had looked
+            with contextlib.suppress(OSError):
+                spoil(
+                    self.run_dir / "checkpoints",
+                    self.beginning.job,
+                    "corrupt" if found.clue == Clue.CORRUPT else "diverged",
+                    found.good_step,
+                )
+        if found.bad_step is not None or found.has_checkpoint:
             self.checkpoint = resume_from(self.run_dir, self.beginning.job)
             attempt = attempt.with_checkpoint(is_there=self.checkpoint is not None)
         self.decision = self._decide([*self.attempts, attempt])
