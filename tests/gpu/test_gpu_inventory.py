@@ -1,18 +1,19 @@
-"""Reading the GPUs of a machine through the real nvidia-ml-py on a simulated driver."""
-
-from __future__ import annotations
+"""Reading the GPUs of a machine through the real nvidia-ml-py on a simulated driver, and what
+``robust-train gpus`` shows of them."""
 
 import getpass
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import psutil
 import pytest
 
+import warm
 from robust_train.gpu import processes
+from robust_train.gpu.bounded import NoAnswer, ask, printed_by, run_command
 from robust_train.model.gpu import GpuInfo, GpuProcess
 from simulated_nvml import (
     DRIVER_NOT_LOADED,
@@ -25,11 +26,8 @@ from simulated_nvml import (
     UNKNOWN,
     VERSION_MISMATCH,
     Gpu,
-    Machine,
     Slice,
 )
-
-MachineWith = Callable[..., Machine]
 
 READ = """
 import json
@@ -39,12 +37,16 @@ print(json.dumps(asdict(read_inventory())))
 """
 
 
-def read(machine: Machine) -> dict[str, Any]:
-    inventory: dict[str, Any] = machine.python(READ)
-    return inventory
+def read(machine):
+    return machine.python(READ)
 
 
-def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
+def fail_memory(machine, code, where):
+    for version in ("", "_v2"):
+        machine.fail(f"nvmlDeviceGetMemoryInfo{version}", code, where)
+
+
+def test_a_gpu_is_told_with_all_its_figures(machine_with):
     machine = machine_with(
         Gpu(
             name="NVIDIA H100 80GB HBM3",
@@ -57,29 +59,23 @@ def test_a_gpu_is_told_with_all_its_figures(machine_with: MachineWith) -> None:
         driver="575.1",
     )
     inventory = read(machine)
-    assert inventory["driver_version"] == "575.1"
-    assert inventory["problem"] is None
-    assert inventory["gpus"] == [
-        {
-            "uuid": machine.uuid(0),
-            "name": "NVIDIA H100 80GB HBM3",
-            "index": 0,
-            "pci_bus_id": "0000000a:c1:00.0",
-            "total_bytes": 81559 * MIB,
-            "free_bytes": 60000 * MIB,
-            "used_bytes": 21000 * MIB,
-            "utilization_percent": 37,
-            "compute_mode": "default",
-            "processes": [],
-            "parent_uuid": None,
-            "unified_memory": False,
-            "throttled": None,
-            "unusable": None,
-            "failed_jobs": 0,
-            "mps": False,
-            "cuda_index": 0,
-        }
-    ]
+    assert (inventory["driver_version"], inventory["problem"]) == ("575.1", None)
+    (gpu,) = inventory["gpus"]
+    expected = {
+        "uuid": machine.uuid(0),
+        "name": "NVIDIA H100 80GB HBM3",
+        "index": 0,
+        "pci_bus_id": "0000000a:c1:00.0",
+        "total_bytes": 81559 * MIB,
+        "free_bytes": 60000 * MIB,
+        "used_bytes": 21000 * MIB,
+        "utilization_percent": 37,
+        "compute_mode": "default",
+        "processes": [],
+        "unusable": None,
+        "cuda_index": 0,
+    }
+    assert gpu.items() >= expected.items()
 
 
 @pytest.mark.parametrize("code", [FUNCTION_NOT_FOUND, UNKNOWN, NOT_SUPPORTED])
@@ -87,23 +83,20 @@ def test_memory_version_1_answers_where_version_2_fails(machine_with, code):
     machine = machine_with(Gpu(total_mib=1000, free_mib=600, reserved_mib=100))
     machine.fail("nvmlDeviceGetMemoryInfo_v2", code)
     (gpu,) = read(machine)["gpus"]
-    assert gpu["free_bytes"] == 600 * MIB
-    assert gpu["used_bytes"] == 400 * MIB  # version 1 counts what is reserved as used
+    # version 1 counts what is reserved as used
+    assert (gpu["free_bytes"], gpu["used_bytes"]) == (600 * MIB, 400 * MIB)
 
 
-def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with: MachineWith) -> None:
+def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with):
     machine = machine_with(Gpu(utilization=None))
-    for function in ("ComputeMode", "MigMode", "Name", "PciInfo"):
-        machine.fail(f"nvmlDeviceGet{function}", NOT_SUPPORTED)
+    for name in ("ComputeMode", "MigMode", "Name", "PciInfo", "ComputeRunningProcesses"):
+        machine.fail(f"nvmlDeviceGet{name}", NOT_SUPPORTED)
+    machine.fail("nvmlDeviceGetGraphicsRunningProcesses", NOT_SUPPORTED)
     machine.fail("nvmlSystemGetDriverVersion", UNKNOWN)
-    for kind in ("Compute", "Graphics"):
-        machine.fail(f"nvmlDeviceGet{kind}RunningProcesses", NOT_SUPPORTED)
     inventory = read(machine)
     (gpu,) = inventory["gpus"]
-    assert gpu["utilization_percent"] is None
-    assert gpu["processes"] is None
+    assert gpu["utilization_percent"] is gpu["processes"] is inventory["driver_version"] is None
     assert gpu["compute_mode"] == "default"
-    assert inventory["driver_version"] is None
 
 
 @pytest.mark.parametrize(
@@ -125,12 +118,11 @@ def test_one_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(
     inventory = read(machine)
     assert [gpu["uuid"] for gpu in inventory["gpus"]] == [machine.uuid(0), machine.uuid(2)]
     (sick,) = inventory["skipped"]
-    assert sick["index"] == 1
+    assert (sick["index"], inventory["problem"]) == (1, None)
     assert reason in sick["reason"]
-    assert inventory["problem"] is None
 
 
-def test_a_gpu_that_heals_or_falls_sick_is_seen_at_the_next_look(machine_with: MachineWith) -> None:
+def test_a_gpu_that_heals_or_falls_sick_is_seen_at_the_next_look(machine_with):
     machine = machine_with(Gpu(), Gpu())
     found = machine.python(
         """
@@ -150,38 +142,28 @@ def test_a_gpu_that_heals_or_falls_sick_is_seen_at_the_next_look(machine_with: M
     assert found == [[[0, 1], []], [[0], [machine.uuid(1)]], [[0, 1], []]]
 
 
-def test_a_passing_failure_does_not_cost_a_gpu(machine_with: MachineWith) -> None:
+def test_a_passing_failure_does_not_cost_a_gpu(machine_with):
     machine = machine_with(Gpu())
-    machine.fail("nvmlDeviceGetMemoryInfo_v2", TIMEOUT)
-    machine.fail("nvmlDeviceGetMemoryInfo", TIMEOUT)
+    fail_memory(machine, TIMEOUT, 0)
     assert read(machine)["skipped"] == [{"index": 0, "reason": "Timeout", "uuid": machine.uuid(0)}]
     # asked a second time before it is given up
     assert len(machine.calls("nvmlDeviceGetMemoryInfo")) == 2
 
 
-def test_slices_stand_in_place_of_their_gpu(machine_with: MachineWith) -> None:
-    slices = [Slice(19968, name="NVIDIA A100 MIG 3g.20gb"), Slice(9856, free_mib=100)]
-    machine = machine_with(Gpu(), Gpu(mig=slices), Gpu(mig=[], mig_mode=0))
-    machine.fail("nvmlDeviceGetMemoryInfo_v2", NO_PERMISSION, 1)  # as a container sees the parent
-    machine.fail("nvmlDeviceGetMemoryInfo", NO_PERMISSION, 1)
+def test_slices_stand_in_place_of_their_gpu_and_a_broken_one_costs_no_other(machine_with):
+    slices = [Slice(19968, name="NVIDIA A100 MIG 3g.20gb"), Slice(9856, free_mib=100), Slice(1000)]
+    machine = machine_with(Gpu(), Gpu(mig=slices), Gpu(mig=[], mig_mode=0), Gpu(mig=[]))
+    fail_memory(machine, NO_PERMISSION, 1)  # as a container sees the parent
+    fail_memory(machine, UNKNOWN, "1.mig.2")
     machine.update(1, compute_mode=2)
     inventory = read(machine)
     uuids = [machine.uuid(0), machine.uuid(1, 0), machine.uuid(1, 1), machine.uuid(2)]
     assert [gpu["uuid"] for gpu in inventory["gpus"]] == uuids
     first, second = inventory["gpus"][1:3]
-    assert first["name"] == "NVIDIA A100 MIG 3g.20gb"
+    assert (first["name"], first["index"]) == ("NVIDIA A100 MIG 3g.20gb", 1)
     assert (first["total_bytes"], second["free_bytes"]) == (19968 * MIB, 100 * MIB)
     assert first["parent_uuid"] == second["parent_uuid"] == machine.uuid(1)
-    assert first["index"] == 1
     assert first["unusable"] == "compute mode is prohibited"  # the mode is that of the whole GPU
-
-
-def test_a_broken_slice_does_not_cost_the_others_and_a_gpu_without_any_is_skipped(machine_with):
-    machine = machine_with(Gpu(mig=[Slice(1000), Slice(2000)]), Gpu(mig=[]))
-    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
-        machine.fail(function, UNKNOWN, "0.mig.0")
-    inventory = read(machine)
-    assert [gpu["uuid"] for gpu in inventory["gpus"]] == [machine.uuid(0, 1)]
     assert "no slice has been made" in inventory["skipped"][0]["reason"]
 
 
@@ -189,8 +171,8 @@ def test_a_broken_slice_does_not_cost_the_others_and_a_gpu_without_any_is_skippe
 @pytest.mark.parametrize("total_mib", [0, 1000])
 def test_an_integrated_gpu_has_the_memory_of_its_host(machine_with, name, total_mib):
     machine = machine_with(Gpu(name=name, total_mib=total_mib))
-    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo") if total_mib else ():
-        machine.fail(function, NOT_SUPPORTED)
+    if total_mib:
+        fail_memory(machine, NOT_SUPPORTED, 0)
     (gpu,) = read(machine)["gpus"]
     assert gpu["unified_memory"]
     assert gpu["total_bytes"] == psutil.virtual_memory().total
@@ -204,15 +186,36 @@ def test_cards_with_memory_of_their_own_are_not_taken_for_integrated(machine_wit
     assert all("a total of 0" in one["reason"] for one in inventory["skipped"])
 
 
-def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with: MachineWith) -> None:
+def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with):
     machine = machine_with(
         Gpu(compute_mode=3, compute=[(4711, 10)]), Gpu(compute_mode=3, graphics=[(4712, 10)])
     )
     without_processes = READ.replace("read_inventory()", "read_inventory(processes=False)")
     owned, free = machine.python(without_processes)["gpus"]
-    assert "4711" in owned["unusable"]
-    assert owned["processes"] is None
-    assert free["unusable"] is None
+    assert "4711 owns it" in owned["unusable"]
+    assert owned["processes"] is free["unusable"] is None
+
+
+def test_exclusive_mode_owned_by_mps_is_no_obstacle(machine_with, tmp_path):
+    def mps(program=READ, **environ):
+        (gpu,) = machine.python(program, **environ)["gpus"]
+        assert (gpu["unusable"] is None) == gpu["mps"]
+        return gpu["mps"]
+
+    server = tmp_path / "nvidia-cuda-mps-server"
+    shutil.copy("/bin/sleep", server)
+    machine = machine_with(Gpu(compute_mode=3))
+    with subprocess.Popen([server, "100"]) as running:
+        machine.update(0, compute=[(running.pid, 500)])
+        assert mps()
+        running.kill()
+    machine.update(0, compute=[(os.getpid(), 500)])
+    assert not mps()
+    # in a container the server's number is another machine's, and its pipes tell
+    in_a_container = "from robust_train.gpu import processes\n"
+    in_a_container += "processes.sees_host_pids = lambda: False\n" + READ
+    (tmp_path / "control").touch()
+    assert mps(in_a_container, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))
 
 
 def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(machine_with):
@@ -225,36 +228,24 @@ def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(machine
     assert {p["pid"] for p in gpu["processes"] if p["computes"]} == {10, 11, 12}
 
 
-def test_polling_asks_for_no_process_lists_and_opens_nvml_once(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu(), Gpu())
-    machine.python(
-        """
-        from robust_train.gpu.inventory import read_inventory
-        for _ in range(5):
-            assert len(read_inventory(processes=False).gpus) == 2
-        print(0)
-        """
-    )
-    assert machine.calls("nvmlDeviceGetComputeRunningProcesses") == []
-    assert len(machine.calls("nvmlInit")) == 1
-    assert len(machine.calls("nvmlDeviceGetUUID")) == 2
-
-
-def test_a_forked_process_opens_its_own_session(machine_with: MachineWith) -> None:
+def test_polling_asks_for_no_process_lists_and_a_fork_opens_a_session_of_its_own(machine_with):
     machine = machine_with(Gpu(), Gpu())
     machine.python(
         """
         import os
         from robust_train.gpu.inventory import read_inventory
-        assert len(read_inventory().gpus) == 2
+        for _ in range(5):
+            assert len(read_inventory(processes=False).gpus) == 2
         child = os.fork()
         if child == 0:
-            os._exit(0 if len(read_inventory().gpus) == 2 else 1)
+            os._exit(0 if len(read_inventory(processes=False).gpus) == 2 else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert len(read_inventory().gpus) == 2
+        assert len(read_inventory(processes=False).gpus) == 2
         print(0)
         """
     )
+    assert machine.calls("nvmlDeviceGetComputeRunningProcesses") == []
+    assert len(machine.calls("nvmlDeviceGetUUID")) == 2 * 2
     (parent, _), (child, _) = machine.calls("nvmlInit")
     assert parent != child
     lines = [line.split() for line in (machine.folder / "calls").read_text().splitlines()]
@@ -262,65 +253,47 @@ def test_a_forked_process_opens_its_own_session(machine_with: MachineWith) -> No
     assert next(name for pid, name, _ in lines if int(pid) == child) == "nvmlInit"
 
 
-def test_a_driver_that_was_reloaded_is_opened_again(machine_with: MachineWith) -> None:
+def test_a_driver_that_was_reloaded_is_opened_again(machine_with):
+    """And a closed session lets the GPUs be reset."""
     machine = machine_with(Gpu())
-    count = machine.python(
+    assert machine.python(
         """
+        import json
         import pynvml
-        from robust_train.gpu.inventory import read_inventory
-        read_inventory()
+        from robust_train.gpu.inventory import close_session, known_session, read_inventory
+        first = read_inventory()
         pynvml.nvmlShutdown()
-        print(len(read_inventory().gpus))
+        assert read_inventory() == first
+        close_session()
+        closed = known_session() is None
+        close_session()
+        print(json.dumps(closed and read_inventory() == first))
         """
     )
-    assert count == 1
+    assert len(machine.calls("nvmlShutdown")) == 2
 
 
 def test_each_way_of_having_no_gpu_has_its_own_sentence(machine_with, tmp_path):
     machine = machine_with()
-    no_gpus = read(machine)["problem"]
-    machine.fail("nvmlInit", VERSION_MISMATCH)
-    mismatch = read(machine)["problem"]
-    machine.fail("nvmlInit", DRIVER_NOT_LOADED)
-    not_loaded = read(machine)["problem"]
-    machine.fail("nvmlInit", UNKNOWN)
-    unknown = read(machine)["problem"]
+    assert "no NVIDIA GPU on this machine (driver 570.86.15)" in read(machine)["problem"]
+    for code, *words in (
+        (VERSION_MISMATCH, "reboot", "restart the container"),
+        (DRIVER_NOT_LOADED, "not loaded"),
+        (UNKNOWN, "Unknown Error"),
+    ):
+        machine.fail("nvmlInit", code)
+        problem = read(machine)["problem"]
+        assert all(word in problem for word in words), problem
     machine.alone = True
     (tmp_path / "libnvidia-ml.so.1").touch()  # also hides a real one that this machine may have
-    missing = machine.python(READ, LD_LIBRARY_PATH=str(tmp_path))["problem"]
-    assert "no NVIDIA GPU" in no_gpus
-    assert "570.86.15" in no_gpus
-    assert "reboot" in mismatch
-    assert "restart the container" in mismatch
-    assert "not loaded" in not_loaded
-    assert "Unknown Error" in unknown
-    assert "no NVIDIA driver" in missing
-    assert len({no_gpus, mismatch, not_loaded, unknown, missing}) == 5
-
-
-def test_a_legacy_package_that_shadows_the_binding_is_named(machine_with, tmp_path):
-    shadow = tmp_path / "shadow"
-    shadow.mkdir()
-    (shadow / "pynvml.py").write_text("def nvmlInit(): pass\n")
-    machine = machine_with(Gpu())
-    machine.alone = True
-    problem = machine.python(READ, PYTHONPATH=str(shadow))["problem"]
+    light = "import robust_train.cli.machine, robust_train.queue.waiting, sys"
+    light += "\nassert not {'torch', 'rich'} & {*sys.modules}"
+    problem = machine.python(READ + light, LD_LIBRARY_PATH=str(tmp_path))["problem"]
+    assert "no NVIDIA driver" in problem
+    (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\n")
+    problem = machine.python(READ, PYTHONPATH=str(tmp_path))["problem"]
     assert "legacy package" in problem
     assert "pip uninstall pynvml" in problem
-
-
-def test_reading_imports_no_torch(machine_with: MachineWith) -> None:
-    machine = machine_with(Gpu())
-    machine.alone = True
-    assert machine.python(
-        """
-        import json, sys
-        import robust_train.cli.machine, robust_train.gpu.select, robust_train.queue.waiting
-        from robust_train.gpu.inventory import read_inventory
-        read_inventory()
-        print(json.dumps("torch" not in sys.modules and "rich" not in sys.modules))
-        """
-    )
 
 
 @pytest.mark.parametrize("in_container", [False, True])
@@ -333,50 +306,16 @@ def test_processes_are_named_only_where_their_ids_are_the_hosts(monkeypatch, in_
     assert all(holder.user == getpass.getuser() for holder in found.values())
 
 
-def test_exclusive_mode_owned_by_mps_is_no_obstacle(machine_with, tmp_path):
-    server = tmp_path / "nvidia-cuda-mps-server"
-    shutil.copy("/bin/sleep", server)
-    machine = machine_with(Gpu(compute_mode=3))
-    with subprocess.Popen([server, "100"]) as running:
-        machine.update(0, compute=[(running.pid, 500)])
-        (shared,) = read(machine)["gpus"]
-        running.kill()
-    assert (shared["unusable"], shared["mps"]) == (None, True)
-    machine.update(0, compute=[(os.getpid(), 500)])
-    (owned,) = read(machine)["gpus"]
-    assert "owns it" in owned["unusable"]
-    assert not owned["mps"]
+def test_cudas_numbers_are_known_where_both_lists_surely_agree(machine_with):
+    machine = machine_with(Gpu(), Gpu())
+    assert [gpu["cuda_index"] for gpu in read(machine)["gpus"]] == [0, 1]
+    fail_memory(machine, UNKNOWN, 0)
+    assert [gpu["cuda_index"] for gpu in read(machine)["gpus"]] == [None]
+    sliced = read(machine_with(Gpu(mig=[Slice(5000)]), Gpu()))
+    assert [gpu["cuda_index"] for gpu in sliced["gpus"]] == [None, None]
 
 
-def test_a_closed_session_lets_the_gpus_be_reset_and_the_next_call_opens_another(machine_with):
-    machine = machine_with(Gpu())
-    assert machine.python(
-        """
-        import json
-        from robust_train.gpu.inventory import read_inventory
-        from robust_train.gpu.inventory import close_session, known_session
-        first = read_inventory()
-        close_session()
-        closed = known_session() is None
-        close_session()
-        print(json.dumps(closed and read_inventory() == first))
-        """
-    )
-    assert machine.calls("nvmlShutdown")
-
-
-@pytest.mark.parametrize("sliced", [False, True])
-def test_cudas_numbers_are_known_where_both_lists_surely_agree(machine_with, sliced):
-    machine = machine_with(Gpu(mig=[Slice(5000)] if sliced else None), Gpu())
-    seen = [gpu["cuda_index"] for gpu in read(machine)["gpus"]]
-    assert seen == ([None, None] if sliced else [0, 1])
-    if not sliced:
-        for version in ("", "_v2"):
-            machine.fail(f"nvmlDeviceGetMemoryInfo{version}", UNKNOWN, 0)
-        assert [gpu["cuda_index"] for gpu in read(machine)["gpus"]] == [None]
-
-
-def test_each_recovery_that_the_driver_asks_for_has_words(machine_with: MachineWith) -> None:
+def test_each_recovery_that_the_driver_asks_for_has_words(machine_with):
     words = (
         *("to be reset", "rebooted", "drained of peer", "drained and reset", "restart nvidia-imex"),
         *("does not suffice", "NVLink switches", "needs recovery action 8"),
@@ -388,14 +327,75 @@ def test_each_recovery_that_the_driver_asks_for_has_words(machine_with: MachineW
         assert expected in gpu["unusable"]
 
 
-def test_in_a_container_mps_is_known_by_its_pipes(machine_with, tmp_path):
-    """The server's number is another machine's here: no process has it."""
-    in_a_container = "from robust_train.gpu import processes\n"
-    in_a_container += "processes.sees_host_pids = lambda: False\n" + READ
-    machine = machine_with(Gpu(compute_mode=3, compute=[(2**30, 500)]))
-    (owned,) = read(machine)["gpus"]
-    assert "owns it" in owned["unusable"]
-    (tmp_path / "control").touch()
-    pipes = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    (shared,) = machine.python(in_a_container, **pipes)["gpus"]
-    assert (shared["unusable"], shared["mps"]) == (None, True)
+# --- the command ---
+
+
+def run(machine, *arguments, **environ):
+    done = warm.robust_train("gpus", *arguments, environ=machine.environment(**environ))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_pipe_gets_aligned_columns_with_processes_by_user_and_command(machine_with):
+    compute = [(2**30, 9), (os.getpid(), 700)]
+    machine = machine_with(
+        Gpu(total_mib=40960, free_mib=2200, reserved_mib=560, utilization=63, compute=compute),
+        Gpu(name="T4", total_mib=15000, utilization=None),
+    )
+    done = run(machine)
+    header, first, second = done.stdout.splitlines()
+    assert header.split("  ")[0] == "index"
+    for words in ("NVIDIA A100-SXM4-40GB", machine.uuid(0), "38200", "2200", "40960", "63%"):
+        assert words in first
+    command = Path("/proc/self/comm").read_text().strip()
+    in_host = os.readlink("/proc/self/ns/pid") == processes.INITIAL_PID_NAMESPACE
+    mine = f":{command}({os.getpid()})" if in_host else f"pid {os.getpid()}"
+    for words in (f"pid {2**30} 9 MiB", f"{mine} 700 MiB"):
+        assert words in first
+    end = header.index("total MiB") + len("total MiB")
+    assert first[:end].endswith(" 40960")
+    assert second[:end].endswith(" 15000")
+    assert "\x1b" not in done.stdout
+
+
+def test_skipped_and_hidden_gpus_are_listed_with_the_reason(machine_with):
+    machine = machine_with(Gpu(), Gpu(compute_mode=2, compute=[(2**30, 9)]), Gpu())
+    machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
+    done = run(machine, CUDA_VISIBLE_DEVICES=f"{machine.uuid(0)},GPU-x")
+    _, first, second, third = done.stdout.splitlines()
+    assert "hidden" not in first
+    assert "hidden by CUDA_VISIBLE_DEVICES; compute mode is prohibited" in second
+    assert third == "GPU 2 skipped: GPU is lost"
+    assert "warning: CUDA_VISIBLE_DEVICES=" in done.stderr
+    assert "'GPU-x'" in done.stderr
+    done = run(machine, "--json", CUDA_VISIBLE_DEVICES="")
+    told = json.loads(done.stdout)
+    assert [gpu["visible"] for gpu in told["gpus"]] == [False, False]
+    assert done.stderr == "", "they are hidden on purpose"
+    (process,) = told["gpus"][1]["processes"]
+    known = {"pid": 2**30, "used_bytes": 9 * MIB, "computes": True}
+    assert process == {**known, "command": None, "user": None}
+    assert told["skipped"] == [{"index": 2, "reason": "GPU is lost", "uuid": None}]
+    assert told["driver_version"] == "570.86.15"
+
+
+def test_a_machine_without_gpus_is_told_in_a_sentence(machine_with):
+    assert run(machine_with()).stdout == "no NVIDIA GPU on this machine (driver 570.86.15)\n"
+
+
+# --- commands and calls that hang ---
+
+
+def test_a_command_that_takes_too_long_is_killed_or_left_behind():
+    """What holds its output open stands for a child that waits in the driver."""
+    with pytest.raises(NoAnswer, match=r"sleep has not ended after 0\.2 s"):
+        run_command(["sleep", "100"], 0.2)
+    assert printed_by(["sh", "-c", "sleep 3 & exec sleep 100"], 0.2) is None
+    assert printed_by(["sh", "-c", "echo one; exit 3"], 60) is None
+    assert printed_by(["sh", "-c", "echo $WHICH"], 60, {"WHICH": "two"}) == b"two\n"
+    assert printed_by(["no-such-program"], 60) is None
+
+
+def test_an_answer_that_comes_when_the_time_was_spent_stopped_counts():
+    """As after Ctrl-Z and fg in the middle of a call: no time is left, and nothing hangs."""
+    assert ask(lambda: sum(n % 2 for n in range(500_000)), 0.0) == 250_000

@@ -1,27 +1,15 @@
-"""Choosing among GPUs, and saying why one does not do."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
+"""Choosing among GPUs, saying why one does not do, and find_best_device."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.select import (
-    could_ever_fit,
-    explain,
-    rank,
-)
+from robust_train.gpu.select import could_ever_fit, explain, rank
 from robust_train.model.gpu import GpuInfo
 from robust_train.readable import MIB
+from simulated_nvml import Gpu, Slice
 
 
-def select(gpus: Sequence[GpuInfo], min_bytes: int) -> GpuInfo | None:
-    return next(iter(rank(gpus, min_bytes)), None)
-
-
-def gpu(index: int, free: int, **more: Any) -> GpuInfo:
+def gpu(index, free, **more):
     values = {
         "uuid": f"GPU-{index:08x}-0000",
         "name": "A100",
@@ -48,38 +36,23 @@ GPUS = st.lists(
 )
 
 
-@given(gpus=GPUS, min_bytes=st.integers(0, 110))
-def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats(gpus, min_bytes):
+@given(gpus=GPUS, min_bytes=st.integers(0, 110), data=st.data())
+def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats_in_any_order(gpus, min_bytes, data):
     suitable = [g for g in gpus if g.unusable is None and g.free_bytes >= min_bytes]
-    chosen = select(gpus, min_bytes)
-    if not suitable:
-        assert chosen is None
-        return
-    assert chosen in suitable
-    assert chosen is not None
-    assert chosen.free_bytes == max(item.free_bytes for item in suitable)
-    assert rank(gpus, min_bytes)[0] == chosen
-    assert set(rank(gpus, min_bytes)) == set(suitable)
+    ranked = rank(gpus, min_bytes)
+    assert set(ranked) == set(suitable)
+    assert [one.free_bytes for one in ranked] == sorted(g.free_bytes for g in suitable)[::-1]
+    assert rank(data.draw(st.permutations(gpus)), min_bytes) == ranked
 
 
-@given(gpus=GPUS, data=st.data())
-def test_the_choice_does_not_depend_on_the_order_of_listing(gpus, data):
-    assert select(data.draw(st.permutations(gpus)), 10) == select(gpus, 10)
-
-
-def test_among_equally_free_gpus_the_least_busy_comes_first_and_unknown_last() -> None:
+def test_among_equally_free_gpus_the_least_busy_and_then_the_lowest_address_comes_first():
     busy, idle = gpu(0, 50, utilization_percent=90), gpu(1, 50, utilization_percent=5)
     unknown = gpu(2, 50, utilization_percent=None)
-    assert rank([unknown, busy, idle], 10) == [idle, busy, unknown]
+    far = gpu(0, 50, pci_bus_id="00000001:01:00.0", utilization_percent=None)
+    assert rank([far, unknown, busy, idle], 10) == [idle, busy, unknown, far]
 
 
-def test_among_equal_gpus_the_lowest_pci_address_comes_first() -> None:
-    low = gpu(3, 50, pci_bus_id="00000000:0a:00.0")
-    high = gpu(1, 50, pci_bus_id="00000001:01:00.0")
-    assert select([high, low], 10) == low
-
-
-def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never() -> None:
+def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never():
     assert could_ever_fit(gpu(0, 0), 100)
     assert not could_ever_fit(gpu(0, 100), 101)
     assert not could_ever_fit(gpu(0, 100, compute_mode="prohibited"), 1)
@@ -87,10 +60,72 @@ def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never() -> Non
     assert not could_ever_fit(gpu(0, 0, total_bytes=0, unusable="unreadable"), 0)
 
 
-def test_the_explanation_names_what_is_needed_and_each_gpus_figures() -> None:
+def test_the_explanation_names_what_is_needed_and_each_gpus_figures():
     full = gpu(0, 2200 * MIB, total_bytes=40960 * MIB)
     barred = gpu(1, 5, unusable="compute mode is prohibited")
     assert explain([full, barred], 4000 * MIB) == (
         "needs 4000 MiB free; GPU 0 (A100, GPU-00000000…): 2200 MiB of 40960 MiB free; "
         "GPU 1 (A100, GPU-00000001…): compute mode is prohibited"
     )
+
+
+# --- a device that means the chosen GPU in the calling process ---
+
+FIND = """
+import json, logging, os, sys
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+{before}
+from robust_train import find_best_device
+found = []
+for mask, need in {cases}:
+    os.environ.pop("CUDA_DEVICE_ORDER", None)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if mask is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = mask
+    found.append([str(find_best_device(need)), os.environ.get("CUDA_DEVICE_ORDER")])
+print(json.dumps(found))
+"""
+START_CUDA = "import ctypes; cuda = ctypes.CDLL('libcuda.so.1'); cuda.cuInit(0)"
+
+
+def find(machine, *cases, before=""):
+    return machine.python(FIND.format(before=before, cases=cases))
+
+
+def test_the_number_means_the_freest_gpu_in_pci_order_within_the_mask(cuda_machine_with):
+    machine = cuda_machine_with(Gpu("T4", free_mib=6000), Gpu("T4"), Gpu("H100", free_mib=9000))
+    machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
+    machine.update(1, free_mib=5000)
+    # without a mask the order is made sure of; with one the user's order is left alone
+    assert find(machine, (None, 4000), ("0,1", 4000)) == [
+        ["cuda:2", "PCI_BUS_ID"],
+        ["cuda:0", None],
+    ]
+
+
+def test_once_cuda_has_started_its_own_numbers_count(cuda_machine_with):
+    machine = cuda_machine_with(Gpu("T4", free_mib=5000), Gpu("H100", free_mib=9000))
+    machine.cuda_order = [machine.uuid(1), machine.uuid(0)]
+    machine.update(0)
+    # a variable that is set after CUDA has started counts no longer
+    assert find(machine, ("0", 4000), before=START_CUDA) == [["cuda:0", None]]
+
+
+def test_only_the_slice_that_a_process_can_address_is_considered(cuda_machine_with):
+    machine = cuda_machine_with(Gpu(), Gpu(mig=[Slice(5000), Slice(9000)]))
+    assert [device for device, _ in find(machine, (None, 4000), (None, 6000))] == ["cuda:0", "cpu"]
+
+
+def test_without_a_suitable_gpu_it_is_the_cpu_and_the_log_has_the_reason(machine_with):
+    cases = ((None, 4000), ("", 4000), ("7", 4000))
+    process = machine_with(Gpu(free_mib=3999)).start(FIND.format(before="", cases=cases))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.count('"cpu"') == 3
+    assert err.count("training on the CPU") == 3
+    for reason in (
+        "needs 4000 MiB free",
+        "CUDA_VISIBLE_DEVICES hides every GPU",
+        "the entry '7' is out of range",
+    ):
+        assert reason in err

@@ -1,31 +1,18 @@
 """Reading CUDA_VISIBLE_DEVICES as CUDA does."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_train.gpu.visible import (
-    Visible,
-    allocated_by,
-    mask_for,
-    names_integers,
-    resolve_mask,
-    visible_gpus,
-)
+from robust_train.gpu.visible import Visible, allocated_by, mask_for, resolve_mask, visible_gpus
 from robust_train.model.gpu import GpuInfo, Inventory, SkippedGpu
-from simulated_nvml import Gpu, Machine
-
-MachineWith = Callable[..., Machine]
+from simulated_nvml import Gpu
 
 
-def gpu(index: int, uuid: str | None = None, **more: Any) -> GpuInfo:
+def gpu(index, uuid=None, **more):
     values = {
         "uuid": uuid or f"GPU-{index}{index}{index}-x",
         "name": "A100",
@@ -38,11 +25,11 @@ def gpu(index: int, uuid: str | None = None, **more: Any) -> GpuInfo:
     return GpuInfo(**{**values, **more})
 
 
-def gpus(count: int) -> list[GpuInfo]:
+def gpus(count):
     return [gpu(index) for index in range(count)]
 
 
-def indices(visible: Visible) -> list[int]:
+def indices(visible):
     return [gpu.index for gpu in visible.gpus]
 
 
@@ -69,7 +56,7 @@ def test_numbers_are_read_as_cuda_reads_them(mask, count, shown):
 
 
 @pytest.mark.parametrize("mask", ["", " ", "-1", " -1 ", "-1,0", "NoDevFiles", "NoDevFiles,0"])
-def test_what_is_hidden_on_purpose_means_cpu_without_a_warning(mask: str) -> None:
+def test_what_is_hidden_on_purpose_means_cpu_without_a_warning(mask):
     assert resolve_mask(mask, gpus(2)) == Visible(hidden_on_purpose=True)
 
 
@@ -103,7 +90,7 @@ def test_what_is_hidden_by_a_mistake_is_a_warning_with_a_way_out(mask, entry, sh
     assert "unset the variable" in visible.warning
 
 
-def test_a_unique_prefix_names_a_gpu_and_an_ambiguous_one_ends_the_list() -> None:
+def test_a_unique_prefix_names_a_gpu_and_an_ambiguous_one_ends_the_list():
     there = [gpu(0, "GPU-9e8d35e3-1"), gpu(1, "GPU-9e8dffff-1"), gpu(2, "GPU-abc")]
     assert indices(resolve_mask("GPU-9e8d35e3", there)) == [0]
     assert indices(resolve_mask("GPU-abc,GPU-9e8df", there)) == [2, 1]
@@ -140,7 +127,7 @@ def test_slices_are_named_by_uuid_or_the_gpu_they_are_cut_from(mask, uuids):
     assert [gpu.uuid for gpu in visible.gpus] == uuids
 
 
-def test_one_process_addresses_one_slice_and_no_gpu_beside_it() -> None:
+def test_one_process_addresses_one_slice_and_no_gpu_beside_it():
     visible = resolve_mask(None, SLICED)
     ordinals = {gpu.uuid: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
     assert ordinals == {"GPU-000-x": None, "MIG-a": 0, "MIG-ab": None, "GPU-222-x": None}
@@ -161,7 +148,7 @@ MASKS = st.one_of(
 
 @settings(max_examples=40)
 @given(mask=MASKS)
-def test_no_mask_ever_shows_what_it_does_not_name(mask: str) -> None:
+def test_no_mask_ever_shows_what_it_does_not_name(mask):
     there = gpus(4)
     visible = resolve_mask(mask, there)
     uuids = [gpu.uuid for gpu in visible.gpus]
@@ -179,24 +166,7 @@ def test_no_mask_ever_shows_what_it_does_not_name(mask: str) -> None:
         assert visible.hidden_on_purpose != (visible.warning is not None)
 
 
-@given(order=st.permutations(range(4)), count=st.integers(1, 4))
-def test_a_list_of_valid_numbers_shows_just_these_in_its_order(order, count):
-    mask = ",".join(str(index) for index in order[:count])
-    visible = resolve_mask(mask, gpus(4))
-    assert indices(visible) == order[:count]
-    assert visible.warning is None
-    assert [visible.ordinal(gpu.uuid) for gpu in visible.gpus] == list(range(count))
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [(None, False), ("", False), ("-1", False), ("GPU-1", False), ("0", True), (" +1,x", True)],
-)
-def test_only_numbers_depend_on_who_counts(mask: str | None, expected: bool) -> None:
-    assert names_integers(mask) is expected
-
-
-def test_a_gpu_that_could_not_be_read_keeps_its_place_as_an_unusable_one() -> None:
+def test_a_gpu_that_could_not_be_read_keeps_its_place_as_an_unusable_one():
     inventory = Inventory((gpu(0), gpu(2)), (SkippedGpu(1, "it is ill", "GPU-111-x"),))
     visible = visible_gpus(inventory, {"CUDA_VISIBLE_DEVICES": "GPU-111,GPU-222"})
     assert indices(visible) == [1, 2]
@@ -204,7 +174,7 @@ def test_a_gpu_that_could_not_be_read_keeps_its_place_as_an_unusable_one() -> No
     assert visible.ordinal("GPU-222-x") == 1
 
 
-def test_a_problem_of_the_machine_is_passed_on() -> None:
+def test_a_problem_of_the_machine_is_passed_on():
     visible = visible_gpus(Inventory(problem="no driver"), {})
     assert (visible, visible.why_none) == (Visible(), "no driver")
 
@@ -218,78 +188,50 @@ print(json.dumps([[gpu.uuid for gpu in visible.gpus], visible.warning]))
 """
 
 
-def mixed(machine_with: MachineWith) -> Machine:
-    """Three models; CUDA counts the last first."""
-    machine = machine_with(Gpu("T4"), Gpu("T4"), Gpu("H100"))
+def test_numbers_on_a_mixed_machine_follow_cudas_own_order(cuda_machine_with):
+    machine = cuda_machine_with(Gpu("T4"), Gpu("T4"), Gpu("H100"))
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(0)
-    return machine
-
-
-def test_numbers_on_a_mixed_machine_follow_cudas_own_order(cuda_machine_with: MachineWith) -> None:
-    machine = mixed(cuda_machine_with)
     uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="0,1")
-    assert uuids == [machine.uuid(2), machine.uuid(0)]
-    assert warning is None
+    assert (uuids, warning) == ([machine.uuid(2), machine.uuid(0)], None)
     assert len(machine.calls("cuInit")) == 1  # asked once, in another process
     assert machine.calls("cuInit")[0][0] != machine.calls("nvmlInit")[0][0]
     assert machine.python(VISIBLE)[0] == machine.cuda_order
 
 
+def test_an_ill_gpu_keeps_its_number_unless_cuda_does_not_count_it(cuda_machine_with):
+    machine = cuda_machine_with(Gpu(), Gpu(), Gpu())
+    machine.cuda_order = [machine.uuid(1), machine.uuid(2)]
+    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
+        machine.fail(function, 999, 0)
+    assert machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="0")[0] == [machine.uuid(1)]
+    machine.fail("cuInit", 100)
+    uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="1,0")
+    assert uuids == [machine.uuid(1), machine.uuid(0)]
+    for words in ("CUDA_VISIBLE_DEVICES=1,0", "PCI order", "cuInit failed with CUDA error 100"):
+        assert words in warning
+
+
 @pytest.mark.parametrize(
-    ("environ", "shown"),
+    ("models", "environ", "shown"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-00000002"}, [2]),
-        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ("T4 H100", {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0]),
+        ("T4 H100", {"CUDA_VISIBLE_DEVICES": "GPU-00000001"}, [1]),
+        ("T4 H100", {"CUDA_VISIBLE_DEVICES": ""}, []),
+        ("T4 T4", {"CUDA_VISIBLE_DEVICES": "1"}, [1]),
     ],
 )
-def test_cuda_is_not_asked_where_its_order_does_not_matter(cuda_machine_with, environ, shown):
-    machine = mixed(cuda_machine_with)
+def test_cuda_is_not_asked_where_its_order_does_not_matter(
+    cuda_machine_with, models, environ, shown
+):
+    machine = cuda_machine_with(*map(Gpu, models.split()))
+    machine.cuda_order = [machine.uuid(1), machine.uuid(0)]
+    machine.update(0)
     assert machine.python(VISIBLE, **environ)[0] == [machine.uuid(number) for number in shown]
     assert machine.calls("cuInit") == []
 
 
-def test_equal_models_are_counted_in_pci_order_without_asking_cuda(cuda_machine_with):
-    machine = cuda_machine_with(Gpu(), Gpu())
-    assert machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="1")[0] == [machine.uuid(1)]
-    assert machine.calls("cuInit") == []
-
-
-def test_pci_order_with_a_warning_where_cuda_cannot_be_asked(cuda_machine_with):
-    machine = cuda_machine_with(Gpu("T4"), Gpu("H100"))
-    machine.fail("cuInit", 100)
-    uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="1")
-    assert uuids == [machine.uuid(1)]
-    assert "CUDA_VISIBLE_DEVICES=1" in warning
-    assert "PCI order" in warning
-    assert "cuInit failed with CUDA error 100" in warning
-
-
-def ill_first(machine_with: MachineWith) -> Machine:
-    """Three GPUs of which NVML cannot read the first."""
-    machine = machine_with(Gpu(), Gpu(), Gpu())
-    for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
-        machine.fail(function, 999, 0)
-    return machine
-
-
-def test_an_ill_gpu_that_cuda_does_not_count_shifts_the_numbers(cuda_machine_with):
-    machine = ill_first(cuda_machine_with)
-    machine.cuda_order = [machine.uuid(1), machine.uuid(2)]
-    machine.update(0)
-    assert machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="0")[0] == [machine.uuid(1)]
-
-
-def test_an_ill_gpu_keeps_its_number_where_cuda_cannot_be_asked(cuda_machine_with):
-    machine = ill_first(cuda_machine_with)
-    machine.fail("cuInit", 100)
-    uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="1,0")
-    assert uuids == [machine.uuid(1), machine.uuid(0)]
-    assert warning is not None
-
-
-def test_gpus_are_named_by_number_only_where_every_number_is_known() -> None:
+def test_gpus_are_named_by_number_only_where_every_number_is_known():
     first, second = (GpuInfo(f"GPU-{n}", "A", n, str(n), 1, 1, 0, cuda_index=n) for n in (0, 1))
     assert mask_for((second, first), by_index=True) == "1,0"
     assert mask_for((second, first), by_index=False) == "GPU-1,GPU-0"
@@ -312,5 +254,5 @@ def test_gpus_are_named_by_number_only_where_every_number_is_known() -> None:
         ({"RAY_RAYLET_PID": "1"}, None),  # a task that asked for no GPU
     ],
 )
-def test_who_has_allocated_the_gpus(environ: dict[str, str], owner: str | None):
+def test_who_has_allocated_the_gpus(environ, owner):
     assert allocated_by(environ) == owner
