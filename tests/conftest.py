@@ -17,7 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import real_gpus
 import warm
-from robust_train.launcher import interpreters
+from robust_train.children import interpreters
 from world import World
 
 # launches in the test's process

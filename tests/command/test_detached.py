@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from robust_train import ConfigError, launch
+from robust_train.children import detach
 from robust_train.cli.main import main
 from robust_train.folder.run_list import choose_run, find_runs
-from robust_train.launcher import detach
 from terminal import run_at_a_terminal
 from world import World, wait_until
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from robust_train.children import interpreters
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.host.allocator import VARIABLE
-from robust_train.launcher import interpreters, process
+from robust_train.launcher import process
 from robust_train.launcher.inputs import attempt_environment
 from robust_train.model.failure import FailureKind
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from robust_train.attempt.run import Run
+from robust_train.children.attempt_output import AttemptLog
 from robust_train.files import plain, write_json
 from robust_train.host import wire
 from robust_train.host.job_logging import lose_lines_quietly
@@ -28,7 +29,6 @@ from robust_train.host.screen import Screen, never_blocking_output
 from robust_train.host.signals import stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.host.wire import EventSender, read_events
-from robust_train.launcher.attempt_output import AttemptLog
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     CheckpointSaved,

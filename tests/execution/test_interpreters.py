@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 import warm
-from robust_train.host.linux import readable
-from robust_train.launcher.interpreters import (
+from robust_train.children.interpreters import (
     Interpreter,
     Interpreters,
     preparation,
 )
+from robust_train.host.linux import readable
 from robust_train.launcher.process import has_room_for_standby
 from robust_train.readable import MIB
 from simulated_nvml import Gpu

@@ -19,6 +19,12 @@ from omegaconf import OmegaConf
 
 from attempts import gpu
 from robust_train import ConfigError, launch
+from robust_train.children import notifier as module
+from robust_train.children.notifier import (
+    Notifier,
+    notifications,
+    sentence,
+)
 from robust_train.cli.main import main
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
@@ -26,12 +32,6 @@ from robust_train.config.schema import NotifyConfig
 from robust_train.config.values import is_secret
 from robust_train.folder.lock import is_held
 from robust_train.folder.state import RunState, read_state
-from robust_train.launcher import notifier as module
-from robust_train.launcher.notifier import (
-    Notifier,
-    notifications,
-    sentence,
-)
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, Stalled, StallWarning
 from robust_train.model.failure import Failure, FailureKind

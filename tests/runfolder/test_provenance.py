@@ -15,12 +15,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from another_user import needs_root
 from robust_train import launch
 from robust_train.folder import provenance
+from robust_train.folder.hydra_state import run_folder
 from robust_train.folder.provenance import (
     public_command,
     public_variables,
     sweep_resume_command,
 )
-from robust_train.launcher.hydra_state import run_folder
 from world import World
 
 

@@ -13,9 +13,9 @@ import pytest
 
 import warm
 from another_user import ANOTHER_USER
+from robust_train.children.detach import OUTPUT_FILE
 from robust_train.cli.main import main
 from robust_train.folder.run_list import find_runs
-from robust_train.launcher.detach import OUTPUT_FILE
 from sweep_world import SweepWorld
 from world import ROOT, World, wait_until
 

@@ -36,7 +36,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _REQUEST_BYTES = 1 << 17
 _IMPORTS = (
     "robust_train.cli.jobs",
-    "robust_train.launcher.interpreters",
+    "robust_train.children.interpreters",
     "robust_train.attempt.interpreter",
     "robust_train.report.html",
 )
@@ -267,7 +267,7 @@ def _serve(connection: socket.socket) -> None:
 
 def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     """Make this process the command, with a twin that forks for it."""
-    from robust_train.launcher import interpreters
+    from robust_train.children import interpreters
 
     argv = request["argv"]
     runs_a_job = argv[0] not in ("-c", "-m") or "train" in argv or "--" in argv

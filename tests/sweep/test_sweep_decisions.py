@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from robust_train.config.schema import RobustConfig
 from robust_train.files import set_aside
+from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.host.signals import SignalWatch, forwarded
-from robust_train.launcher.hydra_state import OF_HYDRA
 from robust_train.sweep import session
 from robust_train.sweep.gpu_queue import jobs_at_once, start_job
 from robust_train.sweep.record import SweepJob, begun, exit_code_of, read_record, row_of

@@ -17,9 +17,9 @@ from robust_train.config.checks import unchecked
 from robust_train.config.composition import complete, plain_config
 from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
+from robust_train.folder.hydra_state import remove_refused, sweep_folder
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import EXIT_CODES, Summary
-from robust_train.launcher.hydra_state import remove_refused, sweep_folder
 from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,

@@ -7,12 +7,12 @@ import subprocess
 from argparse import Namespace
 from pathlib import Path
 
+from robust_train.children.detach import OUTPUT_FILE, past_logout
 from robust_train.cli.command import Answer, CommandFailed
 from robust_train.folder.lock import is_held
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
-from robust_train.launcher.detach import OUTPUT_FILE, past_logout
 from robust_train.model.errors import EXIT_TRY_LATER
 from robust_train.sweep.record import SWEEP_FILE, read_table
 

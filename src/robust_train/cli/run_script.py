@@ -50,8 +50,8 @@ def run(arguments: Namespace) -> int:
         )
     overrides = overrides_of(arguments)
     texts = _texts(arguments)
+    from robust_train.children.interpreters import discard_early, start_early
     from robust_train.host.job_logging import logged_to_screen
-    from robust_train.launcher.interpreters import discard_early, start_early
 
     start_early()
     try:
@@ -150,11 +150,11 @@ def _run(
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.command import check_command
+    from robust_train.children import detach
     from robust_train.cli.jobs import exit_code_of, print_failure
     from robust_train.config import refusals
     from robust_train.config.checks import checked, hide_urls
-    from robust_train.launcher import detach
-    from robust_train.launcher.hydra_state import remove_refused
+    from robust_train.folder.hydra_state import remove_refused
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 

@@ -47,11 +47,11 @@ def init(arguments: Namespace) -> Answer:
 
 def notify(arguments: Namespace) -> Answer:
     """Send a notification as a job with these keys would."""
+    from robust_train.children.notifier import Notifier, notifications
     from robust_train.config.checks import checked, hide_urls
     from robust_train.config.refusals import REFUSALS, composed, explain
     from robust_train.config.values import URLS_VARIABLE
     from robust_train.gpu.processes import user_name
-    from robust_train.launcher.notifier import Notifier, notifications
 
     overrides = arguments.overrides
     try:

@@ -171,9 +171,9 @@ def _open(
     import hydra
 
     from robust_train import compat
+    from robust_train.children.interpreters import discard_early
     from robust_train.cli import jobs
     from robust_train.config.refusals import explain, explain_option
-    from robust_train.launcher.interpreters import discard_early
     from robust_train.sweep.session import session
 
     if (
@@ -314,7 +314,7 @@ def _start_early(arguments: list[str]) -> None:
     # the jobs of other launchers start their own
     launcher = given.get("hydra/launcher", "basic")
     if given.get("isolation") != "none" and launcher == "basic":
-        from robust_train.launcher.interpreters import start_early
+        from robust_train.children.interpreters import start_early
 
         is_built_in = not {"trainer", "trainer._target_"} & given.keys()
         start_early(("torch",) if is_built_in else ())

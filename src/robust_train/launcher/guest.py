@@ -33,6 +33,7 @@ from robust_train.config.checks import checked, hide_urls
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
 from robust_train.files import json_lines, read_object, write_json
+from robust_train.folder.hydra_state import run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
@@ -42,7 +43,6 @@ from robust_train.host.linux import shared_machine_environment, signal_at_parent
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
 from robust_train.launcher.ending import RankEnd, ended
-from robust_train.launcher.hydra_state import run_folder
 from robust_train.launcher.inline import InlineExecutor, function_of, shield_workers
 from robust_train.launcher.inputs import request_for
 from robust_train.model.attempt import Attempt

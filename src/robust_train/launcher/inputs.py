@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.children import detach
 from robust_train.config.attempt import (
     CODE,
     AttemptRequest,
@@ -19,6 +20,7 @@ from robust_train.config.placeholders import placeholders_in
 from robust_train.config.projects import ours
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import TrainerRef
+from robust_train.folder.hydra_state import hydra_config, owns_terminal, sweep_folder
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
 from robust_train.host.allocator import (
@@ -28,8 +30,6 @@ from robust_train.host.allocator import (
     is_wsl,
     use_expandable_segments,
 )
-from robust_train.launcher import detach
-from robust_train.launcher.hydra_state import hydra_config, owns_terminal, sweep_folder
 from robust_train.launcher.stall_watch import nccl_variables
 from robust_train.model.attempt import Attempt
 from robust_train.model.gpu import Group

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import tenacity
 from omegaconf import DictConfig
 
+from robust_train.children import detach
+from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import torch_cuda_version
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
@@ -33,6 +35,12 @@ from robust_train.config.trainers import (
 from robust_train.failures.advice import with_advice
 from robust_train.failures.shortage import with_shortage
 from robust_train.folder.checkpoints import spoil, why_full
+from robust_train.folder.hydra_state import (
+    about_job,
+    owns_terminal,
+    run_folder,
+    sweep_folder,
+)
 from robust_train.folder.identity import (
     complete_job,
     refuse_other_version,
@@ -47,20 +55,12 @@ from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch, end_without_traceback_if_uncaught
-from robust_train.launcher import detach
 from robust_train.launcher.ending import doubt_of, ended, error_of
-from robust_train.launcher.hydra_state import (
-    about_job,
-    owns_terminal,
-    run_folder,
-    sweep_folder,
-)
 from robust_train.launcher.inputs import (
     policy_settings,
     request_for,
     values_used,
 )
-from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.launcher.slow_watch import SlowWatch

@@ -15,6 +15,12 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
+from robust_train.children.interpreters import (
+    Interpreter,
+    Interpreters,
+    preparation,
+    take_early,
+)
 from robust_train.config.attempt import (
     AttemptRequest,
     Begin,
@@ -30,12 +36,6 @@ from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.host.workers import Workers, find_workers
 from robust_train.launcher.ending import RankEnd, event_of
-from robust_train.launcher.interpreters import (
-    Interpreter,
-    Interpreters,
-    preparation,
-    take_early,
-)
 from robust_train.launcher.stall import Standstill
 from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
 from robust_train.model.attempt import Exit

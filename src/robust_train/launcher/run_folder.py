@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from robust_train.children import detach
+from robust_train.children.notifier import Notifier
 from robust_train.config.schema import NotifyConfig
 from robust_train.folder import run_list
 from robust_train.folder.checkpoints import is_read_only, pass_over_damaged
@@ -34,8 +36,6 @@ from robust_train.folder.requests import (
 from robust_train.folder.state import EXIT_CODES, RunState, StateFile, read_state
 from robust_train.gpu.processes import user_name
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher import detach
-from robust_train.launcher.notifier import Notifier
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
 from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json

@@ -35,6 +35,7 @@ from hydra.core.utils import (
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
@@ -49,7 +50,6 @@ from robust_train.gpu.visible import visible_gpus
 from robust_train.host.job_logging import shorten_lines
 from robust_train.host.linux import signal_at_parents_death
 from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
-from robust_train.launcher.interpreters import discard_early, start_early
 from robust_train.model.errors import EXIT_BAD_CONFIG, ConfigError, JobInterrupted
 from robust_train.model.events import ValueReported
 from robust_train.report import html

@@ -26,11 +26,14 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from robust_train.children import detach
+from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import returned_or_raised
 from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
+from robust_train.folder.hydra_state import OF_HYDRA, close_to_others
 from robust_train.folder.lock import (
     RunLock,
     is_held,
@@ -51,9 +54,6 @@ from robust_train.folder.requests import (
 )
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher import detach
-from robust_train.launcher.hydra_state import OF_HYDRA, close_to_others
-from robust_train.launcher.notifier import Notifier, notifications
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
 from robust_train.sweep import plugins_of_others as others

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from robust_train.children.attempt_output import OutputPump
 from robust_train.compat import base_executable
 from robust_train.config.attempt import Begin, Preparation
 from robust_train.host import reaper
@@ -34,7 +35,6 @@ from robust_train.host.linux import (
 )
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
 from robust_train.host.wire import read_events
-from robust_train.launcher.attempt_output import OutputPump
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
 

@@ -27,8 +27,8 @@ from typing import IO
 from robust_train.config.schema import NotifyConfig
 from robust_train.config.values import URLS_VARIABLE
 from robust_train.files import printable, strict_json
+from robust_train.folder.hydra_state import sweep_folder
 from robust_train.folder.state import RunState, read_summary
-from robust_train.launcher.hydra_state import sweep_folder
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
     CheckpointFailed,

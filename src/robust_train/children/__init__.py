@@ -1,0 +1,1 @@
+"""What a launcher or a sweep starts: interpreters, notifications, itself in the background."""
