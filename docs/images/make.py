@@ -1,6 +1,6 @@
 """Make the pictures of README and docs from real runs: python docs/images/make.py.
 
-Needs Chromium, nbconvert and ipykernel.
+Needs `just browser`, nbconvert and ipykernel.
 
 The run trains the built-in model on the CPU, whatever the machine has, on a terminal. Once torch is
 imported, its memory has a real limit (RLIMIT_DATA) that half of the batch fits into and the whole
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,9 +20,10 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 import real_gpus  # noqa: E402
+from browser import Browser, find_browser  # noqa: E402
 from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
 
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
@@ -97,27 +97,14 @@ def picture(path: Path, written: str, scratch: str) -> None:
     console.save_svg(str(path), title="robust-train")
 
 
-def photograph(page: Path, name: str, size: tuple[int, int], scratch: str) -> None:
+def photograph(page: Path, name: str, size: tuple[int, int]) -> None:
     """Save what a browser window of that size shows of a page."""
-    subprocess.run(
-        [
-            *(
-                "chromium",
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--hide-scrollbars",
-            ),
-            *(
-                f"--window-size={size[0]},{size[1]}",
-                f"--user-data-dir={scratch}/browser",
-            ),
-            *("--disable-background-networking", "--no-first-run", "--disable-sync"),
-            f"--screenshot={HERE / name}",
-            page.as_uri(),
-        ],
-        check=True,
-    )
+    program = find_browser()
+    if program is None:
+        sys.exit("no browser: run just browser")
+    with Browser(program) as browser:
+        shown = browser.open(page, width=size[0]).screenshot()
+    shown.crop((0, 0, *size)).save(HERE / name)
 
 
 def notebook(scratch: str) -> None:
@@ -134,7 +121,7 @@ def notebook(scratch: str) -> None:
             output["text"] = re.sub(rf"{scratch}/", "", output["text"])
     file = Path(scratch) / "notebook.html"
     file.write_text(HTMLExporter().from_notebook_node(page)[0])
-    photograph(file, "notebook.png", (1000, 900), scratch)
+    photograph(file, "notebook.png", (1000, 900))
 
 
 def main() -> None:
@@ -152,7 +139,7 @@ def main() -> None:
         middle = written.index(_REDRAWN, written.index("checkpoint step", epoch))
         picture(HERE / "training.svg", written[:middle], scratch)
         picture(HERE / "ended.svg", written, scratch)
-        photograph(folder / "report.html", "report.png", (1000, 1400), scratch)
+        photograph(folder / "report.html", "report.png", (1000, 1400))
         notebook(scratch)
 
 
