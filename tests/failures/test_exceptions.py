@@ -152,6 +152,8 @@ def in_handler(first: Exception, second: Exception, cause: object = "context") -
             "device_oom",
         ),
         (KeyError("label"), RuntimeError(OOM), "context", "device_oom"),
+        # torch.save ends a file that lacks what could not be written
+        (MemoryError(), RuntimeError("unexpected pos 576 vs 534"), "context", "host_oom"),
         # a mistake made while handling it is a bug of its own
         (RuntimeError(OOM), KeyError("oom"), "context", "bug"),
         (RuntimeError(OOM), TypeError("no"), "context", "bug"),

@@ -85,7 +85,7 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
             found = named("UNCLEAR").match if shortage else None
         if found is not None:
             matches.append((report, found))
-            if not report.in_group:
+            if not report.in_group and found != named("WRITER").match:
                 break
     if not matches:
         # what no section matches is shown as its author wrote it

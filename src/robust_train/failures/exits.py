@@ -179,12 +179,17 @@ def _reported_in(
         reports += (quoted := list(reports_in(output)))
         if not _OF_A_CHILD.isdisjoint(quoted[0].types):
             reports.append(_of_a_log(lines))
+    unless: tuple[ErrorReport, Match] | None = None
     for report in reports:
         found = match(report)
         if report.types:
             found = refined(found, report, stack)
-        if found is not None:
+        if found == named("WRITER").match:
+            unless = unless or (report, found)
+        elif found is not None:
             return report, found
+    if unless is not None:
+        return unless
     # a crash, or an error that its library wraps: what was logged before it may say why
     whole = _of_a_log(lines)
     found = match(whole)
