@@ -240,7 +240,7 @@ class AttemptMemory(MemoryKeeper):
             )
             self._run.send(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:
-            self._run.micro_batcher.shrink("memory is nearly out (shrink_before_oom)")
+            self._run.shrink("memory is nearly out (shrink_before_oom)")
             self._tight_steps = 0
 
     def _set_up_cuda(self) -> None:

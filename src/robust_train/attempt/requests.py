@@ -193,7 +193,7 @@ class AttemptRequests:
                 "this trainer does not use run.backward, so its batch cannot be changed while it "
                 "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
             )
-        changed = run.micro_batcher.shrink("requested by 'robust-train halve-batch'")
+        changed = run.shrink("requested by 'robust-train halve-batch'")
         size, least = run.micro_batcher.size, run.micro_batch_plan.min_batch_size
         if changed is None and size is None:
             raise Refused("no batch was split so far; try again after the first step")

@@ -315,6 +315,10 @@ class Run(Asked):
             )
         return self._micro_batcher
 
+    def shrink(self, reason: str) -> tuple[int, int] | None:
+        """Split finer from the next batch on; return (from, to), or None if no size is smaller."""
+        return self.micro_batcher.shrink(reason)
+
     def backward(
         self,
         loss_of: Callable[[Any], Any],

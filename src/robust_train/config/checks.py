@@ -179,22 +179,20 @@ def _with_batch(config: RobustConfig) -> RobustConfig:
     batch; a number beside an effective batch gets the accumulation that it needs."""
     training = config.training
     size: int | None = training.batch_size  # None: auto
-    effective, steps = (
-        training.effective_batch_size,
-        training.gradient_accumulation_steps,
-    )
+    effective = training.effective_batch_size
+    steps = training.gradient_accumulation_steps
     finds_batch_size = size is None
     if size is None:
         effective = effective or TrainingConfig.batch_size
-        size = _share(effective, config.num_gpus)
+        size, rest = divmod(effective, config.num_gpus)
+        if rest:
+            raise ConfigError(
+                f"training.effective_batch_size={effective}: is not a multiple of "
+                f"num_gpus={config.num_gpus}"
+            )
         _check_auto(config, size)
     elif effective is not None:
-        steps = _accumulation(
-            size,
-            steps,
-            effective,
-            config.num_gpus,
-        )
+        steps = _accumulation(config, size, effective)
     training = replace(
         training,
         batch_size=size,
@@ -206,14 +204,6 @@ def _with_batch(config: RobustConfig) -> RobustConfig:
         training=training,
         finds_batch_size=finds_batch_size,
     )
-
-
-def _share(effective: int, gpus: int) -> int:
-    if effective % gpus:
-        raise ConfigError(
-            f"training.effective_batch_size={effective}: is not a multiple of num_gpus={gpus}"
-        )
-    return effective // gpus
 
 
 def _check_auto(config: RobustConfig, share: int) -> None:
@@ -235,12 +225,8 @@ def _check_auto(config: RobustConfig, share: int) -> None:
         )
 
 
-def _accumulation(
-    size: int,
-    steps: int,
-    effective: int,
-    gpus: int,
-) -> int:
+def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
+    steps, gpus = config.training.gradient_accumulation_steps, config.num_gpus
     needed, rest = divmod(effective, size * gpus)
     processes = "" if gpus == 1 else f" × num_gpus={gpus}"
     if rest or needed < 1:

@@ -142,11 +142,7 @@ class RunState:
     def importance(self) -> tuple[object, ...]:
         """What is written at once when it changes."""
         attempt = self.attempt
-        own = (
-            None
-            if attempt is None
-            else (attempt.number, attempt.pid, attempt.micro_batch)
-        )
+        own = attempt and (attempt.number, attempt.pid, attempt.sizes)
         return self.id, self.state, self.checkpoint, own
 
 
