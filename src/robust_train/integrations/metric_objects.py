@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,9 +49,8 @@ class MetricObjects:
         self._model = model
         self._found: list[Any] | None = None
         self._before: States = []  # at the batch's start
-        self._parts: list[tuple[int, list[Call]]] | None = (
-            None  # None: too large to keep
-        )
+        # None: too large to keep
+        self._parts: list[tuple[int, list[Call]]] | None = None
         self._exact: list[Any] = []
         self._bytes = 0
         self._is_inside = False  # a metric that calls others counts itself
@@ -75,8 +75,13 @@ class MetricObjects:
         """Note within this block what the objects are given of a part."""
         calls: list[Call] = []
         with contextlib.ExitStack() as stack:
-            for metric in self._metrics():
-                stack.enter_context(self._noted(metric, calls))
+            for metric, name in itertools.product(self._metrics(), _CALLS):
+                attributes, noting = vars(metric), self._noting(metric, name, calls)
+                if name in attributes:
+                    stack.callback(attributes.update, {name: attributes[name]})
+                else:
+                    stack.callback(attributes.pop, name)
+                attributes[name] = noting
             yield
         if self._parts is not None:
             tensors = (leaf for call in calls for leaf in tree_leaves(call[2:]))
@@ -121,29 +126,13 @@ class MetricObjects:
             self._found = [m for m in model.modules() if isinstance(m, _Metric)]
         return self._found or []
 
-    @contextlib.contextmanager
-    def _noted(
-        self,
-        metric: Any,
-        calls: list[Call],
-    ) -> Iterator[None]:
-        """Note the calls of a metric itself, but none that another metric makes."""
-        attributes = vars(metric)
-        own = {name: attributes[name] for name in _CALLS if name in attributes}
-        attributes.update((name, self._noting(metric, name, calls)) for name in _CALLS)
-        try:
-            yield
-        finally:
-            for name in _CALLS:
-                del attributes[name]
-            attributes.update(own)
-
     def _noting(
         self,
         metric: Any,
         name: str,
         calls: list[Call],
     ) -> Callable[..., Any]:
+        """Return the method, which notes its calls, but none that another metric makes."""
         call = getattr(metric, name)
 
         @functools.wraps(call)
