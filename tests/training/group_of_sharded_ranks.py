@@ -89,9 +89,8 @@ def network():
 
 def sharded(mesh, **options):
     model = network()
-    for part in model:
-        if isinstance(part, Block):
-            fully_shard(part, mesh=mesh, **options)
+    for part in model[1:4]:
+        fully_shard(part, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
@@ -123,19 +122,17 @@ def validate(batcher, model, mine):
     return outputs
 
 
-def gradients_of_one():
-    model = network()
-    x, y = data()
-    nn.functional.mse_loss(model(x), y).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 def worst_gradient(model):
-    expected = gradients_of_one()
-    return max(
-        (parameter.grad.full_tensor() - expected[name]).abs().max().item()
-        for name, parameter in model.named_parameters()
-    )
+    one = network()
+    x, y = data()
+    nn.functional.mse_loss(one(x), y).backward()
+    return furthest(model, one)
+
+
+def furthest(model, one):
+    """How far a sharded model's gradients are from those of another one."""
+    pairs = zip(model.parameters(), one.parameters(), strict=True)
+    return max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
 
 
 def every_place(rank, mesh, is_thorough):
@@ -213,8 +210,7 @@ def differs_from_one_process(rank, mesh, kind):
         gradient_of_one_process(one, kind, batcher.size)
         for net in (model, one):
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        pairs = zip(model.parameters(), one.parameters(), strict=True)
-        worst = max(worst, *((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs))
+        worst = max(worst, furthest(model, one))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -278,26 +274,14 @@ class Averages(nn.Module):
 
 def short_of_memory(rank, mesh):
     model = sharded(mesh)
-    for part in model:
-        if isinstance(part, Block):
-            part.activation = WIDE
+    for part in model[1:4]:
+        part.activation = WIDE
     batcher = MicroBatcher()
     if rank == 1:
         limit_growth(28 * MIB)
     _, repeated = step(batcher, model, SHARES[rank])
     lift_limit()
-    expected = network()
-    for part in expected:
-        if isinstance(part, Block):
-            part.activation = WIDE
-    x, y = data()
-    nn.functional.mse_loss(expected(x), y).backward()
-    wanted = dict(expected.named_parameters())
-    worst = max(
-        (parameter.grad.full_tensor() - wanted[name].grad).abs().max().item()
-        for name, parameter in model.named_parameters()
-    )
-    return [repeated, batcher.size, worst]
+    return [repeated, batcher.size, worst_gradient(model)]
 
 
 def exhausted(rank, mesh):
@@ -377,30 +361,14 @@ def be_rank(rank, folder, is_thorough):
 
 
 def by_the_built_in_trainer(folder):
-    """Attempts of it with several numbers of ranks, sharded or not, against one left alone."""
-    sharding = "training.sharding=fsdp"
+    """One job in attempts with several numbers of ranks, sharded or not, and one left alone."""
     write_image_folder(folder / "images", per_class=14)  # 26 to train on: 24 and 2 for three
-    one = attempt(folder / "one", 1)
-    first = attempt(folder / "several", 2, sharding, stop_at=1)
-    saved = Path(first[0]["saved"][-1])
-    more = attempt(folder / "several", 3, sharding, resume=saved, stop_at=2)
-    thirds = Path(more[0]["saved"][-1])
-    rest = attempt(folder / "several", 1, resume=thirds)
-    # shards of three for two, and for two without; whole tensors for three
-    halves = attempt(folder / "halves", 2, sharding, resume=thirds)
-    replicas = attempt(folder / "replicas", 2, resume=thirds, stop_at=3)
-    whole = Path(replicas[0]["saved"][-1])
-    last = attempt(folder / "last", 3, sharding, resume=whole)
-    same = attempt(folder / "same", 2, sharding, resume=saved)
-    return {
-        "saved": [str(saved), halves[0]["saved"][-1], str(whole)],
-        "changed": first[1]["changed"],
-        "one": one[0],
-        "rest": rest[0],
-        "halves": halves[0],
-        "last": last[0],
-        "same": same[0],
-    }
+    one, saved, told = attempt(folder / "one", 1), None, []
+    for ranks, how, stop_at in ((2, "fsdp", 1), (3, "fsdp", 2), (2, "ddp", 3), (3, "fsdp", None)):
+        sharding = f"training.sharding={how}"
+        told.append(attempt(folder / "job", ranks, sharding, resume=saved, stop_at=stop_at))
+        saved = Path(told[-1][0]["saved"][-1])
+    return {"one": one[0], "attempts": [ranks[:2] for ranks in told]}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.memory.tensors import live_tensors
 from robust_train.model.errors import ConfigError, UserError
-from robust_train.step import engine
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
 from watched_run import WatchedRun
@@ -43,10 +42,8 @@ class OutOfMemoryInBackward(torch.autograd.Function):
 
 
 class Network(nn.Module):
-    """Runs out of memory above ``most`` samples, in its forward or its backward pass.
-
-    In the backward pass the last layer has its gradient already when it happens.
-    """
+    """Runs out of memory above ``most`` samples: in its forward pass, in its backward pass, where
+    the last layer has its gradient already, or when it is computed again in that."""
 
     def __init__(self, most=10**9, where="forward", *, dropout=0.0, norm=False):
         super().__init__()
@@ -62,10 +59,16 @@ class Network(nn.Module):
         self.sizes.append(len(x))
         fails = len(x) > self.most
         hidden = self.dropout(torch.relu(self.norm(self.first(x))))
-        if fails and self.where == "forward":
+        is_again = self.where == "again" and len(self.sizes) % 2 == 0
+        if fails and (self.where == "forward" or is_again):
             out_of_memory()
         hidden = OutOfMemoryInBackward.apply(hidden, fails and self.where == "backward")
         return self.last(hidden)
+
+
+class Checkpointed(Network):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def data(samples=12, dtype=torch.float32):
@@ -95,22 +98,36 @@ def assert_same(ours, expected, **tolerance):
         torch.testing.assert_close(one, other, **tolerance)
 
 
-def unlimited(**options):
-    model = Network(**options)
-    step(MicroBatcher(), model)
+def unlimited(batch=None, **options):
+    model = Network()
+    step(MicroBatcher(), model, batch, **options)
     return model
+
+
+def scaled(loss):
+    torch.amp.GradScaler("cpu", init_scale=4.0).scale(loss).backward()
 
 
 @pytest.mark.proves("functions (`run.backward`)", "one GPU", "in the step")
 @pytest.mark.parametrize(
-    ("where", "most", "names_model"),
-    [("forward", 11, True), ("forward", 1, False), ("backward", 1, True), ("backward", 11, False)],
+    ("kind", "most", "where", "names_model", "backward"),
+    [
+        (Network, 11, "forward", True, None),
+        (Network, 1, "forward", False, None),
+        (Network, 1, "backward", True, None),
+        (Network, 11, "backward", False, None),
+        (Network, 4, "backward", True, scaled),
+        (Checkpointed, 4, "forward", True, None),
+        (Checkpointed, 4, "again", True, None),
+    ],
 )
-def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(where, most, names_model):
-    model = Network(most, where)
-    batcher = MicroBatcher()
-    loss = batcher.backward(loss_with(model), data(), model if names_model else None)
-    whole = unlimited()
+def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(
+    kind, most, where, names_model, backward
+):
+    model, batcher = kind(most, where), MicroBatcher()
+    named = model if names_model else None
+    loss = batcher.backward(loss_with(model), data(), named, backward=backward)
+    whole = unlimited(backward=backward)
     assert_same(gradients(model), gradients(whole))
     torch.testing.assert_close(loss, cross_entropy(whole(data()[0]), data()[1]).detach())
     assert not loss.requires_grad
@@ -205,30 +222,11 @@ def test_a_repeated_step_draws_the_same_random_numbers_again(where):
     assert_same(split[1], recovered[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("where", "fails_in_step"), [("forward", 3), ("backward", 1)])
-def test_batch_statistics_count_each_sample_once(fails_in_step, where):
-    def train(model, size, fails=False):
-        batcher = MicroBatcher(size)
-        for number in (1, 2, 3):
-            if fails and number == fails_in_step:
-                model.most = 6
-            step(batcher, model)
-        return model
-
-    expected = Network(norm=True)
-    for number in (1, 2, 3):
-        step(MicroBatcher(6 if number >= fails_in_step else 12), expected)
-    model = train(Network(where=where, norm=True), 12, fails=True)
-    assert model.norm.num_batches_tracked == expected.norm.num_batches_tracked
-    assert_same(model.buffers(), expected.buffers(), rtol=0, atol=0)
-
-
-class Codebook(nn.Module):
+class Codebook(Network):
     """A buffer written through .data, which leaves no trace in its version, and a replaced one."""
 
     def __init__(self):
-        super().__init__()
-        self.inner = Network()
+        super().__init__(norm=True)
         self.register_buffer("written", torch.zeros(3))
         self.register_buffer("replaced", torch.zeros(3))
         self.register_buffer("constant", torch.arange(3.0))
@@ -236,32 +234,35 @@ class Codebook(nn.Module):
     def forward(self, x):
         self.written.data.add_(1)
         self.replaced = self.replaced + self.constant
-        return self.inner(x)
+        return super().forward(x)
 
 
-def test_buffers_that_are_written_around_autograd_or_replaced_are_restored_too():
-    model = Codebook()
-    batcher = MicroBatcher(12)
-    step(batcher, model)
-    model.inner.most = 6
-    step(batcher, model)
-    assert model.written.tolist() == [3, 3, 3]
-    assert model.replaced.tolist() == [0, 3, 6]
-    assert model.constant.tolist() == [0, 1, 2]
+@pytest.mark.parametrize(("where", "fails_in_step"), [("forward", 3), ("backward", 1)])
+def test_batch_statistics_and_other_buffers_count_each_sample_once(fails_in_step, where):
+    def train(fails):
+        model, batcher = Codebook(), MicroBatcher(12)
+        model.where = where
+        for number in (1, 2, 3):
+            if number == fails_in_step:
+                model.most, batcher = (6, batcher) if fails else (12, MicroBatcher(6))
+            step(batcher, model)
+        return model.buffers()
+
+    assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
 
 
-class Quantized(nn.Module):
-    """Its weights are a large buffer, as GPTQ's and AWQ's; ``writes`` changes it in a step."""
+class Quantized(Network):
+    """Has a large buffer, as GPTQ's and AWQ's weights; ``writes`` changes it in a step."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.writes = Network(), False
+        self.writes = False
         self.register_buffer("weights", torch.zeros(2**20))
 
     def forward(self, x):
         if self.writes:
             self.weights += 1
-        return self.inner(x)
+        return super().forward(x)
 
 
 def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
@@ -272,23 +273,10 @@ def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
         alike.append(sum(tensor.shape == (2**20,) for tensor in live_tensors()))
     assert alike == [1, 1]
     # a step that begins to write to it cannot be repeated, so its error ends the attempt
-    model.writes, model.inner.most = True, 6
+    model.writes, model.most = True, 6
     with pytest.raises(torch.OutOfMemoryError):
         step(batcher, model)
     assert model.weights[0] == 1
-
-
-def test_batch_statistics_that_are_frozen_at_first_count_each_sample_once_later():
-    def train(most):
-        model, batcher = Network(norm=True), MicroBatcher(6)
-        for number in (1, 2, 3):
-            model.norm.train(number > 1)
-            if number == 3 and most:
-                batcher, model.most = MicroBatcher(12), most
-            step(batcher, model)
-        return model
-
-    assert_same(train(most=6).buffers(), train(most=None).buffers(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("where", ["a variable", "the function's owner", "the model"])
@@ -343,13 +331,7 @@ def test_a_smaller_last_batch_that_does_not_fit_is_split_as_well():
     batcher = MicroBatcher(64)
     step(batcher, model, data(5))
     assert max(model.sizes[-3:]) <= 2
-    assert_same(gradients(model), gradients_of(data(5)))
-
-
-def gradients_of(batch):
-    model = Network()
-    step(MicroBatcher(), model, batch)
-    return gradients(model)
+    assert_same(gradients(model), gradients(unlimited(data(5))))
 
 
 @pytest.mark.parametrize(("regrow_after", "steps"), [(None, [1]), (3, [1, 4, 10, 22])])
@@ -369,14 +351,14 @@ def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoi
     model, events = Network(), []
     batcher = MicroBatcher(12, regrow_after_steps=2, on_event=events.append)
     assert batcher.shrink("wished") == (12, 6)
+    again, other = MicroBatcher(12, regrow_after_steps=2), MicroBatcher(8)
+    for one in (again, other):
+        one.restore(batcher.state())
     for _ in range(20):
         step(batcher, model)
-    assert batcher.size == 6
-    again = MicroBatcher(12, regrow_after_steps=2)
-    again.restore(batcher.state())
-    for _ in range(20):
         step(again, model)
-    assert again.size == 6
+    assert batcher.size == again.size == 6
+    assert other.size == 8, "somebody asked for another size since"
     assert [(e.before, e.after, e.reason) for e in events] == [(12, 6, "wished")]
 
 
@@ -387,16 +369,6 @@ def test_a_wish_halves_what_is_really_in_use():
     assert (before, after) == (5, 2)
     assert MicroBatcher().shrink("nothing was split yet") is None
     assert MicroBatcher(4, min_batch_size=4).shrink("as small as may be") is None
-
-
-def test_a_resumed_run_goes_on_with_the_sizes_it_has_found():
-    batcher = MicroBatcher(12)
-    step(batcher, Network(most=4))
-    again, other = MicroBatcher(12), MicroBatcher(8)
-    again.restore(batcher.state())
-    other.restore(batcher.state())
-    assert again.size == 3
-    assert other.size == 8, "somebody asked for another size since"
 
 
 def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed():
@@ -421,35 +393,18 @@ def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed(
     assert batcher.size == 8, "training needs memory of another kind"
 
 
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_the_loss_of_a_validation_batch_is_its_mean_without_gradients(is_pair):
+def test_the_loss_of_a_validation_batch_is_its_mean_without_gradients():
     model, whole = Network(most=5), Network()
     x, y = data()
 
     def loss_of(batch):
-        loss = loss_with(model)(batch)
-        return (loss, batch[0][:, 0].tolist()) if is_pair else loss
+        return loss_with(model)(batch), batch[0][:, 0].tolist()
 
     with torch.no_grad():
-        found = MicroBatcher(12).backward(loss_of, (x, y), training=False)
-    loss, kept = found if is_pair else (found, None)
+        loss, kept = MicroBatcher(12).backward(loss_of, (x, y), training=False)
     torch.testing.assert_close(loss, cross_entropy(whole(x), y).detach())
     assert all(p.grad is None for p in model.parameters())
-    if is_pair:
-        assert [value for part in kept for value in part] == x[:, 0].tolist()
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_gradient_scaler_s_gradients_are_exact(where):
-    def train(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        step(MicroBatcher(), model, backward=lambda loss: scaler.scale(loss).backward())
-        scaler.step(optimizer)
-        scaler.update()
-        return model.parameters()
-
-    assert_same(train(Network(4, where)), train(Network()))
+    assert [value for part in kept for value in part] == x[:, 0].tolist()
 
 
 @pytest.mark.parametrize("around", ["the loss", "the step"])
@@ -468,35 +423,6 @@ def test_autocast_may_be_around_the_loss_or_the_step(around):
 
     recovered = train(Network(6, "backward"), MicroBatcher(12))
     assert_same(recovered, train(Network(), MicroBatcher(6)), rtol=0, atol=0)
-
-
-class Checkpointed(Network):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class LateFailure(nn.Module):
-    """Runs out of memory only when it is computed anew in the backward pass."""
-
-    def __init__(self, most):
-        super().__init__()
-        self.inner, self.most, self.calls = Network(), most, 0
-
-    def forward(self, x):
-        return checkpoint(self._inside, x, use_reentrant=False)
-
-    def _inside(self, x):
-        self.calls += 1
-        if len(x) > self.most and self.calls % 2 == 0:
-            out_of_memory()
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("kind", [lambda: Checkpointed(4), lambda: LateFailure(4)])
-def test_gradient_checkpointing_is_repeated_like_anything_else(kind):
-    model = kind()
-    step(MicroBatcher(), model)
-    assert_same(gradients(model), gradients(unlimited()))
 
 
 def slope_of(loss, weight, thread):
@@ -549,17 +475,6 @@ def test_a_failed_pass_is_freed_before_the_next_one(names_model, thread):
     assert alive[:3] == [False, False, False]
 
 
-def test_beside_a_captured_graph_memory_that_runs_out_ends_the_attempt(monkeypatch, caplog):
-    """Its private pool comes back to no one, so that no smaller part would fit in its place."""
-    model = Network(most=6)
-    monkeypatch.setattr(engine.cuda, "started_torch", lambda: torch)
-    monkeypatch.setattr(engine.cuda, "memory_segments", lambda torch: [{"segment_pool_id": (0, 1)}])
-    with pytest.raises(torch.OutOfMemoryError):
-        step(MicroBatcher(), model)
-    assert model.sizes == [12]
-    assert "the step cannot be repeated: a CUDA graph was captured" in caplog.text
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])
 def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
     model = Network()
@@ -587,20 +502,19 @@ def test_a_step_inside_of_another_recovers_on_its_own():
 
     MicroBatcher().backward(loss_of, data(), outer)
     assert outer.sizes == [12]
-    assert_same(gradients(outer), gradients(unlimited()))
-    assert_same(gradients(inner), gradients(unlimited()))
+    for model in (outer, inner):
+        assert_same(gradients(model), gradients(unlimited()))
 
 
 def test_several_models_learn_in_one_step():
-    body, head = Network(most=5), nn.Linear(3, 3)
-    MicroBatcher().backward(loss_with(lambda x: head(body(x))), data(), (m for m in [body, head]))
-    whole = Network()
-    x, y = data()
-    for p in head.parameters():
-        p.grad, p.recovered = None, p.grad
-    cross_entropy(head(whole(x)), y).backward()
-    assert_same(gradients(body), gradients(whole))
-    assert_same([p.recovered for p in head.parameters()], gradients(head))
+    def train(body):
+        torch.manual_seed(1)
+        head = nn.Linear(3, 3)
+        models = (m for m in [body, head])
+        MicroBatcher().backward(loss_with(lambda x: head(body(x))), data(), models)
+        return [*gradients(body), *gradients(head)]
+
+    assert_same(train(Network(most=5)), train(Network()))
 
 
 @pytest.mark.parametrize(
@@ -639,15 +553,17 @@ class Holder:
         self.parts = {"models": [model]}
 
     def loss_of(self, batch):
-        x, y = batch
-        return cross_entropy(self.parts["models"][0](x), y)
+        return loss_with(self.parts["models"][0])(batch)
 
 
-GLOBAL = Network(norm=True)
+def through_a_global(model):
+    global GLOBAL
+    GLOBAL = model
 
+    def loss_of(batch):
+        return loss_with(GLOBAL)(batch)
 
-def loss_of_global(batch, loss=cross_entropy):
-    return loss(GLOBAL(batch[0]), batch[1])
+    return loss_of
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -658,39 +574,32 @@ def loss_of_global(batch, loss=cross_entropy):
         lambda model: Holder(model).loss_of,
         lambda model: functools.partial(lambda net, batch: loss_with(net)(batch), model),
         lambda model: lambda batch, net=model: loss_with(net)(batch),
-        lambda model: loss_of_global,
+        through_a_global,
     ],
     ids=["closure", "method", "partial", "default", "global"],
 )
 def test_without_a_model_those_that_the_function_reaches_are_put_back(reach, where):
-    model = GLOBAL if reach(None) is loss_of_global else Network(norm=True)
-    fresh = Network(norm=True)
-    model.load_state_dict(fresh.state_dict())
-    model.zero_grad()
-    step(MicroBatcher(), model, data(8))
-    step(MicroBatcher(), fresh, data(8))
-    model.most, model.where = 6, where
-    MicroBatcher().backward(reach(model), data())
-    model.most = 10**9
-    step(MicroBatcher(6), fresh)
-    assert_same(gradients(model), gradients(fresh))
-    assert_same(model.buffers(), fresh.buffers(), rtol=0, atol=0)
+    def train(fails):
+        model = Network(norm=True)
+        step(MicroBatcher(), model, data(8))
+        if fails:
+            model.most, model.where = 6, where
+        MicroBatcher(None if fails else 6).backward(reach(model), data())
+        return [*gradients(model), *model.buffers()]
+
+    assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
 
 
 def test_gradients_of_a_model_that_no_name_leads_to_are_not_counted_twice():
     """Its parameters are found in the graph of the loss."""
-    model = Network(4, "backward")
-    hidden = weakref.ref(model)
-    step(MicroBatcher(), model, data(3))
 
-    def loss_of(batch):
-        return loss_with(hidden())(batch)
+    def train(model):
+        hidden = weakref.ref(model)
+        step(MicroBatcher(), model, data(3))
+        MicroBatcher().backward(lambda batch: loss_with(hidden())(batch), data())
+        return gradients(model)
 
-    MicroBatcher().backward(loss_of, data())
-    whole = Network()
-    step(MicroBatcher(), whole, data(3))
-    step(MicroBatcher(), whole)
-    assert_same(gradients(model), gradients(whole))
+    assert_same(train(Network(4, "backward")), train(Network()))
 
 
 def test_neither_a_model_nor_its_parameters_are_kept_alive():
