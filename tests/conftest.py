@@ -80,6 +80,7 @@ def _own_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 _LONG = (
     "test_the_same_result.py",
+    "test_examples.py",
     "test_accelerate.py",
     "test_transformers.py",
     "test_lightning.py",

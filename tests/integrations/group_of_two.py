@@ -4,7 +4,9 @@ Run as a script with the framework's name and a folder; the processes are forks 
 """
 
 import contextlib
+import functools
 import json
+import operator
 import os
 import sys
 from pathlib import Path
@@ -31,7 +33,9 @@ KINDS = {
     "second backward": ("backward", 4),
     "evaluation": ("forward", 1),
     "exhausted": ("forward", 4),
+    # they leave the other rank in the middle of a pass
     "collective": ("backward", 3),
+    "manual": ("forward", 3),
 }
 
 
@@ -56,7 +60,7 @@ def trained(framework, kind, rank, folder):
     train = _lightning if framework == "lightning" else _transformers
     seen: dict[str, Any] = {}
     try:
-        model, seen["logged"] = train(layer, run, folder, recovers=kind != "plain")
+        model, seen["logged"] = train(layer, run, folder, kind)
         seen["weights"] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     except (RuntimeError, MemoryError) as error:
         seen["error"] = f"{type(error).__name__}: {error}"
@@ -69,7 +73,7 @@ def trained(framework, kind, rank, folder):
     }
 
 
-def _transformers(layer, run, folder, *, recovers):
+def _transformers(layer, run, folder, kind):
     import transformers
 
     from robust_train.integrations.transformers_step import recover_in_steps
@@ -87,7 +91,7 @@ def _transformers(layer, run, folder, *, recovers):
         dataloader_pin_memory=False,
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=of_transformers.samples(48))
-    if recovers:
+    if kind != "plain":
         recover_in_steps(trainer, run)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -107,23 +111,23 @@ class Logs(of_lightning.Net):
         self.log("val", self._loss(batch).mean(), sync_dist=True)
 
 
-def _lightning(layer, run, folder, *, recovers):
+def _lightning(layer, run, folder, kind):
     import lightning
 
     from robust_train.integrations.lightning_step import recover_in_steps
 
-    model = Logs(layer)
+    model = of_lightning._Manual(layer) if kind == "manual" else Logs(layer)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy="ddp",
         default_root_dir=str(folder),
         max_epochs=1,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
+        accumulate_grad_batches=1 if kind == "manual" else 2,
+        gradient_clip_val=None if kind == "manual" else 0.5,
         **QUIET,
     )
-    if recovers:
+    if kind != "plain":
         recover_in_steps(trainer, model, run, SimpleNamespace(done=0, micro_batch=4))
     trainer.fit(model, of_lightning.loader(48))
     epoch = float(trainer.callback_metrics["train_epoch"])
@@ -134,13 +138,19 @@ def _lightning(layer, run, folder, *, recovers):
 
 def main():
     framework, folder = sys.argv[1], Path(sys.argv[2])
+    *kinds, last, manual = KINDS
 
-    def be_rank(rank):
-        with contextlib.redirect_stdout(sys.stderr):
-            # the last one leaves the other rank in the middle of a pass
-            return {kind: trained(framework, kind, rank, folder) for kind in KINDS}
+    def trained_by_two(*kinds):
+        def be_rank(rank):
+            with contextlib.redirect_stdout(sys.stderr):
+                return {kind: trained(framework, kind, rank, folder) for kind in kinds}
 
-    print(json.dumps(of_ranks(2, be_rank)))
+        return of_ranks(2, be_rank)
+
+    seen = [trained_by_two(*kinds), trained_by_two(last)]
+    if framework == "lightning":
+        seen.append(trained_by_two(manual))
+    print(json.dumps([functools.reduce(operator.or_, rank) for rank in zip(*seen, strict=True)]))
 
 
 if __name__ == "__main__":

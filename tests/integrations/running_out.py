@@ -112,6 +112,11 @@ def differ_by_rounding_alone(found, expected):
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
+def recorded(run, name):
+    """The fields of the trainer's own events called ``name``."""
+    return [one["fields"] for one in run.of("user") if one["event_name"] == name]
+
+
 def ends_the_attempt(fit, caplog):
     """Assert that memory that runs out is said to end the attempt in one line, which is returned,
     that it does, and that the next one goes through with half the micro-batch."""

@@ -1,14 +1,10 @@
-"""A loop with accelerate as an attempt: ``examples/accelerate_digits``."""
+"""A loop with accelerate as an attempt."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import (
-    Example,
-    events,
-)
 from torch.utils.data import DataLoader, TensorDataset
 
 import preloaded
@@ -19,57 +15,6 @@ from robust_train.model.errors import UserError
 from watched_run import WatchedRun
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory):
-    return Example(
-        "examples.accelerate_digits.train.train",
-        (
-            "training.epochs=3",
-            "training.batch_size=512",
-            "training.num_workers=0",
-            "training.checkpoint_every_steps=2",
-            "training.mixed_precision=false",
-            "model.width=64",
-            "model.dropout=0",
-        ),
-        at_step=4,
-        folder=tmp_path_factory.mktemp("accelerate"),
-    )
-
-
-def weights(journal):
-    from safetensors.torch import load_file
-
-    last = events(journal, "checkpoint")[-1]
-    assert last["step"] == 9
-    return load_file(Path(last["path"]) / "model.safetensors")
-
-
-def same_weights(one, other):
-    """AdamW divides a gradient near its epsilon by itself: the rounding of its parts shows."""
-    of_other = weights(other)
-    for name, weight in weights(one).items():
-        torch.testing.assert_close(of_other[name], weight, rtol=1e-4, atol=1e-4)
-        is_near = torch.isclose(of_other[name], weight, rtol=1e-4, atol=1e-6)
-        assert is_near.float().mean() > 0.999, name
-
-
-@pytest.mark.proves("accelerate", "one GPU", "in the step")
-@pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["process", "none"])
-def test_where_memory_runs_out_in_a_step_only_the_step_is_repeated(example, isolation, monkeypatch):
-    ended = example.run("limited", f"limited-{isolation}", f"isolation={isolation}")
-    assert ended.returncode == 0, ended.output
-    assert [a["outcome"] for a in ended.attempts] == ["completed"]
-    (speed,) = ended.attempts[0]["speed"]
-    assert 0 < speed["data_share"] < 1
-    changes = events(ended.journal, "micro_batch_changed")
-    assert changes[0]["before"] == 512
-    assert changes[0]["step"] > example.at_step
-    assert "allocate memory" in changes[0]["reason"]
-    same_weights(example.run_here(monkeypatch), ended.journal)
 
 
 @pytest.mark.proves("accelerate", "FSDP2", "in the step")
@@ -174,10 +119,3 @@ def test_accelerates_own_lines_about_checkpoints_are_quiet(tmp_path, caplog):
     with caplog.at_level("INFO"):
         _train(tmp_path, framework_config(8))
     assert not [one for one in caplog.records if one.name.startswith("accelerate")]
-
-
-def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
-    (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    _, run = _train(tmp_path, framework_config(8))
-    assert "training goes on" in caplog.text
-    assert not run.saved_at

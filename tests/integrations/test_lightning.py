@@ -1,20 +1,11 @@
-"""Lightning's Trainer as an attempt: ``examples/lightning_digits``."""
+"""Lightning's Trainer as an attempt."""
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
-import troubled_trainers
-from jobs import (
-    NO_HOARDING,
-    TWO_RANKS,
-    Example,
-    events,
-    recorded,
-    repeated_the_step,
-)
 from omegaconf import OmegaConf
+from running_out import recorded
 from torch.utils.data import DataLoader, TensorDataset
 
 from framework_config import QUIET, framework_config
@@ -27,42 +18,6 @@ from robust_train.model.spec import AttemptSpec
 from watched_run import WatchedRun
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory):
-    return Example(
-        "examples.lightning_digits.train.train",
-        (
-            "training.epochs=2",
-            "training.batch_size=256",
-            "training.num_workers=0",
-            "training.checkpoint_every_steps=3",
-            "model.width=64",
-        ),
-        at_step=9,
-        folder=tmp_path_factory.mktemp("lightning"),
-    )
-
-
-def weights(journal):
-    last = events(journal, "checkpoint")[-1]
-    assert last["step"] == 12
-    return torch.load(last["path"], weights_only=True)["state_dict"]
-
-
-@pytest.mark.proves("Lightning", "one GPU", "in the step")
-@pytest.mark.slow
-def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(example, monkeypatch):
-    ended = example.run("limited", "limited", "isolation=none")
-    repeated_the_step(ended)
-    (speed,) = ended.attempts[-1]["speed"]
-    assert 0 < speed["data_share"] < 1
-    validated = recorded(ended.journal, "validation")
-    assert [e["step"] for e in validated] == [6, 12]
-    assert ended.summary["result"] == pytest.approx(validated[-1]["val_accuracy"])
-    for name, weight in weights(example.run_here(monkeypatch)).items():
-        torch.testing.assert_close(weights(ended.journal)[name], weight, rtol=1e-4, atol=1e-6)
 
 
 class _Line(lightning.LightningModule):
@@ -104,20 +59,14 @@ def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, run=No
 
 
 def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
-    cfg = framework_config(8)
-    whole, _, run = _fit(
-        tmp_path / "whole", cfg, trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8)
-    )
-    saved = run.saved_at
-    for step in (2, 3, 5):
-        rest, _, _ = _fit(
-            tmp_path / f"from-{step}",
-            framework_config(4, 2),
-            trainer=_trainer(tmp_path, max_epochs=-1, max_steps=8),
-            resume=saved[step],
-        )
-        torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
-        assert rest.seen == whole.seen[-len(rest.seen) :]
+    def trained(cfg, resume=None):
+        trainer = _trainer(tmp_path, max_epochs=-1, max_steps=8)
+        return _fit(tmp_path, cfg, trainer=trainer, resume=resume)
+
+    whole, _, run = trained(framework_config(8))
+    rest, _, _ = trained(framework_config(4, 2), run.saved_at[5])
+    torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
+    assert rest.seen == whole.seen[-len(rest.seen) :]
 
 
 def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
@@ -272,6 +221,8 @@ def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_p
         _, found, _ = _fit(tmp_path, framework_config(8), val_dataloaders=_loader(8), **job)
         (reported,) = run.of("report")
         assert (reported["value"], reported["mode"]) == (pytest.approx(found[figure]), mode)
+        (validated,) = recorded(run, "validation")
+        assert (validated["step"], validated["value"]) == (3, pytest.approx(found["value"]))
 
 
 class _HoldsAModule(_Line):
@@ -315,49 +266,6 @@ def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp
         torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
 
 
-@pytest.mark.proves("Lightning", "one GPU", "refused", "manual optimization")
-@pytest.mark.proves("Lightning", "several GPUs", "refused", "manual optimization")
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(), TWO_RANKS], ids=["one", "two"])
-@pytest.mark.parametrize("accumulates", [True, False])
-def test_memory_that_runs_out_in_manual_optimization_costs_an_attempt(
-    world, tmp_path, ranks, accumulates
-):
-    """Half a micro-batch is for a module that accumulates; others go on with the same one."""
-    world.with_environ(NO_HOARDING)
-    world.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{world.environ['PYTHONPATH']}"
-    ended = world.run(
-        "trainer._target_=troubled_trainers.manual",
-        "trainer.preload_modules=[robust_train.integrations.lightning]",
-        f"+accumulates={str(accumulates).lower()}",
-        "+is_limited=true",
-        "training.batch_size=4",
-        "min_batch_size=1",
-        "training.checkpoint_every_steps=1",
-        "training.num_workers=0",
-        "seed=3",
-        *ranks,
-    )
-    assert ended.returncode == 0, ended.output
-    first, second = ended.attempts
-    assert "allocate memory" in first["message"]
-    # the other rank may not have marked the last one yet
-    assert second["start_step"] in ({1, 2} if ranks else {2})
-    sizes = (second["batch_size"], second["gradient_accumulation_steps"])
-    assert (first["action"], sizes) == (
-        ("halve_batch", (2, 2)) if accumulates else ("retry", (4, 1))
-    )
-    told = "has half the micro-batch" if accumulates else "has the same batch"
-    lines = [line for line in ended.output.splitlines() if "no step is repeated" in line]
-    assert all(told in line for line in lines)
-    assert len(lines) == 2, "one in each attempt"
-    cfg = OmegaConf.merge(
-        framework_config(8 if ranks else 4), {"accumulates": False, "is_limited": False}
-    )
-    whole = troubled_trainers.manual(cfg, Run(run_dir=tmp_path / "whole"))
-    assert ended.summary["result"] == pytest.approx(whole, abs=1e-5)
-
-
 def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(tmp_path, monkeypatch):
     from robust_train.integrations.lightning import trainer_arguments
 
@@ -392,16 +300,8 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
     with pytest.raises(Interrupted):
         _fit(tmp_path, cfg, None, trainer, model=model, run=run, val_dataloaders=_loader(8))
     assert list(run.saved_at) == [3]
-    assert not recorded(run.events, "validation")
+    assert not recorded(run, "validation")
 
     rest, _, _ = _fit(tmp_path / "rest", cfg, resume=run.last_checkpoint)
     whole, _, _ = _fit(tmp_path / "whole", cfg)
     assert rest.seen == whole.seen[22:]
-
-
-def test_a_checkpoint_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
-    (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    _, result, run = _fit(tmp_path, framework_config(8))
-    assert "training goes on" in caplog.text
-    assert "train_loss" in result
-    assert not run.saved_at

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 import running_out
 import torch
-from running_out import Fuse, differ_by_rounding_alone, ends_the_attempt
+from running_out import RUN_OUT, Fuse, differ_by_rounding_alone, ends_the_attempt
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from framework_config import QUIET
-from robust_train.attempt.run import Run
 from robust_train.integrations import lightning_step
-from robust_train.integrations.steering import InStep
 from robust_train.step import engine
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
@@ -79,7 +77,7 @@ ORDERED = DataLoader(loader(7).dataset, 4)
 
 
 class Fitted(running_out.Fitted):
-    def __init__(self, folder, model, batch_size=4, **options):
+    def __init__(self, folder, model, batch_size=4, epochs=1):
         from robust_train.integrations.lightning import fit
 
         super().__init__(folder, model, batch_size)
@@ -89,7 +87,8 @@ class Fitted(running_out.Fitted):
             default_root_dir=str(folder),
             num_sanity_val_steps=0,
             **QUIET,
-            **({"max_epochs": 1} | (options or {"gradient_clip_val": 0.5})),
+            gradient_clip_val=0.5 if model.automatic_optimization else None,
+            max_epochs=epochs,
         )
         data = loader(size=batch_size)
         self.result = fit(
@@ -114,19 +113,10 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
         assert split.result == pytest.approx(whole.result, abs=1e-6)
         assert split.result["positive"] == whole.result["positive"], "to the bit"
         assert split.trainer.global_step == whole.trainer.global_step
-
-
-def test_batches_of_a_short_step_keep_their_weights_when_the_last_one_runs_out(tmp_path):
-    whole = Fitted(tmp_path, Net(Fuse()))
+    # the batches of a short step keep their weights when its last one runs out
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
     assert split.changed(training=True) == [(3, 3, 1)]
     differ_by_rounding_alone(split.weights, whole.weights)
-
-
-def test_a_batch_that_cannot_be_cut_leaves_the_others_their_parts(tmp_path):
-    in_step = InStep(Run(run_dir=tmp_path), "Lightning")
-    assert in_step.samples_of({"x": torch.zeros(4, 2), "scale": 0.5}) is None
-    assert in_step.samples_of({"x": torch.zeros(4, 2)}) == 4
 
 
 def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path):
@@ -207,7 +197,7 @@ class _Measured(Net):
 
 
 def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog):
-    whole = Fitted(tmp_path, _Measured(Fuse()), max_epochs=2)
+    whole = Fitted(tmp_path, _Measured(Fuse()), epochs=2)
     assert whole.result["train_samples_epoch"] == 23
     assert whole.result["train_max_size"] == 4
     for fuse in (
@@ -217,7 +207,7 @@ def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog
         Fuse("forward", 1, fits=3, training=False),
         Fuse("forward", 2, fits=1, training=False),
     ):
-        split = Fitted(tmp_path, _Measured(fuse), max_epochs=2)
+        split = Fitted(tmp_path, _Measured(fuse), epochs=2)
         assert split.changed(training=fuse.is_for_training), fuse.at
         differ_by_rounding_alone(split.weights, whole.weights)
         for one, other in zip(split.model.steps, whole.model.steps, strict=True):
@@ -275,7 +265,7 @@ class _Manual(Net):
 
 def test_evaluation_is_repeated_under_manual_optimization_too(tmp_path):
     whole, split = (
-        Fitted(tmp_path, _Manual(fuse), gradient_clip_val=None)
+        Fitted(tmp_path, _Manual(fuse))
         for fuse in (Fuse(training=False), Fuse("forward", 3, fits=2, training=False))
     )
     assert not split.changed(training=True)
@@ -283,6 +273,23 @@ def test_evaluation_is_repeated_under_manual_optimization_too(tmp_path):
     assert split.result == pytest.approx(whole.result, abs=1e-6)
     assert split.model.accumulate_grad_batches == 2, "of this attempt"
     assert split.run.last_step == 3
+
+
+class _StepsInEachBatch(Net):
+    automatic_optimization = False
+    on_train_batch_end = None
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self._loss(batch).mean())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def test_manual_optimization_that_does_not_accumulate_keeps_its_batch(tmp_path, caplog):
+    model = _StepsInEachBatch(Fuse("forward", 3))
+    with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
+        Fitted(tmp_path, model, batch_size=8)
+    assert "Lightning: where memory runs out, a new attempt has the same batch" in caplog.text
 
 
 class _KeepsGradients(Net):
@@ -338,6 +345,7 @@ def _captures_graphs(kind, monkeypatch):
 @pytest.mark.proves("Lightning", "several GPUs", "refused", "DeepSpeed")
 @pytest.mark.proves("Lightning", "FSDP2", "refused", "every model")
 @pytest.mark.proves("Lightning", "one GPU", "refused", "captured CUDA graphs")
+@pytest.mark.proves("Lightning", "one GPU", "refused", "manual optimization")
 @pytest.mark.parametrize(
     ("model", "disguise", "said"),
     [
@@ -348,8 +356,9 @@ def _captures_graphs(kind, monkeypatch):
         (Net, (_is_run_by, "DeepSpeedStrategy"), "DeepSpeedStrategy"),
         (Net, (_is_run_by, "FSDPStrategy"), "FSDPStrategy runs"),
         (Net, (_captures_graphs, ""), "a CUDA graph was captured"),
+        (_Manual, None, "(automatic_optimization=False)"),
     ],
-    ids=["zero_grad", "LBFGS", "results", "numbers", "DeepSpeed", "FSDP", "graphs"],
+    ids=["zero_grad", "LBFGS", "results", "numbers", "DeepSpeed", "FSDP", "graphs", "manual"],
 )
 def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
     tmp_path, model, disguise, said, caplog, monkeypatch

@@ -1,72 +1,18 @@
-"""transformers' Trainer as an attempt: ``examples/transformers_sonnets``."""
-
-from pathlib import Path
+"""transformers' Trainer as an attempt."""
 
 import pytest
 import torch
-from jobs import (
-    Example,
-    events,
-    recorded,
-    repeated_the_step,
-)
+from running_out import recorded
 
 from framework_config import SILENT, framework_config
-from robust_train.model.errors import Interrupted, UserError
+from robust_train.config.schema import DivergenceConfig
+from robust_train.model.errors import Interrupted, Spoiled, UserError
 from watched_run import WatchedRun
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
 )
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory):
-    return Example(
-        "examples.transformers_sonnets.train.train",
-        (
-            "training.epochs=2",
-            "training.batch_size=128",
-            "training.num_workers=0",
-            "training.checkpoint_every_steps=2",
-            "training.keep_checkpoints=9",
-            "model.width=16",
-            "model.dropout=0",
-        ),
-        at_step=9,
-        folder=tmp_path_factory.mktemp("transformers"),
-    )
-
-
-def weights(journal):
-    from safetensors.torch import load_file
-
-    last = events(journal, "checkpoint")[-1]
-    assert last["step"] == 12
-    return load_file(Path(last["path"]) / "model.safetensors")
-
-
-@pytest.mark.proves("transformers", "one GPU", "in the step")
-@pytest.mark.slow
-def test_where_memory_runs_out_the_step_is_repeated_to_the_same_weights(example, monkeypatch):
-    """By the real command; what the Trainer logs is recorded."""
-    ended = example.run("limited", "limited", "isolation=none")
-    repeated_the_step(ended)
-    journal = ended.journal
-    (speed,) = ended.attempts[-1]["speed"]
-    assert 0 < speed["data_share"] < 1
-    evaluated = [e for e in recorded(journal, "metrics") if "eval_loss" in e]
-    assert [e["step"] for e in evaluated] == [6, 12]
-    assert ended.summary["result"] == pytest.approx(evaluated[-1]["eval_loss"])
-    reported = [(e["step"], e["value"], e["mode"]) for e in events(journal, "report")]
-    assert reported == [(e["step"], e["eval_loss"], "min") for e in evaluated]
-    assert {e["total_steps"] for e in events(journal, "progress")} == {12}
-    assert [e["step"] for e in events(journal, "checkpoint")] == [2, 4, 6, 8, 10, 12]
-    milestones = {e["milestone"] for e in events(journal, "memory")}
-    assert {"training begins", "first step done"} <= milestones
-    for name, weight in weights(example.run_here(monkeypatch)).items():
-        torch.testing.assert_close(weights(journal)[name], weight, rtol=1e-3, atol=1e-5)
 
 
 class _Line(torch.nn.Module):
@@ -84,7 +30,7 @@ class _Line(torch.nn.Module):
         return {"loss": errors.sum() / (num_items_in_batch or len(x))}
 
 
-def _fit(folder, cfg, resume=None, run=None, callbacks=None, **more):
+def _fit(folder, cfg, resume=None, run=None, callbacks=None, label=1.0, **more):
     from robust_train.integrations.transformers import fit, training_arguments
 
     torch.manual_seed(0)
@@ -98,7 +44,7 @@ def _fit(folder, cfg, resume=None, run=None, callbacks=None, **more):
             **more,
         }
     )
-    samples = [{"x": [i / 22], "labels": [1.0]} for i in range(22)]
+    samples = [{"x": [i / 22], "labels": [label]} for i in range(22)]
     model = _Line()
     data = {"train_dataset": samples, "eval_dataset": samples}
     trainer = transformers.Trainer(model, arguments, callbacks=callbacks, **data)
@@ -118,6 +64,14 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monke
         monkeypatch.setattr(_Line, name, turn_on, raising=False)
     model, _, _ = _fit(tmp_path / "on", cfg)
     assert turned_on == [model]
+
+
+def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path):
+    """The Trainer's own filter would log a mean in its place."""
+    run = WatchedRun(tmp_path)
+    run.guard.divergence = DivergenceConfig(patience=3)
+    with pytest.raises(Spoiled, match="the loss is nan since step 1"):
+        _fit(tmp_path, framework_config(8), run=run, label=float("nan"))
 
 
 def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
@@ -166,8 +120,20 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
     with pytest.raises(Interrupted):
         _fit(tmp_path, cfg, run=run, callbacks=[_AsksToStop(run)], eval_strategy="epoch")
     assert list(run.saved_at) == [3]
-    assert not [e for e in recorded(run.events, "metrics") if "eval_loss" in e]
+    assert not [e for e in recorded(run, "metrics") if "eval_loss" in e]
 
     rest, _, _ = _fit(tmp_path / "rest", framework_config(8), run.last_checkpoint)
     whole, _, _ = _fit(tmp_path / "whole", framework_config(8))
     assert rest.seen == whole.seen[22:]
+
+
+def test_what_the_trainer_logs_is_recorded(tmp_path):
+    _, result, run = _fit(tmp_path, framework_config(8), eval_strategy="epoch")
+    evaluated = [e for e in recorded(run, "metrics") if "eval_loss" in e]
+    assert [e["step"] for e in evaluated] == [3, 6, 9]
+    assert result["eval_loss"] == pytest.approx(evaluated[-1]["eval_loss"])
+    reported = [(e["step"], e["value"], e["mode"]) for e in run.of("report")]
+    assert reported == [(e["step"], e["eval_loss"], "min") for e in evaluated]
+    assert {e["total_steps"] for e in run.of("progress")} == {9}
+    milestones = {e["milestone"] for e in run.of("memory")}
+    assert {"training begins", "first step done"} <= milestones

@@ -13,6 +13,7 @@ import preloaded
 
 @pytest.mark.proves("Lightning", "several GPUs", "refused", "a collective inside a micro-batch")
 @pytest.mark.proves("transformers", "several GPUs", "refused", "a collective inside a micro-batch")
+@pytest.mark.proves("Lightning", "several GPUs", "refused", "manual optimization")
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path, framework):
@@ -43,3 +44,6 @@ def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path, framework):
     assert RUN_OUT in seen[1]["collective"]["error"]
     assert "error" in seen[0]["collective"], "it is left alone, and ends as well"
     assert "calls the collective allreduce_" in ended.stderr
+    if framework == "lightning":
+        assert all("error" in rank["manual"] and not rank["manual"]["changed"] for rank in seen)
+        assert "(automatic_optimization=False)" in ended.stderr

@@ -1,4 +1,4 @@
-"""Four processes that share optimizer steps over gloo: prints what each has seen.
+"""Four processes that share optimizer steps over gloo: prints what fails in each.
 
 Run as a script; the processes are forks of one interpreter, so torch is imported once.
 """
@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import training_world
@@ -17,11 +18,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from training_world import WatchedRun, config, write_image_folder
 
-from forked_ranks import of_forks, of_ranks
+from forked_ranks import of_forks, of_ranks, outcomes
 from memory_limit import MIB, lift_limit, limit_growth
 from robust_train.folder import identity
-from robust_train.model.errors import ConfigError, Interrupted, UserError
+from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
 from robust_train.step.batcher import MicroBatcher
+from robust_train.step.ranks import of_all_ranks
 
 WIDE = 1 << 18
 """Numbers that one sample's activation holds: 1 MiB."""
@@ -58,8 +60,8 @@ def data(samples, seed):
     return x, x.sum(dim=1, keepdim=True)
 
 
-def train(batcher, net, rank=0, ranks=1, *, own=False):
-    """Three steps; returns weights, statistics, losses and how often a step was repeated.
+def train(batcher, net, rank=0, ranks=RANKS, *, own=False):
+    """Three steps; returns losses and how often each step was repeated.
 
     With ``own`` the first rank uses a parameter that no other does.
     """
@@ -86,26 +88,56 @@ def train(batcher, net, rank=0, ranks=1, *, own=False):
         optimizer.step()
         losses.append(loss.item())
         repeats.append(int(len(sizes) > len(kept)))
-    weights = [*net.first.parameters(), *net.last.parameters(), net.unused]
-    return {
-        "weights": torch.cat([p.detach().reshape(-1) for p in weights]).tolist(),
-        "unused_has_gradient": net.unused.grad is not None,
-        "only_of_first": net.only_of_first.item(),
-        "statistics": net.mean.tolist(),
-        "losses": losses,
-        "repeats": repeats,
-        "size": batcher.size,
-    }
+    return losses, repeats
 
 
-def exhausted(rank):
+def is_as_alone(net):
+    """Assert that it learned what one process did, and is the same on all ranks."""
+    for name in ("first", "last"):
+        one, other = getattr(net, name).weight, getattr(ALONE, name).weight
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert net.unused.grad is None, "an optimizer would decay what nobody uses"
+    seen = of_all_ranks([*net.mean.tolist(), net.only_of_first.item()])
+    assert all(one == seen[0] for one in seen)
+
+
+def ranks_train_as_one_process_does(rank):
     net = Net()
-    try:
-        train(MicroBatcher(min_batch_size=100), net, rank, RANKS)
-    except Exception as error:
-        has_gradients = any(p.grad is not None for p in net.parameters())
-        return [type(error).__name__, str(error), error.is_elsewhere, has_gradients]
-    return []
+    losses, _ = train(MicroBatcher(), net, rank)
+    assert losses == pytest.approx(ALONE.losses, abs=1e-5), "of all ranks' samples"
+    is_as_alone(net)
+
+
+def memory_that_runs_out_on_one_rank_splits_the_step_of_all(rank):
+    batcher, net = MicroBatcher(), Net()
+    if rank == 1:
+        limit_growth(3 * MIB)
+    _, repeats = train(batcher, net, rank, own=True)
+    lift_limit()
+    is_as_alone(net)
+    assert net.only_of_first.item() != 1.0
+    assert repeats == [int(rank == 1), 0, 0]
+    (size,) = set(of_all_ranks(batcher.size))
+    assert size in {1, 2, 3}
+
+
+def where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back(rank):
+    net = Net()
+    if rank == 1:
+        limit_growth(3 * MIB)
+    with pytest.raises(RankFailure, match=r"^rank 1: ") as raised:
+        train(MicroBatcher(min_batch_size=100), net, rank)
+    lift_limit()
+    assert raised.value.is_elsewhere is (rank != 1)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def a_wish_for_smaller_parts_on_one_rank_reaches_all(rank):
+    batcher = MicroBatcher(batch_size=4)
+    if rank == 0:
+        batcher.shrink("a test wishes it")
+    train(batcher, Net(), rank)
+    assert batcher.size == 2
 
 
 class RunsOutInBackward(torch.autograd.Function):
@@ -132,7 +164,7 @@ class Deep(nn.Module):
         return self.last(RunsOutInBackward.apply(self.first(x).tanh()))
 
 
-def wrapped(how, rank):
+def wrapped(how, said, rank):
     """A step of 16 samples with a wrapper that is not the outermost module, or is not named."""
     net = Deep()
     # a bucket for each parameter: one that is passed over pairs all that follow wrongly
@@ -150,7 +182,7 @@ def wrapped(how, rank):
     if how == "compiled":
         model = torch.compile(shared, backend="eager")
     elif how == "after a plain step":  # its next pass would communicate
-        shared(data(4, 3)[0]).sum().backward()
+        shared(data(2, 3)[0]).sum().backward()
         net.zero_grad()
     elif how == "inside of another":
         model = nn.Sequential(nn.Identity(), shared)
@@ -159,58 +191,57 @@ def wrapped(how, rank):
     x, y = data(16, 5)
     mine = slice(rank * 4, rank * 4 + 4)
     named = net if how == "around the one that is named" else model
-    if how == "another default device":
-        torch.set_default_device("meta")
-    try:
-        changes: list[object] = []
+    changes: list[object] = []
 
-        def loss_of(batch):
-            return nn.functional.mse_loss(model(batch[0]), batch[1])
+    def loss_of(batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
 
+    refused = pytest.raises(UserError, match=said) if said else contextlib.nullcontext()
+    with refused, torch.device("meta" if how == "another default device" else "cpu"):
         MicroBatcher(on_event=changes.append).backward(loss_of, (x[mine], y[mine]), named)
-    except UserError as error:
-        return str(error)
-    finally:
-        torch.set_default_device("cpu")
-    gradients = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+    if said:
+        return
+    assert len(changes) == (rank == 1), "the others wait"
+    gradients = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    for start in range(0, 16, 4):
-        share = slice(start, start + 4)
-        (nn.functional.mse_loss(net(x[share]), y[share]) / 4).backward()
-    expected = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
-    return [len(changes), float((gradients - expected).abs().max())]
+    for start in range(0, 16, 2):
+        share = slice(start, start + 2)
+        (nn.functional.mse_loss(net(x[share]), y[share]) / 8).backward()
+    for one, other in zip(gradients, net.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad, rtol=0, atol=1e-6, msg=how)
 
 
-WAYS = (
-    "plain",
-    "after a plain step",
-    "compiled",
-    "inside of another",
-    "around the one that is named",
-    "another default device",
-    "static graph",
-    "communication hook",
-    "in part",
-    "SyncBatchNorm",
+def ddp_is_found_at_any_depth_or_refused(rank):
+    """One rank runs out of memory in its backward pass."""
+    for how, said in {
+        "plain": None,
+        "after a plain step": None,
+        "compiled": None,
+        "inside of another": None,
+        "around the one that is named": None,
+        "another default device": None,
+        "static graph": "has static_graph",
+        "communication hook": "has a communication hook",
+        "in part": "with some of the ranks only",
+        "SyncBatchNorm": r"run.backward: 1 \(SyncBatchNorm\) gathers",
+    }.items():
+        wrapped(how, said, rank)
+
+
+PARTS = (
+    ranks_train_as_one_process_does,
+    memory_that_runs_out_on_one_rank_splits_the_step_of_all,
+    where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back,
+    a_wish_for_smaller_parts_on_one_rank_reaches_all,
+    ddp_is_found_at_any_depth_or_refused,
 )
+ALONE = Net()
 
 
 def be_rank(rank, folder):
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    seen: dict[str, object] = {"at_ease": train(MicroBatcher(), Net(), rank, RANKS)}
-    if rank == 1:
-        limit_growth(3 * MIB)
-    seen["short_of_memory"] = train(MicroBatcher(), Net(), rank, RANKS, own=True)
-    seen["exhausted"] = exhausted(rank)
-    lift_limit()
-    batcher = MicroBatcher(batch_size=4)
-    if rank == 0:
-        batcher.shrink("a test wishes it")
-    seen["wished"] = train(batcher, Net(), rank, RANKS)["size"]
-    seen["wrapped"] = {how: wrapped(how, rank) for how in WAYS}
-    dist.destroy_process_group()
-    return seen
+    return outcomes(dict.fromkeys(PARTS, (rank,)))
 
 
 @contextlib.contextmanager
@@ -281,15 +312,16 @@ def differ_in_the_checkpoint(folder, saved):
 
 def main():
     folder = Path(sys.argv[1])
-    told = of_forks(RANKS, lambda rank: be_rank(rank, folder))
+    ALONE.losses, _ = train(MicroBatcher(), ALONE, ranks=1)
+    ranks = of_forks(RANKS, lambda rank: be_rank(rank, folder))
     write_image_folder(folder / "images", per_class=16)
     one = attempt(folder / "one", 1)
     first = attempt(folder / "several", 2, stop_at=1)
     saved = Path(first[0]["saved"][-1])
     rest = attempt(folder / "several", 4, resume=saved)
     other_disk = differ_in_the_checkpoint(folder / "several", saved)
-    seen = {"ranks": told, "one": one, "first": first, "rest": rest, "other disk": other_disk}
-    print(json.dumps({"alone": train(MicroBatcher(), Net()), **seen}))
+    seen = {"ranks": ranks, "one": one, "first": first, "rest": rest, "other disk": other_disk}
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two processes that write and read checkpoints of a sharded model: prints what each has seen.
+"""Two processes that write and read checkpoints of a sharded model: prints what fails in each.
 
 Usage: group_of_shard_writers.py FOLDER
 """
@@ -13,13 +13,13 @@ import sys
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from forked_ranks import of_forks
+from forked_ranks import of_forks, outcomes
 from robust_train.attempt import checkpoints
 from robust_train.attempt.checkpoints import CheckpointFolder, named_map, read_newest
 from robust_train.attempt.run import Run
@@ -80,50 +80,49 @@ def names(folder):
     return found
 
 
-def with_one_copy(run_dir):
-    """The second rank has no memory for a copy, so it writes before it trains on."""
-    if dist.get_rank():
-        checkpoints.LARGEST_COPY, share = 0.0, checkpoints.LARGEST_COPY
-    seen = in_the_background(run_dir)
-    if dist.get_rank():
-        checkpoints.LARGEST_COPY = share
-    return seen
+def listed(*folders):
+    return sorted(name for one in folders for name in (one, f"{one}.manifest.json"))
 
 
-def in_the_background(run_dir):
+def each_rank_writes_its_shards_while_training_goes_on(run_dir):
     job = Job(run_dir)
     content = job.content(1)
     before = sums(content)
     job.folder.save_from_copy(content, 1)
     job.train(2)
-    early = newest_checkpoint(job.folder.path, "") is not None
+    early = newest_checkpoint(job.folder.path, "")
     job.folder.report_written(wait=True)
     path = job.folder.path / "step-00000001"
-    own = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
-    assert own is not None
+    _, own = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
     alone = read_alone(path)
-    local = own[1]["model"]["0.weight"].to_local().shape
-    return {
-        "reported early": early,
-        "changed": sums(job.content(1)) != before,
-        "shards": sums(own[1]) == before,
-        "rows of a shard": local[0],
-        "one process": alone is None or sums(alone[1]) == before,
-        "plain values": own[1]["nested"],
-        "names": names(job.folder),
-        "in it": sorted(item.name for item in path.iterdir()),
-    }
+    assert early is None, "it is reported between two steps"
+    assert names(job.folder) == listed("step-00000001")
+    assert sums(job.content(1)) != before, "it was trained meanwhile"
+    assert sums(own) == before
+    assert alone is None or sums(alone[1]) == before
+    assert own["nested"] == [(1,)]
+    assert own["model"]["0.weight"].to_local().shape[0] == 1500
+    shards = {"__0_0.distcp", "__1_0.distcp"}
+    assert {one.name for one in path.iterdir()} == {".metadata", "index.pt", "values.pt", *shards}
 
 
-def of_one_step(run_dir):
-    """The same step twice, then a later one."""
+def a_rank_without_memory_for_a_copy_writes_before_it_trains_on(run_dir):
+    share = checkpoints.LARGEST_COPY
+    if dist.get_rank():
+        checkpoints.LARGEST_COPY = 0.0
+    each_rank_writes_its_shards_while_training_goes_on(run_dir)
+    checkpoints.LARGEST_COPY = share
+
+
+def a_checkpoint_of_the_same_step_replaces_none(run_dir):
     job = Job(run_dir, keep=2)
     for step in (1, 1):
         job.folder.save(job.content(step), step)
     dist.barrier()
     twice = [one.path.name for one in of_job(job.folder.path, "")]
     job.folder.save(job.content(2), 2)
-    return {"twice": twice, "then": names(job.folder)}
+    assert names(job.folder) == listed("step-00000001-again", "step-00000002")
+    assert twice == ["step-00000001", "step-00000001-again"]
 
 
 @contextmanager
@@ -134,7 +133,7 @@ def files_limited_to(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def without_space(run_dir):
+def all_ranks_learn_that_one_has_no_space_and_can_go_on(run_dir):
     """The second rank cannot write its shards, then the first one, nor what only it writes."""
     job, said = Job(run_dir), []
     job.folder.save(job.content(1), 1)
@@ -144,14 +143,15 @@ def without_space(run_dir):
             try:
                 job.folder.save(job.content(2) | {"more": torch.zeros(more)}, 2)
             except CheckpointError as error:
-                said.append(str(error))
+                said.append(str(error).rpartition("step-00000002")[2])
     left = names(job.folder)
     job.folder.save(job.content(3), 3)
-    return {"said": said, "left": left, "then": names(job.folder)}
+    assert names(job.folder) == listed("step-00000001", "step-00000003")
+    assert said == [f", rank {rank}: File too large" for rank in (1, 0, 0)]
+    assert left == listed("step-00000001")
 
 
-def out_of_memory(run_dir):
-    """The second rank runs out of memory while it writes its shards."""
+def a_rank_without_memory_to_write_is_known_to_all(run_dir):
     job, save = Job(run_dir), torch.save
 
     def no_room(*args):
@@ -159,15 +159,12 @@ def out_of_memory(run_dir):
 
     if dist.get_rank() == 1:
         torch.save = no_room
-    try:
+    with pytest.raises(MemoryError if dist.get_rank() else RankFailure) as raised:
         job.folder.save(job.content(1), 1)
-    except (MemoryError, RankFailure) as error:
-        text = "".join(traceback.format_exception(error))
-        rank = error.rank if isinstance(error, RankFailure) else None
-        return {"stack": "in no_room" in text, "rank": rank, "left": names(job.folder)}
-    finally:
-        torch.save = save
-    return {}
+    torch.save = save
+    assert names(job.folder) == []
+    assert "in no_room" in "".join(traceback.format_exception(raised.value))
+    assert getattr(raised.value, "rank", 1) == 1
 
 
 def _flip(file, at):
@@ -181,43 +178,42 @@ class RunsCode:
         return os.write, (1, b"\ncode of a foreign file was run\n")
 
 
-def damaged(run_dir):
-    """A checkpoint is damaged in one way after the other; an older one is whole."""
+def a_damaged_folder_is_passed_over_on_all_ranks(run_dir):
+    """For an older one, which is whole."""
     job = Job(run_dir)
     job.folder.save(job.content(1), 1)
     job.folder.save(job.content(2), 2)
     dist.barrier()
     path, whole = job.folder.path / "step-00000002", run_dir / "whole"
     ways = {
+        "none": lambda: shutil.copytree(path, whole),
         "a flipped byte in a shard": lambda: _flip(path / "__1_0.distcp", 0.1),
         "a flipped byte in the index": lambda: _flip(path / "index.pt", 0.3),
         "no shards of a rank": (path / "__1_0.distcp").unlink,
         "code": lambda: torch.save(RunsCode(), path / "index.pt"),
         "no values": (path / "values.pt").unlink,
     }
-    seen: dict[str, Any] = {}
+    seen = {}
     is_first = dist.get_rank() == 0
-    if is_first:
-        shutil.copytree(path, whole)
-    seen["whole"] = [job.read(path), None if (one := read_alone(path)) is None else one[0].name]
     for name, damage in ways.items():
-        dist.barrier()
         if is_first:
             damage()
         dist.barrier()
-        read = job.read(path)
-        alone = read_alone(path)
-        seen[name] = [read, None if alone is None else alone[0].name]
+        read, alone = job.read(path), read_alone(path)
+        seen[name] = [read, alone and alone[0].name]
         dist.barrier()
         if is_first:
             shutil.rmtree(path)
             shutil.copytree(whole, path)
     dist.barrier()
-    return seen
+    for name, found in seen.items():
+        step = 2 if name == "none" else 1
+        folder = f"step-0000000{step}"
+        assert found == [(folder, step), folder if is_first else None], (name, found)
 
 
-def on_other_disks(run_dir):
-    """The second rank does not see the folder that the first one has until it has looked once."""
+def ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later(run_dir):
+    """The second one does not see the folder that the first one has until it has looked once."""
     job = Job(run_dir)
     job.folder.save(job.content(1), 1)
     path, elsewhere = job.folder.path / "step-00000001", run_dir / "elsewhere"
@@ -231,12 +227,12 @@ def on_other_disks(run_dir):
         return found
 
     share = shares(job.model, job.optimizer)
-    late = read_newest(there, ["step"], share=share, gather=shown_late)
-    return None if late is None else late[1]["step"]
+    _, content = read_newest(there, ["step"], share=share, gather=shown_late)
+    assert content["step"] == 1
 
 
-def from_a_file(run_dir):
-    """Shards from a file of whole tensors, as one process writes it."""
+def shards_are_read_from_a_file_of_whole_tensors(run_dir):
+    """As one process writes it."""
     job = Job(run_dir)
     content = job.content(1)
     before = sums(content)
@@ -245,15 +241,16 @@ def from_a_file(run_dir):
     if dist.get_rank() == 0:
         CheckpointFolder(Run(run_dir=run_dir), keep=1).save(content, 1)
     dist.barrier()
-    found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
+    _, found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
     held = []
 
     def hold(name, tensor):
         own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         held.append(own.untyped_storage().nbytes())
 
-    named_map(hold, found[1])
-    return {"same": sums(found[1]) == before, "held": sum(held), "file": path.stat().st_size}
+    named_map(hold, found)
+    assert sums(found) == before
+    assert sum(held) < 0.7 * path.stat().st_size
 
 
 def killed(run_dir):
@@ -269,24 +266,30 @@ def killed(run_dir):
     try:
         job.folder.save(job.content(2), 2)
     except RuntimeError as error:  # as of any lost connection
-        return {"said": type(error).__name__}
-    return {"said": "nothing"}
+        return type(error).__name__
+    return None
 
 
-def be_rank(rank, folder):
-    store = dist.FileStore(str(folder / "store"), 2)
+PARTS = (
+    each_rank_writes_its_shards_while_training_goes_on,
+    a_rank_without_memory_for_a_copy_writes_before_it_trains_on,
+    a_checkpoint_of_the_same_step_replaces_none,
+    all_ranks_learn_that_one_has_no_space_and_can_go_on,
+    a_rank_without_memory_to_write_is_known_to_all,
+    a_damaged_folder_is_passed_over_on_all_ranks,
+    ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later,
+    shards_are_read_from_a_file_of_whole_tensors,
+)
+
+
+def be_rank(rank, folder, act):
+    store = dist.FileStore(str(folder / act.__name__), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    parts = (in_the_background, with_one_copy, of_one_step, without_space, out_of_memory, damaged)
-    parts += (on_other_disks, from_a_file)
-    seen = {part.__name__: part(folder / part.__name__) for part in parts}
-    dist.destroy_process_group()
-    return seen
+    return act(folder)
 
 
-def die(rank, folder):
-    store = dist.FileStore(str(folder / "second store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    return killed(folder / "killed")
+def all_parts(folder):
+    return outcomes({part: (folder / part.__name__,) for part in PARTS})
 
 
 if __name__ == "__main__":
@@ -296,5 +299,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = Path(sys.argv[1])
-    ranks = of_forks(2, lambda rank: be_rank(rank, folder))
-    print(json.dumps({"ranks": ranks, "killed": of_forks(2, lambda rank: die(rank, folder))}))
+    ranks = of_forks(2, lambda rank: be_rank(rank, folder, all_parts))
+    dead = of_forks(2, lambda rank: be_rank(rank, folder, killed))
+    print(json.dumps({"ranks": ranks, "killed": dead}))

@@ -1,4 +1,4 @@
-"""Two processes that train a model sharded by FSDP2 over gloo: prints what each has seen.
+"""Two processes that train a model sharded by FSDP2 over gloo: prints what fails in each.
 
 Usage: group_of_sharded_ranks.py FOLDER few|thorough
 """
@@ -10,9 +10,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-from group_of_ranks import attempt, of_forks
+from group_of_ranks import attempt
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,8 +28,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from training_world import write_image_folder
 
+from forked_ranks import of_forks, outcomes
 from memory_limit import MIB, lift_limit, limit_growth
-from robust_train.model.errors import UserError
+from robust_train.model.errors import RankFailure, UserError
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.splitting import bounds
 from robust_train.vision.sharding import share_buffers
@@ -38,8 +40,6 @@ SHARES = (slice(0, 8), slice(8, 13))
 
 WIDE = 1 << 20
 """Numbers of one sample in a block, for a moment: 4 MiB, and the same again."""
-BF16, F32 = torch.bfloat16, torch.float32
-KINDS = ("plain", "checkpointing", "bf16")
 
 
 class OwnAllGather(DefaultAllGather):
@@ -122,10 +122,14 @@ def validate(batcher, model, mine):
     return outputs
 
 
+def backward_of_one(model):
+    x, y = data()
+    nn.functional.mse_loss(model(x), y).backward()
+
+
 def worst_gradient(model):
     one = network()
-    x, y = data()
-    nn.functional.mse_loss(one(x), y).backward()
+    backward_of_one(one)
     return furthest(model, one)
 
 
@@ -135,92 +139,61 @@ def furthest(model, one):
     return max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
 
 
-def every_place(rank, mesh, is_thorough):
-    """Memory runs out once in each place, on each rank, in the first step and in a later one."""
-    seen = []
+def a_step_is_repeated_wherever_memory_runs_out(rank, mesh, is_thorough=False):
+    """Once in each place, on each rank, in the first step and in a later one."""
+    losses = []
     places = list(itertools.product((True, False), ("forward", "backward"), (1, 3), (0, 1), (0, 1)))
     # each value of each of them, and each pair of the first and of the last two
     few = [places[n] for n in (0b00_0_00, 0b01_0_11, 0b10_1_01, 0b11_1_10)]
-    for reshards, where, block, bad, when in places if is_thorough else few:
+    for place in places if is_thorough else few:
+        reshards, where, block, bad, when = place
         model = sharded(mesh, reshard_after_forward=reshards)
         batcher = MicroBatcher(batch_size=4)
-        x = data()[0][SHARES[rank]]
         with torch.no_grad():
-            outputs = network()(x)
-        repeats = []
+            outputs = network()(data()[0][SHARES[rank]])
         for number in range(3):
             model[block].bomb = where if rank == bad and number == when else None
-            loss, repeated = step(batcher, model, SHARES[rank])
-            repeats.append(repeated)
-            worst, loss = worst_gradient(model), loss.item()
+            loss, repeats = step(batcher, model, SHARES[rank])
+            worst = worst_gradient(model)
             model.zero_grad()
+            assert (repeats, worst < 1e-6) == (number == when, True), (place, number, worst)
+            losses.append(loss.item())
+        assert batcher.size == 2, place
         model[block].bomb = "forward" if rank == bad else None
         kept = validate(batcher, model, SHARES[rank])
-        seen.append(
-            {
-                "place": f"{where} of block {block} on rank {bad} in step {when}, {reshards}",
-                "repeats": repeats,
-                "expected": [int(number == when) for number in range(3)],
-                "worst": worst,
-                "loss": loss,
-                "size": batcher.size,
-                "validation": (kept - outputs).abs().max().item(),
-            }
-        )
-    return seen
+        assert (kept - outputs).abs().max() < 1e-6, place
+    assert max(losses) - min(losses) < 1e-6
 
 
 def sharded_as(mesh, kind):
-    options = {"mp_policy": MixedPrecisionPolicy(BF16, F32)} if kind == "bf16" else {}
-    model = sharded(mesh, **options)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = sharded(mesh, **({"mp_policy": half} if kind == "bf16" else {}))
     if kind == "checkpointing":
         for part in model[1:4]:
             checkpoint(part)
     return model
 
 
-def gradient_of_one_process(model, kind, size):
-    """Give ``model`` the gradient of a step; bf16's rounding is that of parts of ``size``."""
-    x, y = data()
-    if kind != "bf16":
-        nn.functional.mse_loss(model(x), y).backward()
-        return
-    for share in SHARES:
-        samples = share.stop - share.start
-        for start, stop in bounds(samples, size):
-            part = slice(share.start + start, share.start + stop)
-            coarse = network().to(BF16)
-            coarse.load_state_dict(model.state_dict())
-            loss = nn.functional.mse_loss(coarse(x[part].to(BF16)).float(), y[part])
-            # as a rank computes it: another rounding of the weight is one of bf16's digits
-            (loss * (len(x[part]) / samples * (samples * 2 / len(x)))).backward()
-            for mine, its in zip(model.parameters(), coarse.parameters(), strict=True):
-                mine.grad = its.grad.float() / 2 + (0 if mine.grad is None else mine.grad)
+def clipped_gradients_of_adamws_steps_are_those_of_one_process(rank, mesh):
+    """The step in which memory runs out and those after it included."""
+    for kind in ("plain", "checkpointing"):
+        model, one = sharded_as(mesh, kind), network()
+        optimizers = [torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-4) for net in (model, one)]
+        batcher = MicroBatcher(batch_size=4)
+        for number in range(3):
+            model[2].bomb = "backward" if rank == 1 and number == 1 else None
+            assert step(batcher, model, SHARES[rank])[1] == (number == 1), kind
+            backward_of_one(one)
+            for net in (model, one):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            assert furthest(model, one) < 1e-6, kind
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
-def differs_from_one_process(rank, mesh, kind):
-    """How far the clipped gradients of AdamW's steps are from those of one process, the step in
-    which memory runs out and those after it included."""
-    model, one = sharded_as(mesh, kind), network()
-    optimizers = [torch.optim.AdamW(net.parameters(), 1e-2, eps=1e-4) for net in (model, one)]
-    batcher, worst = MicroBatcher(batch_size=4), 0.0
-    for number in range(3):
-        model[2].bomb = "backward" if rank == 1 and number == 1 else None
-        assert step(batcher, model, SHARES[rank])[1] == int(number == 1)
-        gradient_of_one_process(one, kind, batcher.size)
-        for net in (model, one):
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        worst = max(worst, furthest(model, one))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return worst
-
-
-def differs_at_the_same_split(rank, mesh, kind):
-    """How far a step that is repeated at the same size is from one that is not."""
-
-    def train(fails):
+def a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit(rank, mesh):
+    def train(kind, fails):
         model = sharded_as(mesh, kind)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         batcher = MicroBatcher(batch_size=4, min_batch_size=4)
@@ -228,18 +201,18 @@ def differs_at_the_same_split(rank, mesh, kind):
         for number in range(3):
             if fails and rank == 1 and number == 1:
                 model[2].bomb, model[2].is_once = "backward", True
-            assert step(batcher, model, SHARES[rank])[1] == int(fails and number == 1)
+            assert step(batcher, model, SHARES[rank])[1] == (fails and number == 1)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
         return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
 
-    return (train(False) - train(True)).abs().max().item()
+    for kind in ("plain", "checkpointing", "bf16"):
+        assert torch.equal(train(kind, fails=False), train(kind, fails=True)), kind
 
 
-def without_resharding(rank, mesh):
-    """Weights stay gathered between the parts of a step, so that these send different things."""
-    seen = []
+def weights_that_stay_gathered_between_parts_change_nothing(rank, mesh):
+    """So that these send different things."""
     for where, part in itertools.product(("forward", "backward"), (1, 2)):
         model = sharded(mesh, reshard_after_forward=False)
         batcher = MicroBatcher(batch_size=4)
@@ -247,13 +220,12 @@ def without_resharding(rank, mesh):
             model.set_reshard_after_backward(False)
             if number == 1 and rank == 1:
                 model[1].bomb, model[1].at = where, part
-            _, repeated = step(batcher, model, SHARES[rank])
+            _, repeats = step(batcher, model, SHARES[rank])
             for module in (*model[1:4], model):
                 module.reshard()
             worst = worst_gradient(model)
             model.zero_grad()
-        seen.append([f"{where} {part}", repeated, worst])
-    return seen
+        assert (repeats, worst < 1e-6) == (1, True), (where, part)
 
 
 class Skips(nn.Sequential):
@@ -272,27 +244,27 @@ class Averages(nn.Module):
         return x
 
 
-def short_of_memory(rank, mesh):
+def real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(rank, mesh):
     model = sharded(mesh)
     for part in model[1:4]:
         part.activation = WIDE
     batcher = MicroBatcher()
     if rank == 1:
         limit_growth(28 * MIB)
-    _, repeated = step(batcher, model, SHARES[rank])
+    _, repeats = step(batcher, model, SHARES[rank])
     lift_limit()
-    return [repeated, batcher.size, worst_gradient(model)]
+    assert worst_gradient(model) < 1e-6
+    assert repeats == 1
+    assert batcher.size < 5
 
 
-def exhausted(rank, mesh):
+def where_one_rank_cannot_go_on_both_end(rank, mesh):
     model = sharded(mesh)
     model[2].bomb, model[2].most = ("backward" if rank == 0 else None), 0
-    try:
+    with pytest.raises(RankFailure) as raised:
         step(MicroBatcher(batch_size=4, min_batch_size=2), model, SHARES[rank])
-    except Exception as error:
-        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-        return [error.rank, error.is_elsewhere, has_gradients]
-    return []
+    assert (raised.value.rank, raised.value.is_elsewhere) == (0, rank == 1)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def refused(model):
@@ -335,29 +307,31 @@ def refusals(mesh):
         FSDPModule.reset_iter_state = reset
 
 
-def statistics(rank):
+def all_ranks_score_with_the_statistics_of_the_first(rank, mesh):
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(rank)
     share_buffers(norm)
-    return norm.running_mean.tolist()
+    assert norm.running_mean.tolist() == [0.0, 0.0]
+
+
+PARTS = (
+    a_step_is_repeated_wherever_memory_runs_out,
+    clipped_gradients_of_adamws_steps_are_those_of_one_process,
+    a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit,
+    weights_that_stay_gathered_between_parts_change_nothing,
+    real_memory_that_runs_out_on_one_rank_splits_the_step_of_both,
+    where_one_rank_cannot_go_on_both_end,
+    all_ranks_score_with_the_statistics_of_the_first,
+)
 
 
 def be_rank(rank, folder, is_thorough):
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    seen = {
-        "places": every_place(rank, mesh, is_thorough),
-        "at the same split": {kind: differs_at_the_same_split(rank, mesh, kind) for kind in KINDS},
-        "from one process": {kind: differs_from_one_process(rank, mesh, kind) for kind in KINDS},
-        "short_of_memory": short_of_memory(rank, mesh),
-        "without resharding": without_resharding(rank, mesh),
-        "exhausted": exhausted(rank, mesh),
-        "refused": refusals(mesh),
-        "statistics": statistics(rank),
-    }
-    dist.destroy_process_group()
-    return seen
+    if is_thorough:
+        return outcomes({PARTS[0]: (rank, mesh, True)})
+    return {"refused": refusals(mesh), **outcomes(dict.fromkeys(PARTS, (rank, mesh)))}
 
 
 def by_the_built_in_trainer(folder):

@@ -42,9 +42,9 @@ def test_a_logger_that_does_not_exist_is_refused_before_any_attempt(world):
     )
 
 
-def killed_once(world, *arguments):
+def killed_once(world, logger):
     """Run a job whose attempt is killed in its fourth epoch."""
-    process = world.start(*JOB, *arguments)
+    process = world.start(*JOB, f"logger={logger}")
 
     def state():
         try:
@@ -62,10 +62,19 @@ def killed_once(world, *arguments):
 
 
 @pytest.mark.slow
+def test_a_job_that_was_killed_is_one_run_in_wandb(world):
+    pytest.importorskip("wandb", reason="needs robust-train[wandb]")
+    killed_once(world.with_environ({"WANDB_MODE": "offline"}), "wandb")
+    folders = (world.run_dir / "wandb").glob("offline-run-*")
+    job = json.loads((world.run_dir / "job.json").read_text())["id"]
+    assert [path.name.rpartition("-")[2] for path in folders] == [job, job]
+
+
+@pytest.mark.slow
 def test_a_job_that_was_killed_is_one_run_in_mlflow(world, tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="needs robust-train[mlflow]")
     server = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    killed_once(world.with_environ({"MLFLOW_TRACKING_URI": server}), "logger=mlflow")
+    killed_once(world.with_environ({"MLFLOW_TRACKING_URI": server}), "mlflow")
     client = mlflow.MlflowClient(server)
     (run,) = client.search_runs(["0"])
     assert run.info.status == "FINISHED"
@@ -73,12 +82,3 @@ def test_a_job_that_was_killed_is_one_run_in_mlflow(world, tmp_path):
     steps = [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")]
     assert {1, *range(5, 185, 5)} <= set(steps)
     assert len(client.get_metric_history(run.info.run_id, "val/accuracy")) == 8
-
-
-@pytest.mark.slow
-def test_a_job_that_was_killed_is_one_run_in_wandb(world):
-    pytest.importorskip("wandb", reason="needs robust-train[wandb]")
-    killed_once(world.with_environ({"WANDB_MODE": "offline"}), "logger=wandb")
-    folders = sorted((world.run_dir / "wandb").glob("offline-run-*"))
-    job = json.loads((world.run_dir / "job.json").read_text())["id"]
-    assert [path.name.rpartition("-")[2] for path in folders] == [job, job]

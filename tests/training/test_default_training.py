@@ -2,9 +2,8 @@ import logging
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +16,6 @@ from robust_train.vision.reporting import Reporter
 from robust_train.vision.step import EpochPosition
 
 SHORT = ("model.width=8", "training.epochs=2")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A short job after its end."""
-
-    run: WatchedRun
-    result: dict[str, Any]
-    messages: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -44,36 +34,24 @@ def short(tmp_path_factory):
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
-    return Ended(run, result, messages)
+    return SimpleNamespace(run=run, result=result, messages=messages)
 
 
-def test_the_result_names_the_accuracy_and_the_weights(short):
-    assert short.result["test_accuracy"] > 0.5
-    assert f"Test accuracy: {100 * short.result['test_accuracy']:.2f} %" in short.messages
-    assert Path(short.result["checkpoint"]).is_file()
-    assert "Effective batch size: 64" in short.messages
-
-
-def test_the_memory_milestones_come_in_the_order_of_the_run(short):
-    assert [e["milestone"] for e in short.run.of("memory")] == [
-        "start",
-        "model moved to cpu",
-        "optimizer created",
-        "epoch 1",
-        "epoch 2",
-    ]
-
-
-def test_without_a_terminal_there_is_a_log_line_every_so_many_steps(short):
-    lines = [m for m in short.messages if re.match(r"step \d+/46: loss \d", m)]
+def test_a_job_says_how_it_goes_and_what_it_has_left(short):
+    result, messages = short.result, short.messages
+    assert result["test_accuracy"] > 0.5
+    assert f"Test accuracy: {100 * result['test_accuracy']:.2f} %" in messages
+    assert Path(result["checkpoint"]).is_file()
+    assert "Effective batch size: 64" in messages
+    lines = [m for m in messages if re.match(r"step \d+/46: loss \d", m)]
     assert [line.split("/")[0] for line in lines] == ["step 10", "step 20", "step 30", "step 40"]
-    assert sum(m.startswith("epoch ") and "accuracy" in m for m in short.messages) == 2
-
-
-def test_progress_has_the_last_step_and_the_total(short):
+    assert sum(m.startswith("epoch ") and "accuracy" in m for m in messages) == 2
+    milestones = ["start", "model moved to cpu", "optimizer created", "epoch 1", "epoch 2"]
+    assert [e["milestone"] for e in short.run.of("memory")] == milestones
     assert short.run.last_step == 46
-    assert "loss" in short.run.of("progress")[0]["metrics"]
-    assert all(e["total_steps"] == 46 and "lr" in e["metrics"] for e in short.run.of("progress"))
+    progress = short.run.of("progress")
+    assert "loss" in progress[0]["metrics"]
+    assert all(e["total_steps"] == 46 and "lr" in e["metrics"] for e in progress)
 
 
 def test_a_launcher_that_shows_the_steps_leaves_no_line_for_each(tmp_path, caplog):
@@ -180,9 +158,7 @@ print('LATE', len(set(sys.modules) - before))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides", [(), pytest.param(("model=lora", "dataset=flowers102"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("overrides", [(), ("model=lora", "dataset=flowers102")])
 def test_all_large_packages_are_preloaded_and_start_neither_cuda_nor_threads(tmp_path, overrides):
     """In a process of its own: importing the trainer imports none of them."""
     cfg = config(*overrides, "training.epochs=1")

@@ -22,10 +22,11 @@ from robust_train.folder.checkpoints import (
 from robust_train.model.errors import Spoiled
 
 TRAINER = "trainer._target_=diverging_trainers.train"
+SLOW = pytest.mark.slow
 
 
 def trained(world, fault, how, *overrides):
-    job = (TRAINER, f"+fault={fault}", f"+how={how}", "device=cpu", "training.lr=0.01")
+    job = (TRAINER, f"+fault='{fault}'", f"+how='{how}'", "device=cpu", "training.lr=0.01")
     return world.run(*job, *overrides)
 
 
@@ -41,7 +42,7 @@ def outcomes(ended):
 
 @pytest.mark.parametrize(
     ("fault", "how"),
-    [("bad", "step"), pytest.param("overflow", "fused", marks=pytest.mark.slow)],
+    [("bad", "step"), pytest.param("overflow", "fused", marks=SLOW)],
 )
 def test_the_update_of_a_bad_batch_is_left_out_and_nothing_else(world, tmp_path, fault, how):
     ended = trained(world, fault, how)
@@ -52,26 +53,41 @@ def test_the_update_of_a_bad_batch_is_left_out_and_nothing_else(world, tmp_path,
     assert ended.summary["result"] == without_launcher(tmp_path, "left out", how)
 
 
+SAID = {
+    # the checkpoint of step 20 is saved while the loss is not finite already
+    "bad once": "the checkpoint before it is step-015.pt (step 15)",
+    "flip": "step 20, computed twice, had two results; the last that agreed was step 16; "
+    "the checkpoint before it is step-015.pt (step 15)",
+    "damage": "step-025.pt is torn; it is not used",
+}
+
+
 @pytest.mark.parametrize(
-    "how", [pytest.param("silent", marks=pytest.mark.slow), "plain", "recorded late"]
+    ("fault", "how", "overrides", "ends", "back_to"),
+    [
+        ("bad once", "plain", "divergence.patience=6", "diverged", 15),
+        ("bad once", "recorded late", "divergence.patience=6", "diverged", 15),
+        pytest.param("bad once", "silent", "divergence.patience=6", "diverged", 15, marks=SLOW),
+        ("flip", "deterministic", "integrity.recompute_every_steps=4", "device_fault", 15),
+        pytest.param("damage", "plain", "device=cpu", "interrupted", 20, marks=SLOW),
+    ],
 )
-def test_a_job_goes_back_to_before_it_diverged_and_ends_as_without_the_fault(world, tmp_path, how):
-    """The checkpoint of step 20 is saved while the loss is not finite already."""
-    ended = trained(world, "'bad once'", how, "divergence.patience=6")
-    assert outcomes(ended) == ["diverged", "completed"], ended.output
-    assert Path(ended.attempts[1]["resumed_from"]).name == "step-015.pt"
-    assert ended.attempts[0]["action"] == "before_it_diverged"
+def test_a_job_goes_back_to_before_the_fault_and_ends_as_without_it(
+    world, tmp_path, fault, how, overrides, ends, back_to
+):
+    ended = trained(world, fault, how, overrides)
+    assert outcomes(ended) == [ends, "completed"], ended.output
+    assert Path(ended.attempts[1]["resumed_from"]).name == f"step-{back_to:03d}.pt"
+    assert SAID[fault] in ended.output + ended.attempts[0]["message"]
     assert ended.summary["result"] == without_launcher(tmp_path, "none", how)
 
 
-def test_a_weight_that_is_flipped_once_is_seen_by_a_step_computed_twice(world, tmp_path):
-    ended = trained(world, "flip", "deterministic", "integrity.recompute_every_steps=4")
-    assert outcomes(ended) == ["device_fault", "completed"], ended.output
-    message = ended.attempts[0]["message"]
-    assert message.startswith("step 20, computed twice, had two results; the last that agreed was")
-    assert message.endswith("step 16; the checkpoint before it is step-015.pt (step 15)")
-    assert Path(ended.attempts[1]["resumed_from"]).name == "step-015.pt"
-    assert ended.summary["result"] == without_launcher(tmp_path, "none", "deterministic")
+@pytest.mark.slow
+def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, tmp_path):
+    ended = trained(world, "lr", "plain", "training.lr=1e6", "divergence.lr_factor=1e-7")
+    assert outcomes(ended) == ["diverged", "completed"], ended.output
+    assert "from the beginning with 1e-07 times the learning rate" in ended.output
+    assert ended.summary["result"] == without_launcher(tmp_path, "lr", "plain", lr=0.1)
 
 
 @pytest.mark.slow
@@ -84,16 +100,8 @@ def test_without_torchs_deterministic_mode_a_difference_is_a_line_in_the_report(
 
 
 @pytest.mark.slow
-def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, tmp_path):
-    ended = trained(world, "lr", "plain", "training.lr=1e6", "divergence.lr_factor=1e-7")
-    assert outcomes(ended) == ["diverged", "completed"], ended.output
-    assert "from the beginning with 1e-07 times the learning rate" in ended.output
-    assert ended.summary["result"] == without_launcher(tmp_path, "lr", "plain", lr=0.1)
-
-
-@pytest.mark.slow
 def test_where_nothing_helps_one_line_has_step_loss_and_checkpoint(world):
-    ended = trained(world, "bad", "'constant lr'")
+    ended = trained(world, "bad", "constant lr")
     assert ended.returncode == 1
     assert outcomes(ended) == ["diverged", "diverged"], ended.output
     assert ended.summary["status"] == "failed"
@@ -109,15 +117,6 @@ def test_with_ignore_it_trains_on(world):
     ended = trained(world, "bad", "plain", "divergence.action=ignore")
     assert outcomes(ended) == ["completed"]
     assert ended.summary["result"] == [None] * 5
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_is_damaged_is_found_while_the_run_lives(world, tmp_path):
-    ended = trained(world, "damage", "plain")
-    assert outcomes(ended) == ["interrupted", "completed"], ended.output
-    assert "step-025.pt is torn; it is not used" in ended.output
-    assert Path(ended.attempts[1]["resumed_from"]).name == "step-020.pt"
-    assert ended.summary["result"] == without_launcher(tmp_path, "none", "plain")
 
 
 @pytest.mark.slow

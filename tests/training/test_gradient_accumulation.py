@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.step.batcher import MicroBatcher
+from robust_train.step.splitting import share_of
 from robust_train.step.update import update
 from robust_train.vision.images import BatchPlan
 from robust_train.vision.models import SmallCnn
@@ -53,12 +54,8 @@ def step_with(precision, max_grad_norm, loss_factor=1):
 
 
 def moved(model):
-    before = small_model().float()
-    squares = [
-        ((new - old).detach() ** 2).sum()
-        for new, old in zip(model.parameters(), before.parameters(), strict=True)
-    ]
-    return float(torch.stack(squares).sum().sqrt())
+    both = zip(model.parameters(), small_model().float().parameters(), strict=True)
+    return float(torch.stack([((new - old).detach() ** 2).sum() for new, old in both]).sum().sqrt())
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
@@ -71,31 +68,45 @@ def test_overflowing_scaled_gradients_are_skipped_and_lower_the_scale(max_grad_n
     assert precision.scaler.get_scale() < 2.0**127
 
 
-def test_clipping_sees_the_gradients_without_the_loss_scale():
-    is_step, model = step_with(scaled_precision(1024.0), 0.05)
-    assert is_step
-    assert moved(model) == pytest.approx(0.05, rel=1e-3)
-
-
-def test_max_grad_norm_zero_does_not_clip():
+def test_clipping_sees_the_gradients_without_the_loss_scale_and_zero_does_not_clip():
+    is_step, clipped = step_with(scaled_precision(1024.0), 0.05)
     _, scaled = step_with(scaled_precision(1024.0), 0)
     _, plain = step_with(Precision(CPU, mixed=False), 0)
+    assert is_step
+    assert moved(clipped) == pytest.approx(0.05, rel=1e-3)
     assert moved(scaled) == pytest.approx(moved(plain), rel=1e-4)
     assert moved(plain) > 0.05
 
 
-@given(st.integers(1, 200), st.integers(1, 17), st.integers(1, 5), st.integers(0, 3), st.data())
-def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch(
-    samples, micro_batch, accumulation, epoch, data
+@given(
+    samples=st.integers(1, 200),
+    size=st.integers(1, 17),
+    accumulation=st.integers(1, 5),
+    ranks=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+    data=st.data(),
+)
+def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch_of_all_ranks(
+    samples, size, accumulation, ranks, epoch, data
 ):
-    plan = BatchPlan(samples, micro_batch * accumulation, micro_batch, seed=7)
-    steps = list(plan.steps(epoch))
-    assert sorted(i for step in steps for chunk in step for i in chunk) == list(range(samples))
-    assert len(steps) == plan.steps_left(0)
-    assert all(sum(map(len, step)) == plan.effective_batch for step in steps[:-1])
-    assert all(1 <= len(chunk) <= micro_batch for step in steps for chunk in step)
-    done = data.draw(st.integers(0, len(steps) - 1))
-    assert list(plan.steps(epoch, done * plan.effective_batch)) == steps[done:]
+    effective = size * accumulation * ranks
+    alone = BatchPlan(samples, effective, effective, 7)
+    plans = [BatchPlan(samples, effective, size, 7, ranks, rank) for rank in range(ranks)]
+    done, *rest = [list(plan.steps(epoch)) for plan in plans]
+    steps = list(zip(done, *rest, strict=True))
+    assert len(steps) == plans[0].steps_left(0)
+    whole = [[i for share in step for chunk in share for i in chunk] for step in steps]
+    assert sorted(i for step in whole for i in step) == list(range(samples))
+    assert whole == [list(step[0]) for step in alone.steps(epoch)]
+    starts = range(0, samples, effective)
+    assert [len(step) for step in whole] == [plans[0].samples_in_step(one) for one in starts]
+    assert all(len(step) == effective for step in whole[:-1])
+    assert all(len(chunk) <= size for step in steps for share in step for chunk in share)
+    from_now_on = data.draw(st.integers(0, len(steps) - 1))
+    assert list(plans[0].steps(epoch, from_now_on * effective)) == done[from_now_on:]
+    lengths = [len(share_of(range(samples), rank, ranks)) for rank in range(ranks)]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_the_order_differs_from_epoch_to_epoch_and_from_seed_to_seed():
@@ -124,7 +135,4 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] < 0.01
     assert schedule.rate(1000, 10) == pytest.approx(0)
-
-
-def test_no_warm_up_starts_at_the_peak():
-    assert CosineSchedule(2.0, 1000, 0.0).rate(0, 10) == pytest.approx(2.0)
+    assert CosineSchedule(2.0, 1000, 0.0).rate(0, 10) == pytest.approx(2.0), "without a warm-up"

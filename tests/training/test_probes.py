@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from training_world import WatchedRun, config, difference, train, trained_weights
+from training_world import WatchedRun
 
 import preloaded
 from robust_train import find_batch_size
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import (
@@ -23,35 +23,30 @@ from robust_train.step.probing import (
 from robust_train.step.rewind import StepStart, Watch
 from world import ROOT
 
-# Real limits; what fits beside the answers is tried as well.
+# A real limit; what fits beside the answer is tried as well.
 WITHIN_A_LIMIT = """
-import json, sys, tempfile
-from pathlib import Path
+import json
 import torch
 from torch import nn
 from robust_train import find_batch_size
-from robust_train.policy.sizes import BatchSearch
 from robust_train.memory.clearing import return_memory
-from robust_train.attempt.run import MicroBatchPlan
 from memory_limit import limit_growth
-from watched_run import WatchedRun
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 2**15), nn.Tanh())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = torch.randn(256, 64)
 
-def body(x):
-    return model(x).square().mean()
+def try_batch(size):
+    model(torch.randn(size, 64)).square().mean().backward()
 
-body(data[:4]).backward()
+try_batch(4)
 model.zero_grad()
 limit_growth(80 * 2**20)
 
 def fits(size):
     try:
-        body(data[:size]).backward()
+        try_batch(size)
         return True
     except RuntimeError:
         return False
@@ -59,45 +54,20 @@ def fits(size):
         model.zero_grad()
         return_memory()
 
-found = find_batch_size(lambda size: body(data[:size]).backward(), 256, model=model)
-run = WatchedRun(Path(tempfile.mkdtemp()))
-run.micro_batch_plan = MicroBatchPlan(batch_size=256)
-run.batch_search = BatchSearch(256)
-lengths = []
-
-def loss_of(part):
-    lengths.append(len(part))
-    return body(part)
-
-run.backward(loss_of, data, model)
-print(json.dumps({
-    "fits": fits(found.batch_size),
-    "more_fits": fits(int(found.batch_size / 0.6)),
-    "twice_fits": fits(2 * lengths[-1]),
-    "found": found.batch_size,
-    "probes": [probe.batch_size for probe in found.probes],
-    "event": run.of("batch_size_found")[0],
-    "lengths": lengths,
-}))
+found = find_batch_size(try_batch, 256, model=model)
+sizes = found.batch_size, int(found.batch_size / 0.6)
+print(json.dumps([len(found.probes), *map(fits, sizes)]))
 """
 
 
 def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
     ended = preloaded.run(WITHIN_A_LIMIT, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
+    probes, it_fits, more_fits = json.loads(ended.stdout)
     # not affine: with few samples the peak is that of the last layer's weights, not of activations
-    assert told["fits"]
-    assert not told["more_fits"]
-    assert len(told["probes"]) <= 4
-    event = told["event"]
-    size = event["batch_size"]
-    # a divisor of the effective batch, and the largest of them
-    assert 256 % size == 0
-    assert not told["twice_fits"]
-    assert event["search"]["measured_bytes"] <= event["search"]["limit_bytes"]
-    probes = [probe["batch_size"] for probe in event["search"]["probes"]]
-    assert told["lengths"] == [*probes, *[size] * (256 // size)]
+    assert it_fits
+    assert not more_fits
+    assert probes <= 4
 
 
 class Model(nn.Module):
@@ -113,44 +83,38 @@ class Model(nn.Module):
         return self.layers(x * random.random())
 
 
-def three_steps(tmp_path, search):
+def three_steps(run):
     """Weights, buffers, optimizer state and the next draws after three steps of a user's loop."""
     torch.manual_seed(1)
     random.seed(1)
-    model = Model()
+    model, lengths = Model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    run = Run(run_dir=tmp_path)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=16)
-    run.batch_search = search
-    lengths = []
-    data = torch.randn(3, 16, 5)
-    for step in range(3):
 
-        def loss_of(batch):
-            x, y = batch
-            lengths.append(len(x))
-            return nn.functional.cross_entropy(model(x), y), len(x)
+    def loss_of(batch):
+        x, y = batch
+        lengths.append(len(x))
+        return nn.functional.cross_entropy(model(x), y), len(x)
 
-        loss, kept = run.backward(
-            loss_of,
-            (data[step], torch.arange(16) % 3),
-            model,
-            backward=lambda loss: scaler.scale(loss).backward(),
-        )
+    def backward(loss):
+        scaler.scale(loss).backward()
+
+    for x in torch.randn(3, 16, 5):
+        loss, kept = run.backward(loss_of, (x, torch.arange(16) % 3), model, backward=backward)
         assert kept == [16]
         assert loss > 0
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     states = [v for s in optimizer.state.values() for v in s.values()]
-    draws = torch.tensor([random.random(), float(torch.rand(()))])
-    return [*model.state_dict().values(), *states, draws, torch.tensor(scaler.get_scale())], lengths
+    draws = torch.tensor([random.random(), float(torch.rand(())), scaler.get_scale()])
+    return [*model.state_dict().values(), *states, draws], lengths
 
 
 def test_probes_leave_no_trace_in_model_optimizer_scaler_and_generators(tmp_path):
-    expected, plain = three_steps(tmp_path, None)
-    actual, probed = three_steps(tmp_path, BatchSearch(16))
+    run = searching(tmp_path, 16)
+    actual, probed = three_steps(run)
+    expected, plain = three_steps(WatchedRun(tmp_path))
     assert plain == [16, 16, 16]
     assert probed == [4, 16, *plain], "the probes, then what would have been anyway"
     assert len(actual) == len(expected)
@@ -158,30 +122,17 @@ def test_probes_leave_no_trace_in_model_optimizer_scaler_and_generators(tmp_path
         assert torch.equal(one, other)
 
 
-@pytest.mark.slow
-def test_the_built_in_trainer_ends_with_the_same_weights_bit_for_bit(tmp_path):
-    overrides = (
-        "training.epochs=1",
-        "training.num_workers=0",
-        "model.width=4",
-        "model.dropout=0.3",
-        "training.log_every_steps=1000",
-    )
-    run = WatchedRun(tmp_path / "auto")
-    run.batch_search = BatchSearch(96)
-    found = train(config("training.batch_size=96", *overrides), run)
-    (event,) = run.of("batch_size_found")
-    assert event["batch_size"] == 96
-    assert len(event["search"]["probes"]) == 2
-    plain = train(config("training.batch_size=96", *overrides), WatchedRun(tmp_path / "plain"))
-    assert difference(trained_weights(found), trained_weights(plain)) == 0
+def searching(folder, batch_size, min_batch_size=1):
+    """A run that has to find its size, of this one at most."""
+    run = WatchedRun(folder)
+    run.micro_batch_plan = MicroBatchPlan(batch_size=batch_size, min_batch_size=min_batch_size)
+    run.batch_search = BatchSearch(batch_size, min_batch_size=min_batch_size)
+    return run
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 def test_an_error_in_a_probe_is_raised_with_the_step_undone(tmp_path, error):
     model = nn.Linear(5, 3)
-    run = Run(run_dir=tmp_path)
-    run.batch_search = BatchSearch(8)
     before = torch.full((3, 5), 2.0)
     model.weight.grad = before
 
@@ -189,27 +140,21 @@ def test_an_error_in_a_probe_is_raised_with_the_step_undone(tmp_path, error):
         raise error
 
     with pytest.raises(type(error)):
-        run.backward(loss_of, torch.ones(8, 5), model)
+        searching(tmp_path, 8).backward(loss_of, torch.ones(8, 5), model)
     assert model.weight.grad is before
     assert torch.equal(before, torch.full((3, 5), 2.0))
     assert model.bias.grad is None
 
 
 def test_a_first_batch_smaller_than_every_size_is_not_probed(tmp_path):
-    model = nn.Linear(5, 3)
-    run = Run(run_dir=tmp_path)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
-    run.batch_search = BatchSearch(16, min_batch_size=4)
+    model, run = nn.Linear(5, 3), searching(tmp_path, 16, 4)
     for samples in (3, 16):
         run.backward(lambda part: model(part).mean(), torch.ones(samples, 5), model)
     assert run.micro_batcher.size == 16
 
 
 def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
-    model = nn.Linear(5, 3)
-    run = WatchedRun(tmp_path)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=4)
-    run.batch_search = BatchSearch(16, min_batch_size=4)
+    model, run = nn.Linear(5, 3), searching(tmp_path, 16, 4)
 
     def loss_of(part):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -1,5 +1,4 @@
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,74 +41,63 @@ def stopped(cfg, folder, **when):
     return run
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A run without interruption."""
-
-    run: WatchedRun
-    result: dict[str, Any]
-    weights: dict[str, torch.Tensor]
+def resumed(cfg, run):
+    """Return a run that goes on from its last checkpoint to the end, and the result."""
+    again = WatchedRun(run.run_dir, resume=run.last_checkpoint)
+    return again, train(cfg, again)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, job):
+    """A run without interruption."""
     run = WatchedRun(tmp_path_factory.mktemp("whole"))
     result = train(job(), run)
-    return Whole(run, result, trained_weights(result))
+    return SimpleNamespace(run=run, result=result, weights=trained_weights(result))
 
 
 def test_a_stopped_and_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path, job, whole):
-    run = stopped(job(), tmp_path / "run", stop_at_step=11)
+    run = stopped(job(), tmp_path, stop_at_step=11)
     assert run.of("checkpoint")[-1]["step"] == 11
-    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
-    weights = trained_weights(train(job(), resumed))
-    assert resumed.of("training_started") == [{"event": "training_started", "step": 11}]
-    assert difference(whole.weights, weights) == 0
+    again, result = resumed(job(), run)
+    assert again.of("training_started") == [{"event": "training_started", "step": 11}]
+    assert difference(whole.weights, trained_weights(result)) == 0
 
 
 def test_a_run_stopped_while_validating_resumes_with_that_validation(tmp_path, job, whole):
-    run = stopped(job(), tmp_path / "run", stop_at_checkpoint=23)
+    run = stopped(job(), tmp_path, stop_at_checkpoint=23)
     assert run.of("epoch") == []
-    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
-    assert difference(whole.weights, trained_weights(train(job(), resumed))) == 0
-    assert resumed.of("epoch") == whole.run.of("epoch")
+    again, result = resumed(job(), run)
+    assert difference(whole.weights, trained_weights(result)) == 0
+    assert again.of("epoch") == whole.run.of("epoch")
 
 
 def test_an_effective_batch_that_cannot_be_kept_still_visits_every_sample(tmp_path, job):
     run = stopped(job(ONE_EPOCH), tmp_path, stop_at_step=11)
-    resumed = WatchedRun(tmp_path, resume=run.last_checkpoint)
-    result = train(job(ONE_EPOCH, "training.batch_size=3"), resumed)
+    _, result = resumed(job(ONE_EPOCH, "training.batch_size=3"), run)
     assert result["steps"] == 11 + -(-(184 - 11 * 8) // 3)
 
 
 def test_a_finished_run_is_only_tested_again(job, whole):
-    again = WatchedRun(whole.run.run_dir, resume=whole.run.last_checkpoint)
-    result = train(job(), again)
+    again, result = resumed(job(), whole.run)
     assert again.of("epoch") == whole.run.of("epoch")[-1:]
     assert result == whole.result
 
 
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path, job, whole, caplog):
-    run = stopped(job(), tmp_path / "run", stop_at_step=30)
+@pytest.mark.parametrize(
+    ("stopped_at", "goes_on_at", "said"),
+    [(30, 23, "trying the one before it"), (5, 0, "starts from the beginning")],
+)
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(
+    tmp_path, job, whole, caplog, stopped_at, goes_on_at, said
+):
+    run = stopped(job(), tmp_path, stop_at_step=stopped_at)
     newest = run.last_checkpoint
     newest.write_bytes(newest.read_bytes()[:-500])
-    resumed = WatchedRun(tmp_path / "run", resume=newest)
-    weights = trained_weights(train(job(), resumed))
-    assert resumed.of("training_started")[0]["step"] == 23
+    again, result = resumed(job(), run)
+    assert again.of("training_started")[0]["step"] == goes_on_at
     assert f"{newest} is damaged" in caplog.text
-    assert difference(whole.weights, weights) == 0
-
-
-def test_without_an_intact_checkpoint_training_starts_over_and_ends_with_the_same_weights(
-    tmp_path, job, whole, caplog
-):
-    run = stopped(job(), tmp_path / "run", stop_at_step=5)
-    run.last_checkpoint.write_bytes(b"")
-    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
-    weights = trained_weights(train(job(), resumed))
-    assert resumed.of("training_started")[0]["step"] == 0
-    assert "starts from the beginning" in caplog.text
-    assert difference(whole.weights, weights) == 0
+    assert said in caplog.text
+    assert difference(whole.weights, trained_weights(result)) == 0
 
 
 def test_a_checkpoint_of_another_run_is_refused_but_epochs_and_learning_rate_may_change(
@@ -122,10 +110,9 @@ def test_a_checkpoint_of_another_run_is_refused_but_epochs_and_learning_rate_may
         ("dataset.augment=none", "dataset.augment was crop_flip, now none"),
     ):
         with pytest.raises(ConfigError, match=named) as refusal:
-            train(job(override), WatchedRun(tmp_path, resume=run.last_checkpoint))
+            resumed(job(override), run)
         assert "\n" not in str(refusal.value)
-    cfg = job("training.epochs=1", "training.lr=1e-4")
-    assert train(cfg, WatchedRun(tmp_path, resume=run.last_checkpoint))["steps"] == 23
+    assert resumed(job(ONE_EPOCH, "training.lr=1e-4"), run)[1]["steps"] == 23
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path, job):
@@ -139,20 +126,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, job):
     assert manifests == [f"step-{step:08d}.pt.manifest.json" for step in (1, 21, 22, 23)]
 
 
-def test_workers_do_not_change_what_is_learned(tmp_path):
-    root = write_image_folder(tmp_path / "images")
-    settings = (
-        "dataset=image_folder",
-        f"dataset.root={root}",
-        "model.width=8",
-        "model.dropout=0",
-        "model.image_size=16",
-        "training.epochs=1",
-        "training.batch_size=8",
-    )
-    alone = run_to_end(config(*settings, "training.num_workers=0"), tmp_path / "alone")
-    helped = run_to_end(config(*settings, "training.num_workers=2"), tmp_path / "helped")
-    assert difference(alone, helped) == 0
+def test_workers_do_not_change_what_is_learned(tmp_path, job, whole):
+    helped = run_to_end(job("training.num_workers=2"), tmp_path)
+    assert difference(whole.weights, helped) == 0
 
 
 @pytest.fixture
@@ -183,10 +159,9 @@ def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, job, memory_f
     run = stopped(job(ONE_EPOCH), tmp_path / "run", stop_at_step=11)
     assert run.last_micro_batch == 4
     sizes = memory_for()
-    resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
-    weights = trained_weights(train(job(ONE_EPOCH), resumed))
+    _, result = resumed(job(ONE_EPOCH), run)
     assert {size for is_training, size in sizes if is_training} == {4}
-    assert difference(limited, weights) == 0
+    assert difference(limited, trained_weights(result)) == 0
 
 
 def test_where_no_smaller_part_is_allowed_the_step_before_is_saved(tmp_path, job, memory_for):
@@ -202,12 +177,11 @@ def test_where_no_smaller_part_is_allowed_the_step_before_is_saved(tmp_path, job
 def test_memory_that_runs_out_while_validating_changes_neither_score_nor_training(
     tmp_path, job, whole, memory_for
 ):
-    expected = whole.result
     sizes = memory_for(validation=5)
-    run = WatchedRun(tmp_path / "run")
+    run = WatchedRun(tmp_path)
     result = train(job(), run)
-    assert result["test_accuracy"] == expected["test_accuracy"]
-    assert result["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
+    assert result["test_accuracy"] == whole.result["test_accuracy"]
+    assert result["test_loss"] == pytest.approx(whole.result["test_loss"], rel=1e-5)
     assert max(size for is_training, size in sizes if not is_training) == 4
     assert max(size for is_training, size in sizes if is_training) == 8
     assert run.last_micro_batch is None

@@ -1,10 +1,6 @@
 """``run.save``, ``run.load`` and ``run.batches``: an own loop goes on with the very next batch."""
 
-import json
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,11 +12,10 @@ from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import mark, read_manifests
 from robust_train.model.errors import Spoiled, UserError
 
-JOB = """
-import os, sys, torch
-from robust_train import launch
+CFG = {"device": "cpu", "isolation": "none", "retry_pause_seconds": 0.1}
 
-def train(cfg, run):
+
+def sees_each_batch(cfg, run):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "seen": []}
@@ -28,7 +23,7 @@ def train(cfg, run):
     step = run.load(state)
     while step < 25:
         for batch in run.batches(data):
-            loss_of = lambda part: torch.nn.functional.mse_loss(model(part[0]), part[1])
+            loss_of = lambda part: torch.nn.functional.mse_loss(model(part[0]), part[1])  # noqa: E731
             run.backward(loss_of, batch, model)
             run.step(state["optimizer"])
             step += 1
@@ -36,34 +31,23 @@ def train(cfg, run):
             run.progress(step, total_steps=25)
             if step % 4 == 0:
                 run.save(state, step)
-            if step in (7, 18) and step // 7 == run.attempt and cfg.kill:
+            if step in (7, 18) and step // 7 == run.attempt and cfg.fails:
                 run.finish_saving()
-                os.kill(os.getpid(), 9)
+                raise ConnectionError("the data's server is gone")
             if step == 25:
                 break
     return {"seen": state["seen"], "weight": model.weight.tolist()}
 
-if __name__ == "__main__":
-    done = launch(train, {"device": "cpu", "kill": sys.argv[1] == "kill"}, run_dir=sys.argv[1])
-"""
-
-
-def trained(folder, how):
-    (folder / "job.py").write_text(JOB)
-    command = [sys.executable, "job.py", how]
-    ended = subprocess.run(
-        command, cwd=folder, env=os.environ, capture_output=True, text=True, timeout=100
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads((folder / how / "summary.json").read_text())
-
 
 @pytest.mark.slow
-def test_a_loop_that_was_killed_twice_sees_each_batch_once_and_ends_with_the_same_weights(tmp_path):
-    killed, undisturbed = trained(tmp_path, "kill"), trained(tmp_path, "none")
-    assert [one["start_step"] for one in killed["attempts"]] == [0, 4, 16]
-    assert killed["result"] == undisturbed["result"]
-    assert killed["result"]["seen"] == [n % 10 for n in range(25)]
+def test_a_loop_that_failed_twice_sees_each_batch_once_and_ends_with_the_same_weights(tmp_path):
+    failed, undisturbed = (
+        launch(sees_each_batch, CFG | {"fails": fails}, run_dir=tmp_path / str(fails))
+        for fails in (True, False)
+    )
+    assert [one.start_step for one in failed.attempts] == [0, 4, 16]
+    assert failed.result == undisturbed.result
+    assert failed.result["seen"] == [n % 10 for n in range(25)]
 
 
 def goes_on_after_bad_data(cfg, run):
@@ -82,8 +66,7 @@ def goes_on_after_bad_data(cfg, run):
 
 @pytest.mark.slow
 def test_a_loop_goes_on_past_the_batch_that_spoilt_its_weights(tmp_path):
-    cfg = {"device": "cpu", "isolation": "none"}
-    job = launch(goes_on_after_bad_data, cfg, run_dir=tmp_path)
+    job = launch(goes_on_after_bad_data, CFG, run_dir=tmp_path)
     assert [one.outcome for one in job.attempts] == ["diverged", "completed"]
     assert job.attempts[1].start_step == 24
     assert job.attempts[1].spec.skips_to > 26

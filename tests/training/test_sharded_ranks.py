@@ -1,6 +1,7 @@
 """A model sharded by FSDP2 whose memory runs out on one of two ranks: real gloo groups."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import preloaded
 from robust_train.model.errors import ConfigError
 from robust_train.vision.sharding import shard
 
+PROGRAM = Path(__file__).with_name("group_of_sharded_ranks.py").read_text()
+PARTS = re.findall(r"(?m)^    (\w+),$", PROGRAM.partition("\nPARTS")[2])
+
 
 def seen_by_ranks(folder, how):
-    program = Path(__file__).with_name("group_of_sharded_ranks.py").read_text()
-    ended = preloaded.run(program, str(folder), how, cwd=Path(__file__).parent)
+    ended = preloaded.run(PROGRAM, str(folder), how, cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout)
     assert all(seen["ranks"]), ended.stderr
@@ -22,36 +25,21 @@ def seen_by_ranks(folder, how):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return seen_by_ranks(tmp_path_factory.mktemp("ranks"), "few")
-
-
-@pytest.fixture
-def ranks(seen):
-    return seen["ranks"]
-
-
-def must_give_the_gradients_of_one_process(ranks):
-    for rank in ranks:
-        for place in rank["places"]:
-            assert place["repeats"] == place["expected"], place
-            assert place["worst"] < 1e-6, place
-            assert place["validation"] < 1e-6, place
-            assert place["loss"] == pytest.approx(rank["places"][0]["loss"], abs=1e-6)
-            assert place["size"] == 2, place
+def ranks(tmp_path_factory):
+    return seen_by_ranks(tmp_path_factory.mktemp("ranks"), "few")["ranks"]
 
 
 @pytest.mark.proves("functions (`run.backward`)", "FSDP2", "in the step")
-def test_a_step_is_repeated_wherever_memory_runs_out(ranks):
-    assert len(ranks[0]["places"]) == 4
-    must_give_the_gradients_of_one_process(ranks)
+@pytest.mark.parametrize("part", PARTS)
+def test_of_both_ranks(ranks, part):
+    for rank in ranks:
+        assert not rank[part], rank[part]
 
 
 @pytest.mark.slow
 def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_path):
     seen = seen_by_ranks(tmp_path, "thorough")
-    assert len(seen["ranks"][0]["places"]) == 32
-    must_give_the_gradients_of_one_process(seen["ranks"])
+    assert [rank[PARTS[0]] for rank in seen["ranks"]] == ["", ""]
     attempts = seen["built in"]["attempts"]
     assert attempts[0][1]["changed"] == [6], "memory ran out on the second rank"
     saved = [Path(first["saved"][-1]).name for first, _ in attempts]
@@ -59,33 +47,6 @@ def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_p
     one, last = seen["built in"]["one"], attempts[-1][0]
     weights = [trained_weights(told["result"]) for told in (one, last)]
     assert difference(*weights) < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
-def test_clipped_gradients_of_adamws_steps_are_those_of_one_process(ranks, kind):
-    assert max(rank["from one process"][kind] for rank in ranks) < 1e-6
-
-
-@pytest.mark.parametrize("kind", ["plain", "checkpointing", "bf16"])
-def test_a_step_that_is_repeated_at_the_same_split_is_the_same_to_the_bit(ranks, kind):
-    assert [rank["at the same split"][kind] for rank in ranks] == [0.0, 0.0]
-
-
-def test_real_memory_that_runs_out_on_one_rank_splits_the_step_of_both(ranks):
-    for repeats, size, worst in (rank["short_of_memory"] for rank in ranks):
-        assert repeats == 1
-        assert size < 5
-        assert worst < 1e-6
-
-
-def test_weights_that_stay_gathered_between_parts_change_nothing(ranks):
-    for rank in ranks:
-        for place, repeats, worst in rank["without resharding"]:
-            assert (repeats, worst < 1e-6) == (1, True), place
-
-
-def test_where_one_rank_cannot_go_on_both_end(ranks):
-    assert [rank["exhausted"] for rank in ranks] == [[0, False, False], [0, True, False]]
 
 
 @pytest.mark.proves("functions (`run.backward`)", "FSDP2", "refused", "custom collectives")
@@ -125,10 +86,6 @@ def test_what_cannot_be_repeated_is_refused_in_a_line(ranks, model, reason):
         assert line.startswith("run.backward: ")
         assert reason in line
         assert "or do without run.backward" in line
-
-
-def test_all_ranks_score_with_the_statistics_of_the_first(ranks):
-    assert [rank["statistics"] for rank in ranks] == [[0.0, 0.0]] * 2
 
 
 def test_an_older_torch_is_refused_in_a_line(monkeypatch):

@@ -297,19 +297,6 @@ def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_gradients_of_earlier_batches_are_neither_lost_nor_counted_twice(where):
-    def two_batches(model, batcher):
-        step(batcher, model, data(8))
-        held = model.last.weight.grad
-        step(batcher, model, data(12))
-        assert model.last.weight.grad is held, "others may have a view of it"
-        return gradients(model)
-
-    recovered = two_batches(Network(8, where), MicroBatcher())
-    assert_same(recovered, two_batches(Network(), MicroBatcher()))
-
-
 def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace():
     events = []
     model = Network(most=1, where="backward", norm=True)
@@ -324,14 +311,6 @@ def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace
     assert (events[-1].name, events[-1].tried) == ("micro_batch_exhausted", (12, 6, 4))
     if hasattr(caught.value, "add_note"):
         assert "every micro-batch tried (12, 6, 4)" in caught.value.__notes__[0]
-
-
-def test_a_smaller_last_batch_that_does_not_fit_is_split_as_well():
-    model = Network(most=2)
-    batcher = MicroBatcher(64)
-    step(batcher, model, data(5))
-    assert max(model.sizes[-3:]) <= 2
-    assert_same(gradients(model), gradients(unlimited(data(5))))
 
 
 @pytest.mark.parametrize(("regrow_after", "steps"), [(None, [1]), (3, [1, 4, 10, 22])])
@@ -578,13 +557,17 @@ def through_a_global(model):
     ],
     ids=["closure", "method", "partial", "default", "global"],
 )
-def test_without_a_model_those_that_the_function_reaches_are_put_back(reach, where):
+def test_models_that_the_function_reaches_go_back_to_their_buffers_and_earlier_gradients(
+    reach, where
+):
     def train(fails):
         model = Network(norm=True)
         step(MicroBatcher(), model, data(8))
+        held = model.last.weight.grad
         if fails:
             model.most, model.where = 6, where
         MicroBatcher(None if fails else 6).backward(reach(model), data())
+        assert model.last.weight.grad is held, "others may have a view of it"
         return [*gradients(model), *model.buffers()]
 
     assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
