@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 import real_gpus  # noqa: E402
 from browser import Browser, find_browser  # noqa: E402
-from terminal_screen import lines_shown, run_on_a_terminal  # noqa: E402
+from terminal import run_at_a_terminal  # noqa: E402
+from terminal_screen import lines_shown  # noqa: E402
 
 JOB = ("model.width=64", "training.batch_size=512", "training.epochs=12")
 COLUMNS = 100
@@ -61,7 +62,6 @@ def run(folder: Path, limit_mib: int) -> str:
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "OMP_NUM_THREADS": "2",
-        "TERM": "xterm",
         "XDG_CACHE_HOME": str(folder.parents[1] / "cache"),
         "PYTHONPATH": str(support),
         "DATA_LIMIT_BYTES": str(limit_mib << 20),
@@ -74,8 +74,8 @@ def run(folder: Path, limit_mib: int) -> str:
         "trainer._target_=limited_trainers.built_in",
         "job_name=cnn_digits",
     ]
-    code, written = run_on_a_terminal(command, COLUMNS, 30, environ)
-    return written.decode(errors="replace") if code == 0 else ""
+    code, written = run_at_a_terminal(command, environ, columns=COLUMNS, lines=30)
+    return written if code == 0 else ""
 
 
 def picture(path: Path, written: str, scratch: str) -> None:

@@ -52,9 +52,8 @@ class Kind:
         like: the kind, without GPUs and ranks, that learns the same; by default itself.
         needs: the package without which it is skipped.
         on_gpus: it runs on simulated GPUs.
-        is_launched_like_others: what concerns the launcher alone need not happen to it as well.
-        ends_like_others: how its processes end is proved by other jobs in ranks.
         splits: it repeats a step in parts when memory runs out, and saves on request.
+        processes: how many there are from the innermost to the command.
     """
 
     name: str
@@ -63,13 +62,16 @@ class Kind:
     like: str = ""
     needs: str = ""
     on_gpus: bool = False
-    is_launched_like_others: bool = False
-    ends_like_others: bool = False
     splits: bool = True
+    processes: int = 2
 
     @property
     def words(self):
         return [*self.arguments, f"training.batch_size={self.batch_size}"]
+
+    @property
+    def is_like_in_ranks(self):
+        return self.name.startswith(f"{self.like} in ")
 
     @property
     def is_sweep(self):
@@ -84,23 +86,26 @@ def in_ranks(one, how="ranks", *words):
         arguments=(*one.arguments, *RANKS, *words),
         batch_size=one.batch_size // 2,
         like=one.name,
-        is_launched_like_others=True,
-        ends_like_others=True,
     )
-
-
-def of_framework(name):
-    return Kind(name, (trainer(name), *SMALL), needs=name, is_launched_like_others=True)
 
 
 FUNCTION = (trainer("function"), *SMALL)
 VISION = Kind("vision", (trainer("vision"), *DIGITS), 64)
-FRAMEWORKS = [of_framework(name) for name in ("lightning", "transformers", "accelerate")]
+FRAMEWORKS = [
+    Kind(name, (trainer(name), *SMALL), needs=name)
+    for name in ("lightning", "transformers", "accelerate")
+]
 KINDS = [
     Kind("function", FUNCTION, on_gpus=True),
     Kind("ranks", (*FUNCTION, "num_gpus=2"), 4, like="function", on_gpus=True),
-    Kind("sweep", ("-m", *FUNCTION, "hydra/launcher=gpu_queue"), like="function", on_gpus=True),
-    Kind("script", SCRIPT, on_gpus=True, splits=False),
+    Kind(
+        "sweep",
+        ("-m", *FUNCTION, "hydra/launcher=gpu_queue"),
+        like="function",
+        on_gpus=True,
+        processes=3,
+    ),
+    Kind("script", SCRIPT, on_gpus=True, splits=False, processes=3),
     VISION,
     in_ranks(VISION),
     in_ranks(VISION, "shards", "training.sharding=fsdp"),
@@ -155,15 +160,15 @@ class Day:
         assert self.process.poll() is None, self.process.communicate()
         return self.ready_file.exists() and self.newest() is not None
 
-    def end(self):
-        """Let it go on, and wait for the command, which has a bound."""
+    def end(self, code=None):
+        """Let it go on, and wait for the command."""
         self.hold.unlink(missing_ok=True)
-        return self._ended(self.process)
+        return self.ended(self.process, code)
 
-    def meets(self, what):
+    def meets(self, what, code=0):
         """Run the command, whose first attempt meets this once it has saved."""
         self.world.environ["MEETS"] = what
-        ended = self._ended(self.world.start(*self.words))
+        ended = self.ended(self.world.start(*self.words), code)
         del self.world.environ["MEETS"]
         return ended
 
@@ -174,17 +179,16 @@ class Day:
         requests = self.run_dir / "requests"
         wait_until(lambda: list(requests.glob("*.taken")), "the request is taken")
         self.hold.unlink()
-        stdout, stderr = asking.communicate(timeout=BOUND_SECONDS)
-        assert asking.returncode == int(is_refused), stdout + stderr
-        return stdout + stderr
+        return self.ended(asking, int(is_refused)).output
 
     def completes(self, *words):
         """Run the same command to its end."""
-        return self._ended(self.world.start(*self.words, *words))
+        return self.ended(self.world.start(*self.words, *words), 0)
 
-    def _ended(self, process):
+    def ended(self, process, code=None):
+        """Wait for a command, which has a bound, and assert its exit code, if one is given."""
         stdout, stderr = process.communicate(timeout=BOUND_SECONDS)
-        return Ended(process.returncode, stdout, stderr, self.run_dir)
+        return Ended(process.returncode, stdout, stderr, self.run_dir).with_code(code)
 
     def journal(self, event):
         """The journal's events of this name."""

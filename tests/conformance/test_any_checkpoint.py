@@ -41,10 +41,8 @@ def test_from_any_step_the_samples_that_follow_and_the_weights_are_the_same(
     saved = run.saved_at
     last = steps * conformance_trainers.EPOCHS
     assert set(saved) == set(range(1, last + 1))
-    for step in (
-        *range(steps - 1, steps + 2),
-        last,
-    ):  # the last two of an epoch, the next one's first
+    # the last two of an epoch, the next one's first
+    for step in (*range(steps - 1, steps + 2), last):
         rest, run = trained(tmp_path / f"from-{step}", kind, 2, saved[step], **options)
         epochs, more = divmod(step, steps)
         assert rest.seen == whole.seen[epochs * per_epoch + more * 8 :], step

@@ -1,7 +1,5 @@
 """A program that knows nothing of the launcher but the file that it writes messages to."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

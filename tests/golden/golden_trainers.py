@@ -1,7 +1,5 @@
 """The trainer of the golden journals: it fits a small model and meets what ``MEETS`` names."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

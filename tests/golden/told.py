@@ -1,7 +1,5 @@
 """What a report tells and draws, without the points of its lines: what a golden journal expects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from robust_train.report.charts import Chart, curve_charts, memory_charts

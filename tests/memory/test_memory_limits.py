@@ -10,6 +10,7 @@ import torch
 import warm
 from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
+from robust_train.launcher.inputs import attempt_environment
 from robust_train.memory.cuda import MemoryLimit, apply_to_allocator
 from simulated_nvml import MIB
 
@@ -121,25 +122,15 @@ def test_expandable_segments_are_left_alone_where_they_may_fail(expected, settin
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch has no CUDA")
-def test_torch_takes_an_attempts_settings_in_a_fork_and_before_the_newer_name():
+@pytest.mark.parametrize("expandable", [True, False])
+def test_torch_takes_an_attempts_settings_before_the_newer_name(expandable):
     """As torch's own snapshot of its allocator has them, which needs no GPU."""
-    settings = python(
-        f"""
-        import json, os, torch
-        from robust_train.launcher.inputs import attempt_environment
-        seen = []
-        for expandable in (True, False):
-            reading, writing = os.pipe()
-            if os.fork() == 0:
-                os.environ.update(attempt_environment({{}}, (), expandable_segments=expandable))
-                os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{{not expandable}}"
-                known = torch._C._cuda_memorySnapshot(None)["allocator_settings"]
-                both = known[{VARIABLE!r}], known["expandable_segments"]
-                os.write(writing, json.dumps(both).encode())
-                os._exit(0)
-            os.close(writing)
-            seen.append(json.loads(os.read(reading, 999)))
-        print(json.dumps(seen))
+    environ = attempt_environment({}, (), expandable_segments=expandable)
+    environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not expandable}"
+    code = """
+        import json, torch
+        print(json.dumps(torch._C._cuda_memorySnapshot(None)["allocator_settings"]))
         """
-    )
-    assert settings == [["expandable_segments:True", True], ["expandable_segments:False", False]]
+    known = python(code, **environ)
+    assert known[VARIABLE] == f"expandable_segments:{expandable}"
+    assert known["expandable_segments"] == expandable

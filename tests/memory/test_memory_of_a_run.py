@@ -14,8 +14,9 @@ from robust_train.attempt.memory_upkeep import AttemptMemory, CacheChecks, Reser
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.folder.memory_samples import FILE_NAME, Sample, attempt_stability, encode
-from robust_train.model.events import MemoryCleared, MemoryTight, OutOfMemory
-from robust_train.model.failure import FailureKind
+from robust_train.model.errors import RankFailure
+from robust_train.model.events import MemoryCleared, MemoryReported, MemoryTight, OutOfMemory
+from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import MIB
 
 IN_ANY_PROCESS = pytest.mark.parametrize(
@@ -78,6 +79,7 @@ def test_what_fills_the_memory_is_written_down_while_the_failed_functions_hold_i
     [event] = events(ended, "out_of_memory")
     assert (event["tensors"], event["snapshot"]) == ("oom-attempt-1.json", None)
     assert (event["attempt"], event["step"]) == (1, 7)
+    assert [event["milestone"] for event in events(ended, "memory")] == ["out of memory"]
     named = "out of memory: the largest tensors are 20.0 MiB float32 (5242880,) on cpu"
     assert named in ended.output
     assert "memory.fraction" not in ended.output
@@ -130,6 +132,9 @@ def looked_after(folder, *, shrinks=False, retries=lambda: None, **memory):
     return run, reported
 
 
+OF_ANOTHER = Failure(FailureKind.HOST_OOM, "out of memory")
+
+
 def of_type(reported, kind):
     return [event for event in reported if isinstance(event, kind)]
 
@@ -140,6 +145,7 @@ def of_type(reported, kind):
         (MemoryError(), {}, ["oom-attempt-1.json"], ["failure"]),
         (MemoryError(), {"snapshot_on_oom": False}, [], ["failure"]),
         (KeyError("no matter of memory"), {}, [], ["failure"]),
+        (RankFailure(1, OF_ANOTHER, is_elsewhere=True), {}, [], ["failure"]),
         (KeyError("for a debugger"), {"clear_on_failure": False}, [], []),
     ],
 )
@@ -152,6 +158,8 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     run.memory_keeper.clean_up(error)
     assert [path.name for path in tmp_path.glob("oom-*")] == files
     assert len(of_type(reported, OutOfMemory)) == len(files)
+    told = [event.milestone for event in of_type(reported, MemoryReported)]
+    assert told == ["out of memory"] * isinstance(error, MemoryError)
     assert [event.reason for event in of_type(reported, MemoryCleared)] == cleared
 
 

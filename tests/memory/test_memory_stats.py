@@ -12,15 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import robust_train as memory
-from robust_train.attempt.run import Run
-from robust_train.attempt.runner import call_trainer
-from robust_train.config.checks import checked
-from robust_train.config.composition import complete
 from robust_train.host import memory as host
 from robust_train.memory.cuda import unused_blocks
-from robust_train.model.errors import RankFailure
-from robust_train.model.events import MemoryReported
-from robust_train.model.failure import Failure, FailureKind
 from simulated_nvml import MIB, Gpu
 
 
@@ -51,36 +44,6 @@ def test_the_memory_functions_are_names_of_both():
         assert getattr(memory, name, own) is own
     assert memory.get_cuda_memory_info is memory.get_gpu_memory_stats
     assert memory.clear_cuda_memory is memory.clear_gpu_memory
-
-
-def _splits(run):
-    model = torch.nn.Linear(1, 1)
-    run.backward(lambda part: torch.empty(2**46).sum(), torch.ones(8, 1), model)
-
-
-def _breaks(run):
-    raise ValueError("a bug")
-
-
-def _hears_of_it(run):
-    raise RankFailure(1, Failure(FailureKind.HOST_OOM, "out of memory"), is_elsewhere=True)
-
-
-@pytest.mark.parametrize(
-    ("train", "is_recorded"), [(_splits, True), (_breaks, False), (_hears_of_it, False)]
-)
-def test_every_trainer_that_runs_out_of_memory_leaves_the_figures(
-    tmp_path, train, is_recorded, caplog
-):
-    events = []
-    run = Run(run_dir=tmp_path, report=events.append)
-    cfg = complete({"device": "cpu", "memory": {"log_frequency": 1}})
-    with pytest.raises((RuntimeError, MemoryError, ValueError)):
-        call_trainer(lambda cfg, run: train(run), cfg, checked(cfg), run)
-    recorded = [event.milestone for event in events if isinstance(event, MemoryReported)]
-    assert recorded == ["out of memory"] * is_recorded
-    lines = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith("out of memory: ") for line in lines) is is_recorded
 
 
 def test_without_cuda_the_figures_are_the_hosts_and_say_so():

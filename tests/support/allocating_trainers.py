@@ -1,7 +1,5 @@
 """Trainers that say which settings torch's allocator has; torch is among their libraries."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Another user of this machine, for tests that run as root."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

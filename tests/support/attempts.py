@@ -1,7 +1,5 @@
 """Attempts as tests describe them."""
 
-from __future__ import annotations
-
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded

@@ -1,12 +1,9 @@
 """Scripts under the launcher, through either door, in a folder of their own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import warm
 from world import Ended, World, is_running, wait_until
@@ -37,32 +34,21 @@ class CommandWorld:
         """``train_robust.py trainer=command``, to its end."""
         return self.world.run("trainer=command", argv(*words), *overrides)
 
-    def start(self, *arguments: str, stdin: Any = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    def start(self, *arguments, **options) -> subprocess.Popen[str]:
         """Start ``robust-train run``; the caller waits for it."""
         words = ["-m", "robust_train.cli.main", "run", "--run-dir", str(self.run_dir), *arguments]
-        if stdin == subprocess.DEVNULL and not self.world.alone:
-            return warm.start(words, self.folder, self.world.environ)
-        return subprocess.Popen(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env=self.world.environ,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        world = self.world
+        return warm.start(words, self.folder, world.environ, alone=world.alone, **options)
 
-    def run(self, *arguments: str, stdin: Any = subprocess.DEVNULL) -> Ended:
+    def run(self, *arguments, **options) -> Ended:
         """``robust-train run``, to its end."""
-        return self.world.end(self.start(*arguments, stdin=stdin))
+        return self.world.end(self.start(*arguments, **options))
 
     def started_script(self, file: Path) -> int:
         """Wait until a script has written its process id to ``file``."""
         return int(wait_until(lambda: file.is_file() and file.read_text().strip(), "it is at work"))
 
 
-def all_gone(pids: list[int]) -> Any:
+def all_gone(pids: list[int]) -> None:
     """Wait until none of these processes runs any more."""
-    return wait_until(
-        lambda: not any(is_running(pid) for pid in pids), "every process of the script is gone"
-    )
+    wait_until(lambda: not any(map(is_running, pids)), "every process of the script is gone")

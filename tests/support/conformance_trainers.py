@@ -4,8 +4,6 @@ Each form learns the same way whatever happens to it, saves every other step, an
 weights. After each step it prints much, and may be held or meet what the test has chosen.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -38,11 +36,9 @@ class Meeting:
             ready.with_suffix(".new").replace(ready)
         while self.is_main and ready.with_suffix(".hold").exists():
             time.sleep(0.02)
-        if not self.is_met:
-            self.is_met = True
-            self._meet()
-
-    def _meet(self) -> None:
+        if self.is_met:
+            return
+        self.is_met = True
         if self.what == "a bug":
             raise KeyError("a bug of mine")
         if self.what == "a hang":
@@ -64,33 +60,24 @@ def meets(cfg, run) -> None:
         return is_passed_on
 
     run.progress = then
-    if meeting.what == "out of memory in a step":
-        _burn(meeting, most=cfg.training.batch_size // 2)
-    if meeting.what == "losses that are not finite":
-        _spoil(meeting)
+    if meeting.what in ("out of memory in a step", "losses that are not finite"):
+        _watch_forward_passes(meeting, most=cfg.training.batch_size // 2)
 
 
-def _burn(meeting: Meeting, most: int) -> None:
-    """Let memory run out in each forward pass of more samples, once a checkpoint is saved."""
+def _watch_forward_passes(meeting, most):
+    """Let each one run out of memory that has more samples, or return what is not finite, once a
+    checkpoint is saved."""
     import torch
 
-    def burn(module, given, found):
+    def watch(module, given, found):
         is_last = isinstance(module, torch.nn.Linear) and torch.is_grad_enabled()
-        if is_last and meeting.is_met and len(found) > most:
-            torch.empty(2**46)
+        if not (is_last and meeting.is_met):
+            return None
+        if meeting.what == "losses that are not finite":
+            return found * float("nan")
+        return torch.empty(2**46) if len(found) > most else None
 
-    torch.nn.modules.module.register_module_forward_hook(burn)
-
-
-def _spoil(meeting: Meeting) -> None:
-    """Have each forward pass return what is not finite, once a checkpoint is saved."""
-    import torch
-
-    def spoil(module, given, found):
-        is_last = isinstance(module, torch.nn.Linear) and torch.is_grad_enabled()
-        return found * float("nan") if is_last and meeting.is_met else None
-
-    torch.nn.modules.module.register_module_forward_hook(spoil)
+    torch.nn.modules.module.register_module_forward_hook(watch)
 
 
 def ends_with(run, weights) -> None:

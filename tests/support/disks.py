@@ -1,7 +1,5 @@
 """Disks in trouble: full, read-only, failing, slow. Most of them need root."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Trainings with a planted fault: a batch of NaN, an overflow, a learning rate too high, a
 checkpoint that is damaged after it was written, a weight that is flipped once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,12 +1,12 @@
 """Trainers whose attempts fail as a test's script says."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
 from pathlib import Path
+
+from trainers import is_ready, waits_for_the_go
 
 
 def fails_by_script(cfg, run):
@@ -43,16 +43,14 @@ def fails_by_script_when_told(cfg, run):
     """The same, once the go file is there; the launcher sees memory change before it."""
     if run.attempt == 1:
         Path(os.environ["ATTEMPTS_FILE"]).touch()
-        while not Path(os.environ["GO_FILE"]).exists():
-            time.sleep(0.01)
+        waits_for_the_go()
     return fails_by_script(cfg, run)
 
 
 def is_crowded_out(cfg, run):
     """Waits for the go file; its first attempt then gets the driver's own error."""
-    Path(os.environ["READY_FILE"]).touch()
-    while not Path(os.environ["GO_FILE"]).exists():
-        time.sleep(0.01)
+    is_ready()
+    waits_for_the_go()
     run.progress(1)
     if run.attempt == 1:
         raise RuntimeError(

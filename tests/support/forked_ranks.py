@@ -1,7 +1,5 @@
 """Work done by several forks of one interpreter, which has imported what they need."""
 
-from __future__ import annotations
-
 import json
 import os
 import traceback

@@ -1,7 +1,5 @@
 """What the integrations read of a job's config."""
 
-from __future__ import annotations
-
 from omegaconf import DictConfig, OmegaConf
 
 _LIGHTNING = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")

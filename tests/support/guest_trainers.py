@@ -1,7 +1,5 @@
 """A script that torchrun starts, with trouble that each test names in ``TROUBLE``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

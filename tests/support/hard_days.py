@@ -1,17 +1,14 @@
 """Trainers for tests of what a job's processes live through."""
 
-from __future__ import annotations
-
+import atexit
 import os
 import signal
 import time
 from pathlib import Path
 
+from trainers import is_ready, waits_for_the_go
+
 LARGE_BYTES = 10_000_000
-
-
-def _say_ready() -> None:
-    Path(os.environ["READY_FILE"]).write_text(str(os.getpid()))
 
 
 def saves_when_stopped(cfg, run):
@@ -23,7 +20,7 @@ def saves_when_stopped(cfg, run):
         step += 1
         run.progress(step)
         if step == 3:
-            _say_ready()
+            is_ready()
         time.sleep(0.01)
     path = run.checkpoint_dir / f"step-{step}"
     with path.open("w") as file:
@@ -44,16 +41,13 @@ def goes_on_alone(cfg, run):
         if step % 100 == 0:
             steps.write_text(str(step))
         if step == 1:
-            _say_ready()
-            while not Path(os.environ["GO_FILE"]).exists():
-                time.sleep(0.01)
+            is_ready()
+            waits_for_the_go()
     run.record("large", {"text": "y" * LARGE_BYTES})
     return {"steps": step, "large": "z" * LARGE_BYTES}
 
 
 def completes_but_does_not_end(cfg):
-    import atexit
-
     atexit.register(time.sleep, 1000)
     return "done"
 
@@ -88,8 +82,6 @@ def returns_when_it_is_stopped(cfg, run):
 
 
 def fails_but_does_not_end(cfg):
-    import atexit
-
     atexit.register(time.sleep, 1000)
     raise KeyError("why it failed")
 
@@ -100,7 +92,7 @@ def prints_a_lot(cfg, run):
         print("x" * 10_000)
         run.progress(step)
     print("the last line", flush=True)
-    _say_ready()
+    is_ready()
     while not run.stop_requested:
         time.sleep(0.01)
     raise KeyboardInterrupt

@@ -1,7 +1,5 @@
 """The examples' trainers under a real limit of memory."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import threading

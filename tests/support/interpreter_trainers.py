@@ -1,7 +1,5 @@
 """Trainers for tests of the interpreters that run them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,14 +8,14 @@ from pathlib import Path
 
 import psutil
 
+from trainers import waits_for_the_go
+
 
 def hides_a_helper(cfg, run):
     """Start a process that nothing but its ancestors shows to be of the job."""
     helper = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
-    names = {"attempt": os.getpid(), "helper": helper.pid}
-    Path(os.environ["PIDS_FILE"]).write_text(
-        "".join(f"{name} {pid}\n" for name, pid in names.items())
-    )
+    pids = f"attempt {os.getpid()}\nhelper {helper.pid}\n"
+    Path(os.environ["PIDS_FILE"]).write_text(pids)
     while run.attempt == 1 and not run.stop_requested:
         time.sleep(0.05)
 
@@ -48,8 +46,7 @@ def meets_after_a_foreign_byte(cfg, run):
 
     if run.rank == 0:
         Path(os.environ["PORT_FILE"]).write_text(os.environ["MASTER_PORT"])
-    while not Path(os.environ["GO_FILE"]).exists():
-        time.sleep(0.05)
+    waits_for_the_go()
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)

@@ -1,12 +1,11 @@
 """Run folders written event by event, without any job."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from attempts import gpu
 from robust_train.failures.advice import advice_for
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
@@ -20,7 +19,6 @@ from robust_train.model.events import (
     TrainingStarted,
 )
 from robust_train.model.failure import Evidence, Failure, FailureKind
-from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec
 from robust_train.readable import GIB
 from robust_train.report.facts import Story
@@ -37,14 +35,6 @@ OOM = {
     "reason": "out of memory: micro-batch 64 → 32",
 }
 FIGURES = {"requested_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 16 * GIB}
-
-
-def gpus_named(device: str) -> tuple[GpuInfo, ...]:
-    """The GPU called ``cuda:<index>``; none for the CPU."""
-    if device == "cpu":
-        return ()
-    index = int(device.partition(":")[2])
-    return (GpuInfo(f"GPU-{index}", "A100", index, f"0000:0{index}:00.0", 80 * GIB, GIB, 0),)
 
 
 class Journal:
@@ -66,7 +56,8 @@ class Journal:
 
     def start(self, number: int, *, device: str = "cuda:0", size: int = 64) -> None:
         """An attempt starts at once."""
-        spec = AttemptSpec(gpus_named(device), size, 64 // size)
+        gpus = () if device == "cpu" else (gpu(int(device.removeprefix("cuda:")), 1),)
+        spec = AttemptSpec(gpus, size, 64 // size)
         self(0, AttemptStarted(spec), number)
         self.attempts[number] = Attempt(number, spec, self.at)
 

@@ -4,8 +4,6 @@ values of ``configs/*.yaml`` and the tables of docs/configuration.md.
 What stands around them in these files is left as it is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Training loops as users write them, on the CPU and under real limits of memory."""
 
-from __future__ import annotations
-
 import os
 
 import torch

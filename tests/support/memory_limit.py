@@ -1,7 +1,5 @@
 """A real limit on the private writable memory of this process, by ``RLIMIT_DATA``."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ They are forks of one server (see :mod:`warm`), which saves each of them the sec
 imports take.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,13 +2,12 @@
 ``just proved``.
 
 A test says what it proves by ``@pytest.mark.proves(framework, where, how)``, a refusal also what
-is refused. Tests are read, not imported or run.
+is refused; a tuple stands for each of its words. Tests are read, not imported or run.
 """
-
-from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +36,13 @@ def proofs(folder: Path = ROOT / "tests") -> Proofs:
     for path in sorted(folder.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.proves":
-                words = [ast.literal_eval(argument) for argument in node.args]
-                known = zip(words, (FRAMEWORKS, PLACES, HOWS), strict=False)
-                is_right = all(word in words_here for word, words_here in known)
-                if not is_right or len(words) != 3 + (words[2:3] == ["refused"]):
-                    raise ValueError(f"{path}:{node.lineno}: {ast.unparse(node)}")
-                found[words[0], words[1], words[2]].update(words[3:])
+                given = [ast.literal_eval(argument) for argument in node.args]
+                for words in product(*(w if isinstance(w, tuple) else (w,) for w in given)):
+                    known = zip(words, (FRAMEWORKS, PLACES, HOWS), strict=False)
+                    is_right = all(word in words_here for word, words_here in known)
+                    if not is_right or len(words) != 3 + (words[2:3] == ("refused",)):
+                        raise ValueError(f"{path}:{node.lineno}: {ast.unparse(node)}")
+                    found[words[:3]].update(words[3:])
     return found
 
 

@@ -1,7 +1,5 @@
 """Trainers that run as several processes, each with one property that a test needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -13,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memory_limit import MIB, limit_growth
+from trainers import saves
 
 WIDE = 1 << 18
 """Numbers of one sample's activation: 1 MiB."""
@@ -39,10 +38,7 @@ def splits_in_its_own_loop(cfg, run):
     except (MemoryError, RuntimeError) as error:
         if run.is_main:
             time.sleep(1.5)  # longer than what is left to ranks after other failures
-            run.checkpoint_dir.mkdir()
-            path = run.checkpoint_dir / "told"
-            path.write_text(json.dumps({**told, "heard": str(error)}))
-            run.checkpoint_saved(path, 6)
+            saves(run, "told", 6, json.dumps({**told, "heard": str(error)}))
         raise
     raise AssertionError("memory sufficed")
 
@@ -102,9 +98,7 @@ def loses_a_gpu_of_four(cfg, run):
         dist.all_reduce(ranks)
         run.progress(step)
         if run.is_main and step == 2:
-            run.checkpoint_dir.mkdir(exist_ok=True)
-            (run.checkpoint_dir / "2").write_text("2")
-            run.checkpoint_saved(run.checkpoint_dir / "2", 2)
+            saves(run, "2", 2, "2")
     dist.destroy_process_group()
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     return {"ranks": int(ranks), "start": start, "visible": len(visible)}

@@ -5,8 +5,6 @@ themselves, and NVML does not read it. So every machine is one without a driver,
 machine has nothing beside what is simulated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

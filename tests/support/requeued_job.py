@@ -1,7 +1,5 @@
 """A job as people hand it to submitit: a callable whose ``checkpoint`` submits it again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,25 +1,21 @@
 """Trainers that save their own checkpoints, one a step."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
 
 from robust_train.model.errors import Interrupted
+from trainers import saves
 
 
 def counts(cfg, run):
     """Count to ``STEPS``, with a checkpoint after each step of which only the newest is kept."""
     first = 0 if run.resume_checkpoint is None else int(Path(run.resume_checkpoint).read_text())
     run.started(first)
-    run.checkpoint_dir.mkdir(exist_ok=True)
     (run.run_dir / "pid").write_text(str(os.getpid()))
     for step in range(first + 1, int(os.environ["STEPS"]) + 1):
         run.progress(step)
-        path = run.checkpoint_dir / f"step-{step:08d}.txt"
-        path.write_text(str(step))
-        run.checkpoint_saved(path, step)
+        saves(run, f"step-{step:08d}.txt", step, str(step))
         run.saving.rotate("step-*.txt", 1)
         if run.stop_requested:
             raise Interrupted(f"stopped after step {step}")
@@ -29,12 +25,10 @@ def counts(cfg, run):
 
 def saves_when_due(cfg, run):
     """Save only when it is time; return the steps at which that was."""
-    run.checkpoint_dir.mkdir(exist_ok=True)
     saved = []
     for step in range(1, 31):
         run.progress(step)
         if run.checkpoint_due:
-            (run.checkpoint_dir / "last").write_text(str(step))
-            run.checkpoint_saved(run.checkpoint_dir / "last", step)
+            saves(run, "last", step, str(step))
             saved.append(step)
     return saved

@@ -3,20 +3,11 @@
 torch is imported by those that use it, so that the others start sooner.
 """
 
-from __future__ import annotations
-
-import os
 import signal
 import time
 from pathlib import Path
 
-
-def _ready():
-    Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
-
-
-def _told_to_end():
-    return Path(os.environ["GO_FILE"]).exists()
+from trainers import is_ready, may_go, saves
 
 
 def _network(seed=0):
@@ -32,21 +23,21 @@ def never_uses_run(cfg):
     import torch
 
     model, optimizer = _network()
-    while not _told_to_end():
+    while not may_go():
         optimizer.zero_grad()
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
-        _ready()
+        is_ready()
         time.sleep(0.02)
     return "ended"
 
 
 def reports_and_nothing_else(cfg, run):
     step = 0
-    while not _told_to_end():
+    while not may_go():
         step += 1
         run.progress(step, loss=1.0 / step)
-        _ready()
+        is_ready()
         time.sleep(0.02)
     return step
 
@@ -57,15 +48,12 @@ def saves_when_it_stops(cfg, run):
     if run.resume_checkpoint is not None:
         step = int(Path(run.resume_checkpoint).read_text())
     run.started(step)
-    while step < total and not _told_to_end():
+    while step < total and not may_go():
         step += 1
         run.progress(step, total_steps=total)
-        _ready()
+        is_ready()
         if run.stop_requested:
-            run.checkpoint_dir.mkdir(exist_ok=True)
-            path = run.checkpoint_dir / "latest"
-            path.write_text(str(step))
-            run.checkpoint_saved(path, step)
+            saves(run, "latest", step, str(step))
             return "stopped"
         time.sleep(0.02)
     return {"batch_size": cfg.training.batch_size, "went_on_from": run.resume_checkpoint}
@@ -74,8 +62,8 @@ def saves_when_it_stops(cfg, run):
 def hangs_after_a_step(cfg, run):
     run.started(0)
     run.progress(1, total_steps=10, loss=0.5)
-    _ready()
-    while not _told_to_end():
+    is_ready()
+    while not may_go():
         time.sleep(0.02)
     return "ended"
 
@@ -107,8 +95,8 @@ def trains_in_parts(cfg, run):
         sizes.append(max(parts))
         run.progress(step, total_steps=30)
         if step == 5:
-            _ready()
-        while step >= 5 and not _told_to_end():
+            is_ready()
+        while step >= 5 and not may_go():
             time.sleep(0.02)
             run.progress(step)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -1,38 +1,35 @@
 """Trainers for sweeps, without torch; what each does depends on ``training.seed``, its number."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from pathlib import Path
 
 from robust_train.model.errors import Interrupted
+from trainers import saves
 
 PATIENCE_SECONDS = 60
 
 
-def _place(cfg) -> Path:
-    return Path(os.environ["SWEEP_PLACE"])
+def _mark(name):
+    """A file by which the jobs of a sweep know of each other, and the test of them."""
+    return Path(os.environ["SWEEP_PLACE"]) / name
 
 
-def _wait_for(path: Path) -> None:
+def _wait_for(name):
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not path.exists():
+    while not _mark(name).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path.name} never came")
+            raise TimeoutError(f"{name} never came")
         time.sleep(0.01)
 
 
-def _save(run, name, step=1) -> None:
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    path = run.checkpoint_dir / name
-    path.touch()
-    run.checkpoint_saved(path, step)
+def _works(number):
+    _mark(f"working-{number}").write_text(str(os.getpid()))
 
 
 def objective(cfg):
-    with (_place(cfg) / "ran").open("a") as file:
+    with _mark("ran").open("a") as file:
         file.write(f"{cfg.training.seed}\n")
     return cfg.training.seed * 1.5
 
@@ -40,8 +37,8 @@ def objective(cfg):
 def meets_the_other(cfg):
     """Two jobs, 1 and 2: each waits for what the other leaves."""
     number = cfg.training.seed
-    (_place(cfg) / f"here-{number}").touch()
-    _wait_for(_place(cfg) / f"here-{3 - number}")
+    _mark(f"here-{number}").touch()
+    _wait_for(f"here-{3 - number}")
     return number
 
 
@@ -49,8 +46,8 @@ def ends_in_reverse_order(cfg):
     """Of jobs 1, 2, 3 … ``SWEEP_JOBS``, each ends after the one behind it."""
     number = cfg.training.seed
     if number < int(os.environ["SWEEP_JOBS"]):
-        _wait_for(_place(cfg) / f"ended-{number + 1}")
-    (_place(cfg) / f"ended-{number}").touch()
+        _wait_for(f"ended-{number + 1}")
+    _mark(f"ended-{number}").touch()
     return float(number)
 
 
@@ -69,9 +66,9 @@ def is_killed_at_2(cfg):
 def fails_at_2_while_others_work(cfg, run):
     """2 fails once all are there; the others go on until they are told to stop."""
     number = cfg.training.seed
-    (_place(cfg) / f"here-{number}").touch()
+    _mark(f"here-{number}").touch()
     if number == 2:
-        _wait_for(_place(cfg) / "here-1")
+        _wait_for("here-1")
         raise ValueError("two is not for me")
     return works_until_told(cfg, run)
 
@@ -83,10 +80,10 @@ def works_until_told(cfg, run):
         return f"went on from {Path(run.resume_checkpoint).name}"
     run.progress(1)
     assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
-    (_place(cfg) / f"working-{number}").write_text(str(os.getpid()))
+    _works(number)
     while not run.stop_requested:
         time.sleep(0.01)
-    _save(run, "when-told")
+    saves(run, "when-told", 1)
     raise Interrupted
 
 
@@ -99,7 +96,7 @@ def completes_1_and_works_at_2(cfg, run):
 def never_stops(cfg):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (_place(cfg) / f"working-{cfg.training.seed}").write_text(str(os.getpid()))
+    _works(cfg.training.seed)
     while True:
         time.sleep(0.01)
 
@@ -107,9 +104,9 @@ def never_stops(cfg):
 def first_waits_for_the_third(cfg, run):
     """Of jobs 0, 1 and 2, 0 ends after 2."""
     number = int(run.run_dir.name)
-    (_place(cfg) / f"here-{number}").touch()
+    _mark(f"here-{number}").touch()
     if number == 0:
-        _wait_for(_place(cfg) / "here-2")
+        _wait_for("here-2")
     return float(number)
 
 
@@ -120,8 +117,8 @@ def works_until_told_in_every_third(cfg, run):
         return float(number)
     if run.resume_checkpoint is not None:
         return 100.0 + number
-    _save(run, "when-told")
-    (_place(cfg) / f"working-{number}").touch()
+    saves(run, "when-told", 1)
+    _works(number)
     while not run.stop_requested:
         time.sleep(0.01)
     raise Interrupted
@@ -130,11 +127,11 @@ def works_until_told_in_every_third(cfg, run):
 def waits_for_two_at_work(cfg, run):
     """Jobs 0 and 1 wait for each other."""
     number = int(run.run_dir.name)
-    (_place(cfg) / f"here-{number}").touch()
-    with (_place(cfg) / "ran").open("a") as file:
+    _mark(f"here-{number}").touch()
+    with _mark("ran").open("a") as file:
         file.write(f"{number}\n")
     if number < 2:
-        _wait_for(_place(cfg) / f"here-{1 - number}")
+        _wait_for(f"here-{1 - number}")
     return float(number)
 
 
@@ -148,7 +145,7 @@ def reports_its_rate(cfg, run):
         run.progress(step, total_steps=40)
         run.report(value)
         if run.stop_requested:
-            _save(run, f"step-{step}", step)
+            saves(run, f"step-{step}", step)
             raise Interrupted
         time.sleep(0.05)
     return value
@@ -157,7 +154,7 @@ def reports_its_rate(cfg, run):
 def saves_and_fails_at_2(cfg, run):
     if cfg.training.seed == 2:
         raise ValueError("two is not for me")
-    _save(run, "last")
+    saves(run, "last", 1)
     return float(cfg.training.lr) + cfg.training.seed - 1
 
 
@@ -166,9 +163,9 @@ def works_until_told_at_1(cfg, run):
     number = int(run.run_dir.name)
     if run.resume_checkpoint is not None:
         return 100.0 + number
-    _save(run, "when-told")
-    (_place(cfg) / f"working-{number}").touch()
-    while number < 2 and not (_place(cfg) / "go-on").exists():
+    saves(run, "when-told", 1)
+    _works(number)
+    while number < 2 and not _mark("go-on").exists():
         if run.stop_requested:
             raise Interrupted
         time.sleep(0.01)
@@ -177,12 +174,9 @@ def works_until_told_at_1(cfg, run):
 
 def counts_to_20(cfg, run):
     """20 steps with a checkpoint at each; the value depends on the rate alone."""
-    path = run.checkpoint_dir / "last"
-    first = int(path.read_text()) if run.resume_checkpoint is not None else 0
-    run.checkpoint_dir.mkdir(exist_ok=True)
+    first = 0 if run.resume_checkpoint is None else int(Path(run.resume_checkpoint).read_text())
     for step in range(first + 1, 21):
         time.sleep(0.02)
-        path.write_text(str(step))
-        run.checkpoint_saved(path, step)
+        saves(run, "last", step, str(step))
         run.progress(step)
     return -abs(float(cfg.training.lr) - 0.002)

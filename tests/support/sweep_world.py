@@ -1,11 +1,11 @@
 """A world for sweeps: one folder for the sweep, one where its jobs meet."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 import warm
 from world import SUPPORT, Ended, World
@@ -34,16 +34,10 @@ class SweepWorld:
         """
         target = trainer if "." in trainer else f"sweep_trainers.{trainer}"
         at_once = [] if n_jobs is None else [f"hydra.launcher.n_jobs={n_jobs}"]
-        launcher = [] if any(o.startswith("hydra/launcher=") for o in more) else ["gpu_queue"]
-        return [
-            "-m",
-            f"trainer._target_={target}",
-            f"hydra.sweep.dir={self.folder}",
-            "isolation=none",
-            *[f"hydra/launcher={name}" for name in launcher],
-            *(at_once if launcher else []),
-            *more,
-        ]
+        has_another = any(one.startswith("hydra/launcher=") for one in more)
+        ours = [] if has_another else ["hydra/launcher=gpu_queue", *at_once]
+        common = ["-m", f"trainer._target_={target}", f"hydra.sweep.dir={self.folder}"]
+        return [*common, "isolation=none", *ours, *more]
 
     def sweep(self, trainer: str, *more: str, n_jobs: int | None = 2, **options: Any) -> Ended:
         """Run a sweep to its end."""
@@ -58,7 +52,6 @@ class SweepWorld:
         return warm.robust_train("stop", str(self.folder), environ=self.world.environ)
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
-        """Wait for a sweep that was started."""
         return self.world.end(process)
 
     @property
@@ -68,7 +61,6 @@ class SweepWorld:
 
     @property
     def jobs(self) -> list[dict[str, Any]]:
-        """Its jobs."""
         return self.table["jobs"]
 
     def column(self, name: str) -> list[Any]:
@@ -76,7 +68,6 @@ class SweepWorld:
         return [job[name] for job in self.jobs]
 
     def summary(self, number: int) -> dict[str, Any]:
-        """Of one job."""
         return json.loads((self.folder / str(number) / "summary.json").read_text())
 
     def pid_at_work(self, number: int) -> int | None:
@@ -99,17 +90,12 @@ class SweepWorld:
 RECORDING = "hydra.sweeper._target_=hydra_plugins.recording_sweeper.RecordingSweeper"
 
 
-def processes_mentioning(text: str) -> list[Path]:
+def processes_mentioning(text: str) -> list[psutil.Process]:
     """Processes that run and whose environment or command line contains ``text``."""
     found = []
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        try:
-            about = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if text.encode() in about and state != "Z":
-            found.append(process)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            about = f"{process.environ()} {process.cmdline()}"
+            if text in about and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found

@@ -1,15 +1,18 @@
 """Running a command as a person at a terminal does."""
 
-from __future__ import annotations
-
 import contextlib
+import fcntl
 import os
 import pty
 import select
+import struct
 import subprocess
+import termios
 
 
-def run_at_a_terminal(command, environ, *, ask="", answer="", cwd=None) -> tuple[int, str]:
+def run_at_a_terminal(
+    command, environ, *, ask="", answer="", columns=200, lines=24, cwd=None
+) -> tuple[int, str]:
     """Exit code of a command in a terminal of its own, and all that it showed.
 
     Args:
@@ -17,19 +20,21 @@ def run_at_a_terminal(command, environ, *, ask="", answer="", cwd=None) -> tuple
         environ: its whole environment.
         ask: once this is shown, ``answer`` is typed.
         answer: with its line end, or a control character.
+        columns: of the terminal, as ``lines``.
         cwd: where to run it.
     """
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     process = subprocess.Popen(
         command,
-        env={**environ, "TERM": "xterm", "COLUMNS": "200"},
+        env={**environ, "TERM": "xterm", "COLUMNS": str(columns)},
         cwd=cwd,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         # so that what is typed can be a Ctrl-C: a terminal interrupts those it controls
         start_new_session=True,
-        preexec_fn=_take_terminal,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(theirs)
     shown = b""
@@ -39,7 +44,7 @@ def run_at_a_terminal(command, environ, *, ask="", answer="", cwd=None) -> tuple
             if ask and ask.encode() in shown and ask.encode() not in shown_before:
                 os.write(ours, answer.encode())
     os.close(ours)
-    return process.wait(timeout=60), shown.decode()
+    return process.wait(timeout=60), shown.decode(errors="replace")
 
 
 def _read(terminal: int, *, again: str) -> bytes:
@@ -51,10 +56,3 @@ def _read(terminal: int, *, again: str) -> bytes:
             break
         os.write(terminal, again.encode())
     return os.read(terminal, 65536)
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

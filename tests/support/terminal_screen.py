@@ -1,32 +1,8 @@
 """What a terminal of some width shows: the few control sequences that progress displays use."""
 
-from __future__ import annotations
-
-import contextlib
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import termios
 
 _PARTS = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07]*\x07|\x1b([78D])|(.)", re.S)
-
-
-def run_on_a_terminal(command, columns, lines, env, **options) -> tuple[int, bytes]:
-    """Run a command on a terminal of its own; its exit code and all that it wrote there."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    process = subprocess.Popen(command, env=env, **streams, **options)
-    os.close(theirs)
-    written = b""
-    with contextlib.suppress(OSError):  # EIO: the last writer is gone
-        while data := os.read(ours, 65536):
-            written += data
-    os.close(ours)
-    return process.wait(), written
 
 
 def lines_shown(written: str, columns: int) -> list[str]:

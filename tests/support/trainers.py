@@ -1,7 +1,5 @@
 """Trainers as users write them, each with one property that a test needs."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import json
@@ -12,7 +10,30 @@ import sys
 import time
 from pathlib import Path
 
+from robust_train.model.errors import Interrupted
 from robust_train.model.events import MemoryReported
+
+
+def saves(run, name, step, text=""):
+    """Write a checkpoint and report it."""
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / name
+    path.write_text(text)
+    run.checkpoint_saved(path, step)
+
+
+def is_ready(*more_pids):
+    """Tell the test who trains."""
+    Path(os.environ["READY_FILE"]).write_text(" ".join(map(str, (os.getpid(), *more_pids))))
+
+
+def may_go(suffix=""):
+    return Path(os.environ["GO_FILE"] + suffix).exists()
+
+
+def waits_for_the_go(suffix=""):
+    while not may_go(suffix):
+        time.sleep(0.01)
 
 
 def what_it_was_given(cfg):
@@ -76,8 +97,7 @@ def within_a_budget(cfg):
     with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
         file.write(f"{gpu} {cfg.training.batch_size} {os.getppid()}\n")
     if "GO_FILE" in os.environ:
-        while not Path(os.environ["GO_FILE"]).exists():
-            time.sleep(0.01)
+        waits_for_the_go()
     if cfg.training.batch_size > budgets.get(gpu, 10**9):
         wanted = 2 + cfg.training.batch_size / 100
         raise RuntimeError(
@@ -102,10 +122,7 @@ def resumes(cfg, run):
     for step in range(first_step + 1, 11):
         run.progress(step, total_steps=10)
         if step == 5:
-            run.checkpoint_dir.mkdir(exist_ok=True)
-            path = run.checkpoint_dir / "five"
-            path.write_text("5")
-            run.checkpoint_saved(path, step)
+            saves(run, "five", step, "5")
         if step == 7 and run.attempt == 1:
             if "DIES_OF" in os.environ:
                 os.kill(os.getpid(), signal.Signals[os.environ["DIES_OF"]])
@@ -130,25 +147,20 @@ def calls_os_exit(cfg):
 
 
 def catches_everything_and_stops_politely(cfg, run):
-    run.checkpoint_dir.mkdir(exist_ok=True)
     step = 0
     while True:
         step += 1
         if run.stop_requested:
-            path = run.checkpoint_dir / f"step-{step}"
-            path.write_text(str(step))
-            run.checkpoint_saved(path, step)
-            from robust_train.model.errors import Interrupted
-
+            saves(run, f"step-{step}", step, str(step))
             raise Interrupted
         run.progress(step)
-        Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+        is_ready()
         time.sleep(0.01)
 
 
 def never_looks_whether_to_stop(cfg):
     try:
-        Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+        is_ready()
         while True:
             time.sleep(0.01)
     finally:
@@ -159,7 +171,7 @@ def does_not_stop_at_all(cfg):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     helper = subprocess.Popen(["sleep", "1000"])
     escaped = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()} {helper.pid} {escaped.pid}")
+    is_ready(helper.pid, escaped.pid)
     while True:
         time.sleep(0.01)
 
@@ -227,16 +239,11 @@ def stops_once_then_completes(cfg, run):
     """Stops with a checkpoint when asked to; an attempt that resumes from it completes."""
     if run.resume_checkpoint is not None:
         return f"went on from {Path(run.resume_checkpoint).name}"
-    run.checkpoint_dir.mkdir(exist_ok=True)
     assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
-    Path(os.environ["READY_FILE"]).write_text(f"{os.getpid()}")
+    is_ready()
     while not run.stop_requested:
         time.sleep(0.01)
-    path = run.checkpoint_dir / "when-preempted"
-    path.touch()
-    run.checkpoint_saved(path, 1)
-    from robust_train.model.errors import Interrupted
-
+    saves(run, "when-preempted", 1)
     raise Interrupted
 
 
@@ -267,7 +274,6 @@ def tells_its_memory(cfg, run):
     """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
     figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
     run.send(MemoryReported("here", **figures))
-    while not Path(f"{os.environ['GO_FILE']}.{run.attempt}").exists():
-        time.sleep(0.01)
+    waits_for_the_go(f".{run.attempt}")
     if run.attempt == 1:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")

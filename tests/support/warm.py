@@ -8,8 +8,6 @@ a sweep has forked start as users' do, and so does an interpreter whose environm
 ``main``.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -114,16 +112,23 @@ def _show_where_they_stand_and_kill(pid: int) -> None:
             os.kill(one, signal.SIGKILL)
 
 
-def start(argv, cwd, environ, kind=None) -> Forked:
-    """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it."""
+def start(argv, cwd, environ, kind=None, *, alone=False, **options) -> subprocess.Popen[str]:
+    """Start ``python argv…``: a script, ``-m module`` or ``-c code``; the caller waits for it.
+
+    It begins as users' do if it is to be ``alone``, or with other options of Popen's.
+    """
     argv = [str(one) for one in argv]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    if alone or options:
+        options = {"cwd": cwd, "env": environ, "stdin": subprocess.DEVNULL, **streams, **options}
+        return subprocess.Popen([sys.executable, *argv], **options)
     request = {"is": "command", "argv": argv, "cwd": str(cwd), "environ": dict(environ)}
 
     def fork(stdin: int, stdout: int, stderr: int) -> int:
         with _adopting_orphans():
-            return _fork_there(request, [stdout, stderr], kind or _kind(argv))
+            return _fork_by(_server(kind or _kind(argv)), request, [stdout, stderr])
 
-    return Forked(fork, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Forked(fork, argv, **streams)
 
 
 def run(argv, environ, cwd=None, timeout=120, kind=None) -> subprocess.CompletedProcess[str]:
@@ -145,12 +150,8 @@ def _kind(argv: Sequence[str]) -> str:
     return "vision" if is_built_in else ""
 
 
-def _fork_there(request: Mapping[str, Any], descriptors: Sequence[int], kind: str = "") -> int:
-    """Have a server fork for a request; return the fork, which is ours if we adopt orphans."""
-    return _fork_by(_server(kind), request, descriptors)
-
-
 def _fork_by(server: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+    """Have a server fork for a request; return the fork, which is ours if we adopt orphans."""
     data = json.dumps(request).encode()
     assert len(data) < _REQUEST_BYTES
     socket.send_fds(server, [data], descriptors)
@@ -195,12 +196,16 @@ def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def plain_environ() -> dict[str, str]:
+    """Return the environment without what is said of GPUs and their memory."""
+    hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+
+
 def _environ() -> dict[str, str]:
     """Return the environment of the server."""
-    hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     # as shared_machine_environment() does for every interpreter
-    return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **kept}
+    return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **plain_environ()}
 
 
 @contextlib.contextmanager
@@ -219,7 +224,7 @@ def _server(kind: str = "") -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if kind:
             request = {"is": "server", "imports": _LARGE_IMPORTS[kind]}
-            _fork_there(request, [theirs.fileno()])
+            _fork_by(_server(), request, [theirs.fileno()])
         else:
             source = Path(__file__).resolve().parents[2] / "src"
             process = subprocess.Popen(

@@ -1,7 +1,5 @@
 """A run without a launcher that keeps what it is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

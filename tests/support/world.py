@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import preloaded
 import real_gpus
 import warm
-from terminal_screen import run_on_a_terminal
+from terminal import run_at_a_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -43,17 +45,13 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float =
 
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def parent_of(pid: int) -> int:
-    """Process id of the parent of a running process."""
-    status = Path(f"/proc/{pid}/stat").read_text()
-    return int(status.rpartition(")")[2].split()[1])
+    return psutil.Process(pid).ppid()
 
 
 @dataclass
@@ -109,9 +107,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
-        hidden = ("CUDA_", "PYTORCH_", "HYDRA_", "NVIDIA_", "SIMULATED_")
-        self.environ = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-        self.environ |= {
+        self.environ = warm.plain_environ() | {
             "PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}",
             "COLUMNS": "200",
             "OMP_NUM_THREADS": "1",
@@ -125,19 +121,8 @@ class World:
 
     def start(self, *arguments, script="train_robust.py", **options) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
-        command = self.command(*arguments, script=script)
-        if not self.alone and not options:
-            return warm.start(command[1:], self.folder, self.environ)
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **options,
-        )
+        command = self.command(*arguments, script=script)[1:]
+        return warm.start(command, self.folder, self.environ, alone=self.alone, **options)
 
     def end(self, process: subprocess.Popen[str], code: int | None = None) -> Ended:
         """Wait for a command that was started, and assert its exit code, if one is given."""
@@ -156,12 +141,10 @@ class World:
 
     def run_in_terminal(self, *arguments: str, columns: int = 200) -> str:
         """Run a command in a terminal of its own to a successful end; what it showed."""
-        environ = {**self.environ, "TERM": "xterm", "COLUMNS": str(columns)}
-        code, written = run_on_a_terminal(
-            self.command(*arguments), columns, 24, environ, cwd=self.folder
-        )
-        assert code == 0, written.decode()
-        return written.decode()
+        command = self.command(*arguments)
+        code, shown = run_at_a_terminal(command, self.environ, columns=columns, cwd=self.folder)
+        assert code == 0, shown
+        return shown
 
     def train(self, trainer: str, *arguments: str, **options: Any) -> Ended:
         """Run one of :mod:`trainers` under the launcher."""

@@ -4,14 +4,12 @@ import json
 import sys
 from pathlib import Path
 
-from learning import STEPS, finish, happens, load, one_step, save
+from learning import finish, save, trained
 
 config = json.loads(Path(sys.argv[1]).read_text())
 folder = Path("saved", f"start_{len(list(Path('saved').glob('*')))}")
 folder.mkdir(parents=True)
-first, weights = load(sys.argv[2] if sys.argv[2:] else None)
-for step in range(first + 1, STEPS + 1):
-    happens(step, config["batch_size"])
-    weights = one_step(weights, step, config["batch_size"], config["accumulate"])
+resume = sys.argv[2] if sys.argv[2:] else None
+for step, weights in trained(resume, config["batch_size"], config["accumulate"]):
     save(folder / f"checkpoint-{step}.json", step, weights)
 finish(weights)

@@ -44,6 +44,15 @@ def one_step(weights, step, size, accumulate=1):
     return stepped(weights, total)
 
 
+def trained(resume, size=16, accumulate=1):
+    """Yield each step that is left, with the weights after it."""
+    first, weights = load(resume)
+    for step in range(first + 1, STEPS + 1):
+        happens(step, size)
+        weights = one_step(weights, step, size, accumulate)
+        yield step, weights
+
+
 def happens(step, size=1, events=("out of memory", "kill", "bug", "hang", "wait")):
     """Let happen what the test has in mind for this step."""
     event = os.environ.get("EVENT", "")

@@ -2,7 +2,7 @@
 
 import sys
 
-from learning import STEPS, finish, happens, load, one_step, save
+from learning import finish, save, trained
 
 keys = {"init_from": "scratch", "batch_size": "16", "accumulation_steps": "1"}
 for word in sys.argv[1:]:
@@ -10,9 +10,7 @@ for word in sys.argv[1:]:
     assert key in keys, f"unknown key {key}"
     keys[key] = value
 size, accumulate = int(keys["batch_size"]), int(keys["accumulation_steps"])
-first, weights = load("out/ckpt.json" if keys["init_from"] == "resume" else None)
-for step in range(first + 1, STEPS + 1):
-    happens(step, size)
-    weights = one_step(weights, step, size, accumulate)
+resume = "out/ckpt.json" if keys["init_from"] == "resume" else None
+for step, weights in trained(resume, size, accumulate):
     save("out/ckpt.json", step, weights)
 finish(weights)

@@ -2,18 +2,16 @@
 
 import argparse
 
-from learning import STEPS, finish, happens, load, one_step, save
+from learning import finish, save, trained
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--resume")
-first, weights = load(parser.parse_args().resume)
-step = first
+resume = parser.parse_args().resume
 try:
-    for step in range(first + 1, STEPS + 1):
-        happens(step)
-        weights = one_step(weights, step, 16)
+    for step, weights in trained(resume):  # noqa: B007
+        pass
 except KeyboardInterrupt:
     print("exiting from training early", flush=True)
-    save("model.json", step - 1, weights)
+    save("model.json", step, weights)
 else:
     finish(weights)

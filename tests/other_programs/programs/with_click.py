@@ -4,7 +4,7 @@ import datetime
 from pathlib import Path
 
 import click
-from learning import STEPS, finish, happens, load, one_step, save
+from learning import finish, save, trained
 
 
 @click.command()
@@ -13,10 +13,7 @@ from learning import STEPS, finish, happens, load, one_step, save
 @click.option("--resume", type=click.Path(exists=True))
 def main(batch_size, grad_accum, resume):
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
-    first, weights = load(resume)
-    for step in range(first + 1, STEPS + 1):
-        happens(step, batch_size)
-        weights = one_step(weights, step, batch_size, grad_accum)
+    for step, weights in trained(resume, batch_size, grad_accum):
         save(Path("runs", now, "checkpoints", "last.json"), step, weights)
     finish(weights)
 

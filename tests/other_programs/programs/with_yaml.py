@@ -4,15 +4,12 @@ import sys
 from pathlib import Path
 
 import yaml
-from learning import STEPS, finish, happens, load, one_step, save
+from learning import finish, save, trained
 
 config = yaml.safe_load(Path(sys.argv[1]).read_text())
 for word in sys.argv[2:]:
     key, _, value = word.partition("=")
     config[key] = yaml.safe_load(value)
-first, weights = load(config["resume"])
-for step in range(first + 1, STEPS + 1):
-    happens(step, config["batch"])
-    weights = one_step(weights, step, config["batch"], config["accumulate"])
+for step, weights in trained(config["resume"], config["batch"], config["accumulate"]):
     save(f"weights/epoch{step}.json", step, weights)
 finish(weights)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,21 +29,20 @@ VERSION_MISMATCH = 18
 UNKNOWN = 999
 
 
-def build_nvml(folder: Path) -> Path:
+def build_nvml(folder: Path, *options: str) -> Path:
     """Compile the simulated ``libnvidia-ml.so.1`` into ``folder``."""
-    return _build(folder, "nvml.c", "libnvidia-ml.so.1")
+    return _build(folder, "nvml.c", "libnvidia-ml.so.1", *options)
 
 
-def build_libcuda(folder: Path) -> Path:
+def build_libcuda(folder: Path, *options: str) -> Path:
     """Compile the simulated ``libcuda.so.1`` into ``folder``."""
-    return _build(folder, "cuda.c", "libcuda.so.1")
+    return _build(folder, "cuda.c", "libcuda.so.1", *options)
 
 
 def build_driver(folder: Path, machine: Machine) -> Path:
     """Compile both for one machine alone, as if they were its own: they need no variable."""
-    for source, name in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
-        _build(folder, source, name, f'-DMACHINE="{machine.folder}"')
-    return folder
+    build_nvml(folder, f'-DMACHINE="{machine.folder}"')
+    return build_libcuda(folder, f'-DMACHINE="{machine.folder}"').parent
 
 
 def _build(folder: Path, source: str, name: str, *options: str) -> Path:
@@ -125,9 +123,7 @@ class Machine:
         self.driver = driver
         self.cuda = cuda
         self.cuda_order = cuda_order
-        self.errors: dict[str, int] = {}
-        self.delays: dict[str, int] = {}
-        self.hangs: dict[str, int] = {}
+        self._troubles: dict[str, int] = {}
         self._write()
 
     @property
@@ -171,28 +167,26 @@ class Machine:
             code: what it returns.
             where: index of a GPU, ``I.mig.J`` for a slice, or all.
         """
-        self.errors[f"{function}.{where}"] = code
-        self._write()
+        self._trouble(f"error.{function}.{where}", code)
 
     def delay(self, function: str, milliseconds: int, where: int | str = "system") -> None:
         """Let a function take its time."""
-        self.delays[f"{function}.{where}"] = milliseconds
-        self._write()
+        self._trouble(f"delay.{function}.{where}", milliseconds)
 
     def hang(self, function: str, where: int | str = "system", pid: int = 0) -> None:
-        """Let a function not come back until :meth:`heal`, whatever signals come.
-
-        Args:
-            function: as for :meth:`fail`.
-            where: index of a GPU, ``I.mig.J`` for a slice, or system.
-            pid: the one process that hangs; 0 for every one.
-        """
-        self.hangs[f"{function}.{where}"] = pid
-        self._write()
+        """Let a function not come back until :meth:`heal`, whatever signals come: in one process,
+        or in every one."""
+        self._trouble(f"hang.{function}.{where}", pid)
 
     def heal(self) -> None:
         """Let what hangs go on."""
-        self.hangs.clear()
+        hanging = [name for name in self._troubles if name.startswith("hang.")]
+        for name in hanging:
+            del self._troubles[name]
+        self._write()
+
+    def _trouble(self, name, value):
+        self._troubles[name] = value
         self._write()
 
     def calls(self, function: str) -> list[tuple[int, str]]:
@@ -203,23 +197,12 @@ class Machine:
 
     def environment(self, **more: str) -> dict[str, str]:
         """A whole environment for a program here: this one's, less other GPUs' traces."""
-        hidden = ("CUDA_", "NVIDIA_", "SIMULATED_")
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
-        return {**kept, **self.environ, **more}
+        return {**warm.plain_environ(), **self.environ, **more}
 
     def start(self, snippet: str, **more: str) -> subprocess.Popen[str]:
         """Start an interpreter on this machine that runs a snippet of Python."""
-        arguments, environ = ["-c", textwrap.dedent(snippet)], self.environment(**more)
-        if not self.alone:
-            return warm.start(arguments, Path.cwd(), environ)
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        arguments = ["-c", textwrap.dedent(snippet)]
+        return warm.start(arguments, Path.cwd(), self.environment(**more), alone=self.alone)
 
     def python(self, snippet: str, **more: str) -> Any:
         """Run a snippet on this machine; what its last line of output says, read as JSON.
@@ -239,9 +222,7 @@ class Machine:
             lines.append("cuda.order " + " ".join(self.cuda_order))
         for index, gpu in enumerate(self.gpus):
             lines += self._lines_of(index, gpu)
-        lines += [f"error.{where} {code}" for where, code in self.errors.items()]
-        lines += [f"delay.{where} {ms}" for where, ms in self.delays.items()]
-        lines += [f"hang.{where} {pid}" for where, pid in self.hangs.items()]
+        lines += [f"{name} {value}" for name, value in self._troubles.items()]
         new = self.state.with_suffix(".new")
         new.write_text("\n".join(lines) + "\n")
         # a program reads the old state or the new one, never a half

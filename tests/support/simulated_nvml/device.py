@@ -4,8 +4,6 @@ The device, not the code under test, knows what is taken: an allocation beyond w
 and is logged. What a killed process held comes back some time after its death, as with a driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
