@@ -247,11 +247,6 @@ def stops_once_then_completes(cfg, run):
     raise Interrupted
 
 
-def fills_memory(cfg):
-    """Touches 20 MiB of memory for each sample of the batch."""
-    return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))
-
-
 def splits_within_a_budget(cfg, run):
     """A step in which parts above the GPU's budget run out of memory."""
     import torch
