@@ -48,18 +48,11 @@ class Fuse(nn.Module):
     """From pass ``at`` on (counted from 1, in training or not), more than ``fits`` samples do not.
 
     Attributes:
+        packed: positions of a sample, where a batch is one row.
         sizes: samples in each pass, failed ones included.
     """
 
-    def __init__(
-        self,
-        where="never",
-        at=1,
-        fits=2,
-        *,
-        training=True,
-        packed=0,  # positions of a sample, where a batch is one row
-    ):
+    def __init__(self, where="never", at=1, fits=2, *, training=True, packed=0):
         super().__init__()
         self.where, self.at, self.fits, self.is_for_training = where, at, fits, training
         self.packed = packed
@@ -77,21 +70,17 @@ class Fuse(nn.Module):
 
 
 class Fitted:
-    """What a run of a framework's trainer leaves: its events and the model's weights."""
+    """What a run of a framework's trainer leaves: its events and the model's weights.
 
-    def __init__(
-        self,
-        folder,
-        model,
-        batch_size,
-        resume=None,
-        asked=None,  # the micro-batch of the job's first attempt
-    ):
+    ``asked`` is the micro-batch of the job's first attempt.
+    """
+
+    def __init__(self, folder, model, batch_size, asked=None):
         self.cfg = OmegaConf.merge(CFG)
         self.cfg.training.batch_size = batch_size
         self.cfg.training.gradient_accumulation_steps = 8 // batch_size
         self.model = model
-        self.run = WatchedRun(folder, resume=resume)
+        self.run = WatchedRun(folder)
         if asked is not None:
             self.run.asked = AttemptSpec((), asked, 8 // asked)
         self.run.micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))

@@ -15,6 +15,7 @@ from robust_train.model.errors import UserError
 from watched_run import WatchedRun
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
+ON_EACH_NODE = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
 
 
 @pytest.mark.proves("accelerate", "FSDP2", "in the step")
@@ -45,11 +46,11 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
-def _train(folder, cfg, resume=None, **options):
+def _train(folder, cfg, **options):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
     torch.manual_seed(0)
-    run = WatchedRun(folder, resume=resume)
+    run = WatchedRun(folder)
     run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     accelerator = accelerate.Accelerator(cpu=True, **options)
     data = TensorDataset(torch.arange(22.0)[:, None] / 22)
@@ -89,16 +90,19 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path):
     assert len(run.saved_at) == 9
 
 
-def test_an_accumulation_of_accelerates_own_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"set training.gradient_accumulation_steps"):
-        _train(tmp_path, framework_config(8), gradient_accumulation_steps=2)
-
-
-def test_machines_that_would_write_the_same_files_are_refused(tmp_path, monkeypatch):
-    wanted = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gradient_accumulation_steps": 2}, r"set training.gradient_accumulation_steps"),
+        ({"project_config": ON_EACH_NODE}, r"save_on_each_node=True: .* which they share"),
+    ],
+)
+def test_an_accumulation_of_its_own_and_files_of_each_node_are_refused(
+    tmp_path, monkeypatch, options, said
+):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"save_on_each_node=True: .* which they share"):
-        _train(tmp_path, framework_config(8), project_config=wanted)
+    with pytest.raises(UserError, match=said):
+        _train(tmp_path, framework_config(8), **options)
 
 
 def test_a_loader_of_micro_batches_is_refused(tmp_path):

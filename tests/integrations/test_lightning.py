@@ -41,9 +41,8 @@ def _trainer(folder, **more):
     return lightning.Trainer(**{**where, **QUIET, "max_epochs": 1, **more})
 
 
-def _loader(batch_size, samples=22, **more):
-    data = TensorDataset(torch.arange(float(samples))[:, None])
-    return DataLoader(data, batch_size, shuffle=True, **more)
+def _loader(batch_size):
+    return DataLoader(TensorDataset(torch.arange(22.0)[:, None]), batch_size, shuffle=True)
 
 
 def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, run=None, **data):

@@ -1,14 +1,12 @@
 """What slows an attempt down is named while it lasts."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os
 from dataclasses import replace
 
 from robust_train.launcher.slow_watch import SlowWatch
-from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
+from robust_train.model.events import MicroBatchChanged, Slow, SpeedMeasured
 from robust_train.model.spec import Speed
 from simulated_nvml import Gpu
 
@@ -38,12 +36,12 @@ own.kill()
 class Watched:
     """A watch, and what it has sent; ``now`` is its clock."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
-        self.sent: list[Event] = []
+        self.sent = []
         self.watch = SlowWatch((), self.sent.append, lambda: self.now)
 
-    def trains(self, minutes: float, *ranks: Speed) -> list[Event]:
+    def trains(self, minutes, *ranks):
         """Return what is sent meanwhile."""
         before = len(self.sent)
         for _ in range(int(2 * minutes)):
@@ -68,18 +66,13 @@ def test_a_wait_for_data_that_was_measured_is_named_after_ten_minutes_and_until_
 def test_the_rank_for_which_the_others_wait_is_named():
     ranks = [replace(STEADY, seconds_alone_per_step=s) for s in (0.2, 0.3, 0.2, 0.2)]
     (slow,) = Watched().trains(12, *ranks)
-    assert isinstance(slow, Slow)
     assert (slow.what, slow.share) == ("rank 1", 0.333)
 
 
-def test_silence_is_no_measurement():
+def test_neither_silence_nor_slow_steps_are_explained_by_what_nobody_measured():
     job = Watched()
     job.trains(5, replace(STEADY, data_share=0.5))
     assert job.trains(30) == [], "a validation, perhaps"
-
-
-def test_slow_steps_are_not_explained_by_what_nobody_measured():
-    job = Watched()
     job.trains(5, STEADY)
     slower = replace(STEADY, seconds_per_step_now=0.4)
     assert job.trains(30, slower) == [], "no GPU was asked"
@@ -96,7 +89,6 @@ def test_a_neighbour_on_the_same_gpu_is_named_where_the_jobs_own_processes_are_k
     machine = machine_with(Gpu(), Gpu())
     imports = OF_A_GPU[: OF_A_GPU.index("print")]
     process = machine.start(imports + OF_A_NEIGHBOUR)
-    assert process.stdout is not None
     own, neighbour = int(process.stdout.readline()), os.getpid()
     machine.update(1, compute=[(own, 9), (neighbour, 9)])
     machine.update(0, compute=[(own, 900), (neighbour, 900)])

@@ -41,8 +41,8 @@ def trained_weights(result):
     return content["model"]
 
 
-def run_to_end(cfg, folder, **options):
-    return trained_weights(train(cfg, WatchedRun(folder, **options)))
+def run_to_end(cfg, folder):
+    return trained_weights(train(cfg, WatchedRun(folder)))
 
 
 def difference(one, other):
@@ -64,35 +64,31 @@ def write_photograph(path, label, seed, size=(48, 40)):
     image.save(path, quality=90)
 
 
-def write_flowers102(root, per_class=4, classes=(1, 2, 102)):
+def write_flowers102(root, classes=(1, 2, 102)):
     """``root/flowers-102`` as torchvision unpacks it: half of each class for training."""
     folder = root / "flowers-102"
     parts: dict[str, list[int]] = {"trnid": [], "valid": [], "tstid": []}
-    labels = []
-    for label in classes:
-        for index in range(per_class):
-            labels.append(label)
-            number = len(labels)
-            write_photograph(folder / "jpg" / f"image_{number:05d}.jpg", label, number)
-            part = "trnid" if index < per_class // 2 else ("valid", "tstid")[index % 2]
-            parts[part].append(number)
+    labels = [label for label in classes for _ in range(4)]
+    for number, label in enumerate(labels, 1):
+        write_photograph(folder / "jpg" / f"image_{number:05d}.jpg", label, number)
+        parts[("trnid", "trnid", "valid", "tstid")[(number - 1) % 4]].append(number)
     savemat(folder / "imagelabels.mat", {"labels": [labels]})
     savemat(folder / "setid.mat", {name: [numbers] for name, numbers in parts.items()})
     return root
 
 
-def write_cub200(root, per_class=4):
+def write_cub200(root):
     """``root/CUB_200_2011`` as the archive unpacks: half of each class for training."""
     folder = root / "CUB_200_2011"
     lines: dict[str, list[str]] = {"images": [], "image_class_labels": [], "train_test_split": []}
     for label, name in ((1, "001.Black_footed_Albatross"), (200, "200.Common_Yellowthroat")):
-        for index in range(per_class):
+        for index in range(4):
             number = len(lines["images"]) + 1
             path = f"{name}/{name[4:]}_{index:04d}_{number}.jpg"
             write_photograph(folder / "images" / path, label, number)
             lines["images"].append(f"{number} {path}")
             lines["image_class_labels"].append(f"{number} {label}")
-            lines["train_test_split"].append(f"{number} {int(index < per_class // 2)}")
+            lines["train_test_split"].append(f"{number} {int(index < 2)}")
     for name, content in lines.items():
         (folder / f"{name}.txt").write_text("\n".join(content) + "\n")
     return root
