@@ -1,6 +1,7 @@
 """Lightning's Trainer as an attempt."""
 
 import functools
+import logging
 
 import pytest
 import torch
@@ -236,7 +237,12 @@ class _HoldsAModule(_Line):
         return self.hparams.optimizer(self.parameters())
 
 
-def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp_path):
+def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+
     def model():
         torch.manual_seed(0)
         return _HoldsAModule(_Line().layer, functools.partial(torch.optim.SGD, lr=0.1))
@@ -246,6 +252,7 @@ def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(tmp
     rest, _, _ = _fit(tmp_path / "rest", framework_config(8), model=model(), resume=saved)
     assert rest.seen == whole.seen[8:]
     assert torch.equal(rest.layer.weight, whole.layer.weight)
+    assert "weights_only" not in caplog.text, "no line for each checkpoint"
 
 
 def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path):

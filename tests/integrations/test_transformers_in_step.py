@@ -211,11 +211,11 @@ class _NotesPasses(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, **named):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **named)
-        labelled = inputs["labels"] != -100
-        right = (outputs["logits"].argmax(-1) == inputs["labels"])[labelled]
+        tokens = inputs["labels"][:, 1:]
+        right = (outputs["logits"].argmax(-1)[:, :-1] == tokens)[tokens != -100]
         notes = self._metrics["train" if model.training else "eval"]
         notes["right"].append(float(right.float().mean()))
-        self._total_train_tokens += int(labelled.sum()) * model.training
+        self._total_train_tokens += right.numel() * model.training
         notes["tokens"] = [self._total_train_tokens]
         return (loss, outputs) if return_outputs else loss
 

@@ -300,7 +300,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Save a checkpoint into the run folder, and remove those that are too many."""
         self._is_saving = True
         trainer.save_checkpoint(
-            self.run.checkpoint_dir / f"step-{self.position.step:08d}{_SUFFIX}"
+            self.run.checkpoint_dir / f"step-{self.position.step:08d}{_SUFFIX}",
+            weights_only=False,  # left out, Lightning logs a line for each checkpoint
         )
         self._is_saving = False
 

@@ -140,7 +140,7 @@ class TrainersLoss:
             log.info(
                 "transformers: the loss ignores num_items_in_batch, so the Trainer adds up the "
                 "means of a step's micro-batches; they are weighted as the job's first %d × %d, "
-                "now that there are %d × %d",
+                "now that there are %d × %d. A mean over tokens counts each micro-batch alike",
                 asked.gradient_accumulation_steps,
                 asked.batch_size,
                 steps,
@@ -340,7 +340,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             return loss
 
         samples = self._in_step.samples_of(inputs)
-        passes = _Passes(self._trainer, self._loss, model)
+        passes = _Passes(self._trainer)
 
         def body(part: Part) -> Tensor:
             self._weight = part.weight
@@ -388,7 +388,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         **more: Any,
     ) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
-        passes = _Passes(self._trainer, self._loss, model)
+        passes = _Passes(self._trainer)
         samples = self._in_step.samples_of(inputs)
 
         def body(part: Part) -> Any:
@@ -419,13 +419,8 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
 class _Passes:
     """The passes over the parts of a batch, which are to be logged as one."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        loss: TrainersLoss,
-        model: nn.Module,
-    ) -> None:
-        self._trainer, self._loss, self._model = trainer, loss, model
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._before = LoggedOfPasses(trainer)
         self._weights: list[float] = []
 
@@ -443,9 +438,20 @@ class _Passes:
             raise
         if not logged_of_passes(self._trainer) or len(part) in (0, samples):
             return
-        self._weights.append(float(self._loss.items(self._model, part.data)))
+        self._weights.append(_next_tokens(part.data))
         if part.stop == samples:
             self._before.join(self._weights)
+
+
+def _next_tokens(data: Any) -> float:
+    """Return of how many tokens TRL's figures of a pass are means, whatever the Trainer counts: the
+    first of a sample is predicted by none."""
+    labels = data.get("shift_labels", data.get("labels"))
+    if not isinstance(labels, Tensor) or labels.ndim < 2:
+        return length_of(data)
+    if "shift_labels" not in data:
+        labels = labels[..., 1:]
+    return float(labels.ne(_IGNORED).sum())
 
 
 def _share(loss: Tensor, weight: float) -> Tensor:
