@@ -247,6 +247,10 @@ def test_mistakes_in_the_group_robust_are_one_line(world: World, foreign: Path):
         (["robust.num_gpu=2"], "robust.num_gpu: no such key; did you mean robust.num_gpus?"),
         (["robust.num_gpus=0"], "robust.num_gpus=0: must be 1 or more"),
         (
+            ["robust.min_batch_size=90"],
+            "robust.min_batch_size=90: must not be above training.batch_size=32",
+        ),
+        (
             ["robust.training.batch_size=8"],
             "robust.training.batch_size=8: the project has data.batch_size=32; set that",
         ),

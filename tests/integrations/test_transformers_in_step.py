@@ -214,7 +214,7 @@ class _NotesPasses(transformers.Trainer):
         tokens = inputs["labels"][:, 1:]
         right = (outputs["logits"].argmax(-1)[:, :-1] == tokens)[tokens != -100]
         notes = self._metrics["train" if model.training else "eval"]
-        notes["right"].append(float(right.float().mean()))
+        notes["right"].append(float(right.float().mean()) if right.numel() else 0.0)
         self._total_train_tokens += right.numel() * model.training
         notes["tokens"] = [self._total_train_tokens]
         return (loss, outputs) if return_outputs else loss

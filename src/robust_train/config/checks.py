@@ -50,7 +50,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
         can_accumulate=can_accumulate(cfg),
     )
     for mistake in _mistakes(config):
-        raise ConfigError(mistake)
+        raise ConfigError(prefix + mistake)
     return config
 
 
