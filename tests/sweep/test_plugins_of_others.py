@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from robust_train.sweep.plugins_of_others import remember_mask, restore_mask
+from robust_train.sweep.session import remember_mask, restore_mask
 
 
 @pytest.mark.parametrize("executor", ["local", "slurm", None])

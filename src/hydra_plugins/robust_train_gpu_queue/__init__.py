@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 
 @dataclass
@@ -73,12 +73,8 @@ class RobustSweeper(Sweeper):
         task_function: TaskFunction,
         config: DictConfig,
     ) -> None:
-        """Take what Hydra gives once, and check the settings."""
-        from robust_train.sweep.study import SweeperSettings
-
-        settings: Any = OmegaConf.to_container(OmegaConf.create(self._settings))
-        checked = SweeperSettings(**settings)
-        self._arguments = (hydra_context, task_function, config, checked)
+        """Take what Hydra gives once."""
+        self._arguments = (hydra_context, task_function, config, self._settings)
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that ``arguments`` describe."""

@@ -88,11 +88,11 @@ def _job(
 ) -> Any:
     """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
     job = session.job
-    if job is not None and job.record is not None and not job.runs:
-        return job.record.objective
     try:
-        if job is not None and job.refusal is not None:
-            raise ConfigError(job.refusal)
+        if job is not None and job.status == Status.REFUSED:
+            raise ConfigError(job.reason)
+        if job is not None and not job.is_running:
+            return job.objective
         if trainer is not None:
             cfg = complete(cfg)
         summary = run_job(

@@ -265,7 +265,7 @@ def _exit_code_of(
     """Print a user's mistake in one line and return its exit code; None if it is none."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
-    from robust_train.sweep.plugins_of_others import known_problem
+    from robust_train.sweep.checks import known_problem
     from robust_train.sweep.session import session
 
     frames = traceback.walk_tb(error.__traceback__)

@@ -119,13 +119,18 @@ class LiveLines(contextlib.ExitStack):
     def __init__(self, *, is_wanted: bool = True) -> None:
         super().__init__()
         self._is_wanted = is_wanted
-        self._area: LiveArea | None = None
+        self.area: LiveArea | None = None
 
     def __enter__(self) -> Self:
         if self._is_wanted:
-            self._area = self.enter_context(live_area())
-            self.callback(setattr, self, "_area", None)
+            self.area = self.enter_context(live_area())
+            self.callback(setattr, self, "area", None)
         return super().__enter__()
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Show the lines in place of those before."""
+        if self.area is not None:
+            self.area.show([_styled(line) for line in lines])
 
 
 class LiveStatus(LiveLines):
@@ -137,14 +142,13 @@ class LiveStatus(LiveLines):
 
     def show(self, state: RunState) -> None:
         """Show the state as it is now."""
-        if self._area is not None:
-            lines = status_lines(state, time.time(), self._area.size[0])
-            self._area.show([_styled(line) for line in lines])
+        if self.area is not None:
+            self.draw(status_lines(state, time.time(), self.area.size[0]))
 
     def log_waiting(self, status: WaitStatus) -> None:
         """Log each poll of a job that waits, where the screen does not show it."""
         poll = (status.checks, status.obstacles)
-        if self._area is None and status.checks and poll != self._logged:
+        if self.area is None and status.checks and poll != self._logged:
             self._logged = poll
             log.info("%s", status.sentence())
 

@@ -1,4 +1,5 @@
-"""What is checked before the first job of a sweep starts; the rest is left to the jobs."""
+"""What is checked before the first job of a sweep starts, and mistakes that launchers of Hydra and
+other projects leave to us; the rest is left to the jobs."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
 from robust_train.config.refusals import REFUSALS, explain
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _MOST_JOBS, MOST_SECONDS = 50, 5.0
 Check = Callable[[DictConfig], None]
@@ -92,4 +94,46 @@ def _problem_of(
             return error
     finally:
         HydraConfig.instance().cfg = before
+    return None
+
+
+def launcher_of(config: DictConfig) -> str:
+    """Return Hydra's name of the launcher that was chosen."""
+    return str(config.hydra.runtime.choices.get("hydra/launcher"))
+
+
+def misplaced_launcher(config: DictConfig, running: str | None) -> str | None:
+    """Return one line for a launcher in a job's config that Hydra silently ignores; None if it
+    counts. ``running``: the one that runs the sweep; None if unknown."""
+    chosen = launcher_of(config)
+    if config.hydra.mode != RunMode.MULTIRUN:
+        if (
+            chosen == "basic"
+            or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra
+        ):
+            return None
+        return (
+            f"hydra/launcher={chosen}: a launcher runs the jobs of a sweep, and this is none; "
+            "add -m"
+        )
+    if running in (None, chosen):
+        return None
+    # hydra#2946: a file that the sweep varies is read per job, long after the launcher was chosen
+    return (
+        f"hydra/launcher: {chosen}: chosen in a file that the sweep itself selects, which is too "
+        f"late ({running} is running it already); put hydra/launcher={chosen} on the command line"
+    )
+
+
+def known_problem(error: BaseException) -> tuple[str, int] | None:
+    """Return one line and an exit code for a plugin's error that its user can mend, else None."""
+    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
+        return (
+            "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
+            "are, or use hydra/launcher=gpu_queue on this machine",
+            EXIT_BAD_CONFIG,
+        )
+    # of submitit; the table has the reason
+    if type(error).__name__ == "UncompletedJobError":
+        return " ".join(str(error).splitlines()[:2]), EXIT_FAILED
     return None

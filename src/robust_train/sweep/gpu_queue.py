@@ -6,7 +6,6 @@ It decides how many run at once. On which GPU a job runs is decided by the job's
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import math
 import multiprocessing
@@ -16,13 +15,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import (
@@ -33,7 +31,7 @@ from hydra.core.utils import (
     setup_globals,
 )
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
@@ -50,13 +48,14 @@ from robust_train.gpu.visible import visible_gpus
 from robust_train.host.job_logging import shorten_lines
 from robust_train.host.linux import signal_at_parents_death
 from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
-from robust_train.model.errors import EXIT_BAD_CONFIG, ConfigError, JobInterrupted
+from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.report import html
 from robust_train.report.status import LiveLines
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
+    Claims,
     Status,
     SweepJob,
     read_record,
@@ -74,67 +73,41 @@ _KILLED_SECONDS = 10.0
 _REFRESH_SECONDS = 0.5
 
 
-Job = tuple[int, Sequence[str]]
-"""A job's number and its overrides."""
+class Jobs:
+    """What a sweep runs: ``listed`` jobs, by number their overrides. A search's come one by one."""
 
+    prunes = False
+    """Whether :meth:`reported` may stop a job."""
 
-class Points(Protocol):
-    """What a sweep runs."""
-
-    most: int  # jobs in all
-    prunes: bool  # whether :meth:`reported` may stop a job
+    def __init__(
+        self,
+        listed: Mapping[int, Sequence[str]],
+        claims: Claims,
+    ) -> None:
+        self.listed, self.most = listed, len(listed)
+        self._waiting, self._claims = dict(listed), claims
 
     @property
     def is_over(self) -> bool:
         """Whether no more job will come, now that none runs here."""
+        return not self._waiting
 
-    def next(self) -> Job | None:
-        """Return a job to start now; None: there is none at this moment."""
+    def next(self) -> tuple[int, Sequence[str]] | None:
+        """Return a job to start now, which no other launcher works on, and its overrides; None:
+        there is none at this moment."""
+        for number, overrides in self._waiting.items():
+            if self._claims.take(number):
+                del self._waiting[number]
+                return number, overrides
+        return None
 
-    def reported(
-        self,
-        job: int,
-        values: Sequence[ValueReported],
-    ) -> str | None:
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
         """Take what a job has reported; return why it is stopped early, None if it is not."""
+        return None
 
     def ended(self, row: SweepJob) -> None:
-        """Take how a job that :meth:`next` has returned has ended."""
-
-
-@dataclass
-class RunningJob:
-    """A job's process."""
-
-    number: int
-    folder: Path
-    process: ForkProcess
-    is_pruned: bool = False  # or about to be
-
-
-class LiveTable(LiveLines):
-    """Shows the jobs that run on a terminal; elsewhere nothing."""
-
-    _next = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is a terminal, and half a second has passed."""
-        return self._area is not None and time.monotonic() > self._next
-
-    def show(
-        self,
-        rows: Sequence[SweepJob],
-        values: Mapping[int, float],
-    ) -> None:
-        """Show the jobs as they are now, with what they have reported last."""
-        from rich.text import Text
-
-        self._next = time.monotonic() + _REFRESH_SECONDS
-        if self._area is not None:
-            most = self._area.size[1] - 2
-            lines = [*screen_table(rows, values)[:most], tally(rows)]
-            self._area.show([Text(line, style="dim") for line in lines])
+        """Take how a job has ended. Others find one that completed completed."""
+        self._claims.release(row.job)
 
 
 class GpuQueue:
@@ -147,55 +120,58 @@ class GpuQueue:
         config: DictConfig,
         n_jobs: int | None,
     ) -> None:
-        if (sweep := session.sweep) is None:
+        if session.sweep is None:
             raise ConfigError(
                 "hydra/launcher=gpu_queue: this config has nothing of robust-train: build it on "
                 "defaults: [robust], or use robust_train.hydra_main"
             )
         self._context, self._task_function = context, task_function
-        self._config, self.sweep, self._n_jobs = config, sweep, n_jobs
+        self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
-        self.folder = sweep.folder
-        self._points: Points
+        self.sweep, self.folder = session.sweep, session.sweep.folder
+        # every job that is known, as it is; the sweep's table has those that left no folder
+        self.rows = session.sweep.known
+        self._jobs: Jobs
         self._reports: Reports
-        # every job that is known, as it stands; the sweep's table has those that left no folder
-        self.rows = sweep.known
-        self._running: list[RunningJob] = []
+        self._running: dict[int, ForkProcess] = {}
+        self._pruned: set[int] = set()  # or about to be
         self._signals = SignalWatch()
         self._received: deque[int] = deque()  # handled between two steps
         self._is_stopping = False
         self._has_passed_on = False  # a signal
         self._killed_at = math.inf
+        self._next_show = 0.0
 
-    def run(
-        self,
-        points: Points,
-        listed: Mapping[int, Sequence[str]],
-    ) -> None:
-        """Run jobs as ``points`` gives them, one as soon as another has ended. ``listed`` are
-        known before. Raises JobInterrupted: a signal ended the sweep, after every job has ended."""
+    def run(self, jobs: Jobs) -> None:
+        """Run jobs, one as soon as another has ended. Raises JobInterrupted: a signal ended the
+        sweep, after every job has ended."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
         discard_early()
-        table = self.sweep.table
-        prunes = points.prunes or self._settings.sweep_patience is not None
-        wanted = "max" if table.sign > 0 else "min"
-        self._points = points
-        self._reports = Reports(self.folder, wanted if prunes else None)
-        for number, overrides in listed.items():
-            self.rows[number] = self._row(number, overrides)
+        table, patience = self.sweep.table, self._settings.sweep_patience
+        prunes = jobs.prunes or patience is not None
+        self._jobs = jobs
+        self._reports = Reports(self.folder, table.mode if prunes else None)
+        for number, overrides in jobs.listed.items():
+            self.rows[number] = SweepJob(
+                number,
+                tuple(filter_overrides(overrides)),
+                table.sweep,
+                Status.NOT_STARTED,
+                trial=number // table.repeat,
+            )
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
-            points.most,
+            jobs.most,
             gpus=0 if self._n_jobs else count_gpus(self._settings),
             cpus=len(os.sched_getaffinity(0)),
         )
-        with self._signals, LiveTable() as live:
+        with self._signals, LiveLines() as live:
             log.info(
                 "%d jobs, %d at once; they print to %s",
-                points.most,
+                jobs.most,
                 slots,
                 self.folder / "*" / LOG_FILE,
             )
@@ -206,8 +182,12 @@ class GpuQueue:
                     while goes_on:
                         self._poll(live)
                         goes_on = self._fill(slots)
-                finally:
-                    self._end_all(live)
+                except BaseException:
+                    if not self._is_stopping:
+                        self._stop(signal.SIGTERM)
+                    while self._running:
+                        self._poll(live)
+                    raise
             if self._signals.received is not None:
                 # one more must not cost the table: until the sweep is finished
                 signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
@@ -219,10 +199,10 @@ class GpuQueue:
             most = requested_max_jobs(self.folder)  # robust-train sweep max-jobs
             if len(self._running) >= (slots if most is None else most):
                 break
-            if (found := self._points.next()) is None:
+            if (found := self._jobs.next()) is None:
                 break
             self._start(*found)
-        return bool(self._running) or not (is_over or self._points.is_over)
+        return bool(self._running) or not (is_over or self._jobs.is_over)
 
     def _start(self, number: int, overrides: Sequence[str]) -> None:
         """Start a job's process, unless the job completed earlier."""
@@ -232,37 +212,22 @@ class GpuQueue:
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
         folder = _run_folder(config)
-        row = replace(self._row(number, overrides), folder=str(folder))
         job = prepare(config, folder)
-        if job.refusal is not None:
-            log.error("job %d refused: %s", number, job.refusal)
-            self._ended(row.ended(Status.REFUSED, EXIT_BAD_CONFIG, job.refusal))
-            return
-        if not job.runs:
-            self._ended(row_of(job.record or row, folder))
+        if not job.is_running:
+            if job.status == Status.REFUSED:
+                log.error("job %d refused: %s", number, job.reason)
+            self._ended(row_of(job, folder))
             return
         self._reports.begin(number, folder)
-        process = start_job(
+        self._running[number] = start_job(
             partial(self._work, config),
             folder / LOG_FILE,
             self._detach,
         )
-        self.rows[number] = replace(row, status="starting")
-        self._running.append(RunningJob(number, folder, process))
+        self.rows[number] = replace(job, status="starting")
         same = self.sweep.table.overrides
-        own = [one for one in public_command(row.overrides) if one not in same]
+        own = [one for one in public_command(job.overrides) if one not in same]
         log.info("job %d starts: %s", number, " ".join(own))
-
-    def _row(self, number: int, overrides: Sequence[str]) -> SweepJob:
-        """Return the row of a job that has not started."""
-        table = self.sweep.table
-        return SweepJob(
-            number,
-            tuple(filter_overrides(overrides)),
-            table.sweep,
-            Status.NOT_STARTED,
-            trial=number // table.repeat,
-        )
 
     def _work(self, config: DictConfig) -> int:
         """Run a job, in its own process."""
@@ -289,69 +254,80 @@ class GpuQueue:
         signal.set_wakeup_fd(-1)
         self._signals.__exit__(None, None, None)
 
-    def _poll(self, live: LiveTable) -> None:
+    def _poll(self, live: LiveLines) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
         self.sweep.take_over()
-        if live.is_due:
-            self._show(live)
+        self._show(live)
         # until a job ends: its GPU is free, and the next one takes some time to start
-        wait([job.process.sentinel for job in self._running], _POLL_SECONDS)
+        wait([process.sentinel for process in self._running.values()], _POLL_SECONDS)
         while self._received:
             self._pass_on(self._received.popleft())
         if not self._is_stopping and sweep_stop_requested(self.folder):
             self._is_stopping = True  # the jobs see it as well
             log.info("the sweep is stopped: no more jobs start, running ones end")
-        for job in list(self._running):
-            code = job.process.exitcode
-            self._read_reports(job)
+        for number, process in list(self._running.items()):
+            code = process.exitcode
+            self._read_reports(number)
             if code is not None:
-                job.process.close()  # or a long sweep runs out of descriptors
-                self._running.remove(job)
-                self._settle(job, code)
+                process.close()  # or a long sweep runs out of descriptors
+                del self._running[number]
+                self._settle(number, code)
+        if self._running and time.monotonic() > self._killed_at + _KILLED_SECONDS:
+            numbers = ", ".join(map(str, self._running))
+            line = "left behind: the processes of jobs %s do not end when killed"
+            log.error(line, numbers)
+            self._running.clear()
 
-    def _show(self, live: LiveTable) -> None:
-        """Show how far the jobs are that run."""
+    def _show(self, live: LiveLines) -> None:
+        """Show on a terminal how far the jobs are that run, twice a second."""
+        if live.area is None or time.monotonic() < self._next_show:
+            return
+        self._next_show = time.monotonic() + _REFRESH_SECONDS
         rows = dict(self.rows)
-        for job in self._running:
-            row = read_row(job.folder)
+        for number in self._running:
+            row = read_row(rows[number].path)
             # before it has its folder's lock it looks as if it had died
             if row is not None and row.status != Status.DIED:
-                rows[job.number] = row
-        live.show(list(rows.values()), self._reports.last)
+                rows[number] = row
+        shown = list(rows.values())
+        most = live.area.size[1] - 2
+        lines = screen_table(shown, self._reports.last)
+        live.draw([*lines[:most], tally(shown)])
 
-    def _read_reports(self, job: RunningJob) -> None:
+    def _read_reports(self, number: int) -> None:
         """Stop a job that does worse than others at the same step."""
-        values = self._reports.new(job.number, job.folder)
-        if not values or job.is_pruned or self._is_stopping:
+        folder = self.rows[number].path
+        values = self._reports.new(number, folder)
+        if not values or number in self._pruned or self._is_stopping:
             return
         patience = self._settings.sweep_patience
-        reason = self._points.reported(job.number, values)
-        if reason is None and self._reports.is_behind(job.number, patience):
+        reason = self._jobs.reported(number, values)
+        if reason is None and self._reports.is_behind(number, patience):
             reason = f"worse than another job at {patience} reports in a row"
         if reason is not None:
             with contextlib.suppress(OSError):
-                request_pruning(job.folder, reason)
-                job.is_pruned = True
+                request_pruning(folder, reason)
+                self._pruned.add(number)
 
-    def _settle(self, job: RunningJob, returncode: int) -> None:
+    def _settle(self, number: int, returncode: int) -> None:
         """Take how a job has ended; record it if the job could not."""
-        own = replace(self.rows[job.number], status=Status.STARTED)
-        row = row_of(read_record(job.folder) or own, job.folder, returncode)
-        with contextlib.suppress(OSError):  # a disk that takes nothing
-            row.write(job.folder)
+        folder = self.rows[number].path
+        own = replace(self.rows[number], status=Status.STARTED)
+        row = row_of(read_record(folder) or own, folder, returncode)
+        row.write(folder)
         self._ended(row)
         line = f"job {row.job} {row.status}"
         if row.has_completed and row.wall_seconds is not None:
             line += f" in {row.wall_seconds:.1f} s"
         elif row.reason is not None:
-            line += f": {' '.join(row.reason.split())}; {job.folder / LOG_FILE}"
+            line += f": {' '.join(row.reason.split())}; {folder / LOG_FILE}"
         log.info("%s", line)
         if not self._is_stopping:
             fail_fast(self._settings, row, self.folder)
 
     def _ended(self, row: SweepJob) -> None:
         self.rows[row.job] = row
-        self._points.ended(row)
+        self._jobs.ended(row)
 
     def _pass_on(self, signum: int) -> None:
         """Pass the first signal on to the jobs; a second one kills them."""
@@ -365,22 +341,10 @@ class GpuQueue:
 
     def _stop(self, signum: int) -> None:
         self._is_stopping = True
-        for job in self._running:
-            if job.process.exitcode is None and job.process.pid is not None:
+        for process in self._running.values():
+            if process.exitcode is None and process.pid is not None:
                 # one that it has received as well counts once
-                os.kill(job.process.pid, forwarded(signum))
-
-    def _end_all(self, live: LiveTable) -> None:
-        """Leave no job behind, except processes that even SIGKILL does not end."""
-        if self._running and not self._is_stopping:  # an error ends the sweep
-            self._stop(signal.SIGTERM)
-        while self._running:
-            self._poll(live)
-            if time.monotonic() > self._killed_at + _KILLED_SECONDS:
-                numbers = ", ".join(str(job.number) for job in self._running)
-                line = "left behind: the processes of jobs %s do not end when killed"
-                log.error(line, numbers)
-                return
+                os.kill(process.pid, forwarded(signum))
 
 
 def start_job(
@@ -416,10 +380,8 @@ def start_job(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         try:
             code = work()
-        except JobInterrupted as error:
-            code = error.exit_code
-        except KeyboardInterrupt:
-            code = 130
+        except KeyboardInterrupt as error:  # JobInterrupted among them
+            code = getattr(error, "exit_code", 130)
         raise SystemExit(code)
 
     process = multiprocessing.get_context("fork").Process(
@@ -440,14 +402,11 @@ def _receive(signum: int, frame: FrameType | None) -> None:
 
 def _run_folder(config: DictConfig) -> Path:
     """Return the run folder that Hydra will make for a job."""
-    config = copy.deepcopy(config)
     before = HydraConfig.instance().cfg
     try:
         HydraConfig.instance().set_config(config)  # ``${hydra:…}`` is resolved there
-        folder = str(OmegaConf.select(config, "hydra.sweep.dir"))
-        return Path(
-            os.path.abspath(os.path.join(folder, str(config.hydra.sweep.subdir)))
-        )
+        place = config.hydra.sweep
+        return Path(os.path.abspath(os.path.join(place.dir, str(place.subdir))))
     finally:
         HydraConfig.instance().cfg = before
 

@@ -57,13 +57,12 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 def _row(folder: Path) -> dict[str, Json] | None:
     run, summary = read_run(folder), read_summary(folder)
-    if run is not None and run.alive:
-        summary = None  # that of the launch before
+    if run is not None and (run.alive or summary is None):
+        summary = Summary(run.status)  # not that of the launch before
     if summary is None:
-        if run is None:
-            return None
-        summary = Summary(run.status)
+        return None
     job = read_record(folder)
+    overrides = job.overrides if job else ()
     shown = ("status", "reason", "result", "wall_seconds", "wait_seconds", "attempts")
     content = summary.as_json()
     return {
@@ -73,8 +72,8 @@ def _row(folder: Path) -> dict[str, Json] | None:
         "samples_per_second": _speed(summary),
         "job": job and job.job,
         "trial": job and job.trial,
-        "overrides": list(job.overrides) if job else [],
-        "params": dict(map(_param, job.overrides if job else ())),
+        "overrides": list(overrides),
+        "params": dict(map(_param, overrides)),
         "config": _config(folder),
     }
 

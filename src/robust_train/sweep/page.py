@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from robust_train.compat import importances_of
 from robust_train.files import strict_json
 from robust_train.folder.lock import is_held
 from robust_train.model.json import as_json
@@ -22,12 +23,14 @@ from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
+    STUDY,
     STUDY_FILE,
     Status,
     SweepJob,
     SweepTable,
     read_rows,
     read_table,
+    storage_in,
 )
 from robust_train.sweep.table import best_first, differing, tally
 
@@ -175,9 +178,12 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
         with contextlib.suppress(Exception):  # without Optuna, or of too few trials
-            from robust_train.sweep.study import importances_in
+            import optuna
 
-            shares = importances_in(Path(sweep.folder))
+            storage = storage_in(Path(sweep.folder))
+            shares = importances_of(
+                optuna.load_study(study_name=STUDY, storage=storage)
+            )
     keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
     notes = {key: f"Importance {percent(share)}." for key, share in shares.items()}
     return [

@@ -29,25 +29,22 @@ class Reports:
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
         for each in job_folders(folder):
-            record = read_record(each)
-            if record is not None:
-                self.new(record.job, each)
+            if (record := read_record(each)) is not None:
+                self.begin(record.job, each)
 
     def begin(self, job: int, folder: Path) -> None:
         """Take what the folder of a job holds that is about to start: nothing of it is new."""
-        self._read.pop(job, None)
-        self.values.pop(job, None)
+        self._read[job], self.values[job] = 0, {}
         self.new(job, folder)
 
     def new(self, job: int, folder: Path) -> list[ValueReported]:
         """Return what a job has reported since the last time."""
-        start, data = self._read.get(job, 0), b""
+        data, found = b"", []
         with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
-            file.seek(start)
+            file.seek(self._read[job])
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._read[job] = start + len(whole)
-        found = []
+        self._read[job] += len(whole)
         for line in whole.splitlines():
             if b'"report"' not in line:
                 continue
@@ -56,7 +53,7 @@ class Reports:
                 if isinstance(event, ValueReported) and self._counts(event, job):
                     found.append(event)
         # a step that is done again after a resume is the same report
-        self.values.setdefault(job, {}).update((one.step, one.value) for one in found)
+        self.values[job].update((one.step, one.value) for one in found)
         return found
 
     def _counts(self, event: ValueReported, job: int) -> bool:
@@ -75,8 +72,7 @@ class Reports:
     @property
     def last(self) -> dict[int, float]:
         """What each job has reported last."""
-        known = self.values.items()
-        return {job: next(reversed(own.values())) for job, own in known if own}
+        return {job: [*own.values()][-1] for job, own in self.values.items() if own}
 
     def is_behind(self, job: int, patience: int | None) -> bool:
         """Return whether a job's best value was worse than that of another one, after as many

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import math
 import os
 import re
@@ -15,18 +16,24 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from robust_train.files import read_object, write_json
 from robust_train.folder.lock import is_held
 from robust_train.folder.state import EXIT_CODES, read_state, read_summary
 from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.attempt import Attempt
+from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
 from robust_train.readable import signal_name
 
+if TYPE_CHECKING:
+    from optuna.storages import JournalStorage
+
+log = logging.getLogger("robust_train")
+
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
-CLAIMS_FILE, STUDY_FILE = "claims", "study.jsonl"
+CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
 
@@ -68,6 +75,11 @@ class SweepJob:
     trial: int | None = None  # the number of what was tried, which `repeat` jobs share
 
     @property
+    def path(self) -> Path:
+        """Its run folder, once it has started."""
+        return Path(self.folder or "")
+
+    @property
     def is_running(self) -> bool:
         """Whether it has begun and not ended."""
         return self.exit_code is None and self.status != Status.NOT_STARTED
@@ -91,25 +103,22 @@ class SweepJob:
                 return value
         return None
 
-    def ended(
-        self,
-        status: str,
-        exit_code: int | None,
-        reason: str | None = None,
-        result: Any = None,
-    ) -> SweepJob:
-        """Return the job as it has ended."""
+    def refused(self, reason: str) -> SweepJob:
+        """Return the job as one that must not run."""
         return replace(
             self,
-            status=status,
-            exit_code=exit_code,
+            status=Status.REFUSED,
+            exit_code=EXIT_BAD_CONFIG,
             reason=reason,
-            result=result,
         )
 
     def write(self, folder: Path) -> None:
-        """Write it into its run folder, whole or not at all. Raises OSError."""
-        write_json(folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2)
+        """Write it into its run folder, whole or not at all; a full disk costs a warning."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2)
+        except OSError as error:
+            log.warning("cannot write to %s: %s", folder, error.strerror)
 
     def as_json(self) -> dict[str, Json]:
         """Return the row without the sweep's id, which the table has."""
@@ -127,17 +136,17 @@ def begun(
 
     One that is over becomes a part of this launch as it is.
     """
-    if earlier is not None:
-        # whatever the order, and how they are resumed
-        before, now = (
-            sorted(one for one in job.overrides if not OF_THE_SWEEP.match(one))
-            for job in (earlier, own)
-        )
-        # resumed anyway: put back into the queue, or left by another launcher
-        resume = before == now and (resume or earlier.sweep == own.sweep)
-    is_over = earlier and earlier.status in (Status.COMPLETED, Status.PRUNED)
-    if not resume or not is_over or earlier is None:
+    if earlier is None:
         return own, resume
+    # whatever the order, and how they are resumed
+    before, now = (
+        sorted(one for one in job.overrides if not OF_THE_SWEEP.match(one))
+        for job in (earlier, own)
+    )
+    # resumed anyway: put back into the queue, or left by another launcher
+    stays = before == now and (resume or earlier.sweep == own.sweep)
+    if not stays or earlier.status not in (Status.COMPLETED, Status.PRUNED):
+        return own, stays
     mine = {n: getattr(own, n) for n in ("job", "overrides", "sweep", "trial")}
     return replace(earlier, **mine, reused=True), True
 
@@ -175,11 +184,12 @@ def row_of(
         pass  # recorded by its own process
     elif summary is not None:
         status = summary.status
-        job = job.ended(
-            status,
-            EXIT_CODES.get(status, 143 if status == Status.INTERRUPTED else 1),
-            summary.reason,
-            summary.objective if status == Status.COMPLETED else None,
+        job = replace(
+            job,
+            status=status,
+            exit_code=EXIT_CODES.get(status, 143),  # interrupted
+            reason=summary.reason,
+            result=summary.objective if status == Status.COMPLETED else None,
         )
     elif returncode is None and is_held(folder):
         job, state = replace(job, status=Status.RUNNING), read_state(folder)
@@ -187,7 +197,8 @@ def row_of(
             job = replace(job, status=state.state)
             attempts = (state.attempt,) if state.attempt else ()
     else:
-        job = job.ended(*ending_of_process(returncode))
+        status, code, reason = ending_of_process(returncode)
+        job = replace(job, status=status, exit_code=code, reason=reason)
     if not attempts:
         return job
     last = attempts[-1]
@@ -257,9 +268,14 @@ class SweepTable:
     repeat: int = 1  # jobs of each point, which differ in their seeds
 
     @property
+    def mode(self) -> str:
+        """``max`` if the largest result is the best, ``min`` if the smallest is."""
+        return self.direction[:3]
+
+    @property
     def sign(self) -> int:
         """1 if the largest result is the best, -1 if the smallest is."""
-        return -1 if self.direction == "minimize" else 1
+        return -1 if self.mode == "min" else 1
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
@@ -320,3 +336,20 @@ def others_work(folder: Path) -> bool:
     with contextlib.suppress(OSError), (folder / CLAIMS_FILE).open("rb") as file:
         return is_locked(file.fileno())
     return False
+
+
+def storage_in(folder: Path) -> JournalStorage:
+    """Return the storage of the study in ``folder``. It takes no lock of its own: whoever writes is
+    alone already, and Optuna's lock is broken after 30 s."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+    class NoLock(JournalFileOpenLock):
+        def acquire(self) -> bool:
+            return True
+
+        def release(self) -> None:
+            pass
+
+    path = str(folder / STUDY_FILE)
+    return JournalStorage(JournalFileBackend(path, lock_obj=NoLock(path)))

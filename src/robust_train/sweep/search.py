@@ -38,17 +38,19 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.gpu_queue import Job
+from robust_train.sweep.gpu_queue import Jobs
 from robust_train.sweep.record import (
+    STUDY,
     STUDY_FILE,
     Claims,
     Status,
     SweepJob,
     job_folders,
     read_row,
+    storage_in,
 )
 from robust_train.sweep.session import Sweep
-from robust_train.sweep.study import STUDY, SweeperSettings, storage_in
+from robust_train.sweep.sweeper import SweeperSettings
 
 log = logging.getLogger("robust_train")
 
@@ -56,7 +58,7 @@ _RETRY_SECONDS = 1.0  # until others are asked again for what they have left
 _SEEDS_APART = 1_000_003
 
 
-class Search:
+class Search(Jobs):
     """Trials of what is ``swept``; each has a job for each of ``seeds``."""
 
     def __init__(
@@ -68,11 +70,12 @@ class Search:
         settings: SweeperSettings,
         claims: Claims,
     ) -> None:
-        self._folder, self._claims, self._settings = sweep.folder, claims, settings
+        super().__init__({}, claims)
+        self._folder, self._settings = sweep.folder, settings
         self._space = {key: distribution(override) for key, override in swept.items()}
         self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
-        self._jobs = deque[Job]()  # of the trial that has begun last
+        self._next_jobs = deque[tuple[int, Sequence[str]]]()  # of the newest trial
         self._had: dict[int, Trial] = {}  # trials that this launcher has run
         self._rows: dict[int, list[SweepJob]] = {}  # ended jobs of each of them
         self._is_over, self._next_try = False, 0.0
@@ -103,17 +106,16 @@ class Search:
         for folder in job_folders(self._folder):
             row = read_row(folder)
             if row and row.trial in over and row.sweep != sweep.table.sweep:
-                with contextlib.suppress(OSError):
-                    replace(row, sweep=sweep.table.sweep, reused=True).write(folder)
+                replace(row, sweep=sweep.table.sweep, reused=True).write(folder)
 
     @property
     def is_over(self) -> bool:
         """Whether all trials have ended, or have been tried here."""
-        return self._is_over and not self._jobs
+        return self._is_over and not self._next_jobs
 
-    def next(self) -> Job | None:
+    def next(self) -> tuple[int, Sequence[str]] | None:
         """Return the next job of a trial that was left, or of a new one."""
-        if not self._jobs and time.monotonic() >= self._next_try:
+        if not self._next_jobs and time.monotonic() >= self._next_try:
             trial = self._next_trial()
             if trial is None:
                 self._next_try = time.monotonic() + _RETRY_SECONDS
@@ -122,37 +124,32 @@ class Search:
             first = trial.number * len(self._seeds)
             point = [f"{key}={trial.params[key]}" for key in self._space]
             for number, seed in enumerate(self._seeds, first):
-                self._jobs.append((number, [*self._fixed, *point, *seed]))
-        return self._jobs.popleft() if self._jobs else None
+                self._next_jobs.append((number, [*self._fixed, *point, *seed]))
+        return self._next_jobs.popleft() if self._next_jobs else None
 
     def _next_trial(self) -> Trial | None:
-        """Return a trial that is this launcher's from now on."""
+        """Return a trial that is this launcher's from now on, with a value of each key."""
         with self._alone():
             trials = self._trials()
-            left = [t for t in trials if not t.state.is_finished()]
-            for known in left:
-                if known.number not in self._had and self._claims.take(known.number):
-                    self._study.sampler = self._sampler(known.number)
-                    return self._with_params(running_trial(self._study, known))
-            if len(trials) < self._settings.n_trials:
-                self._study.sampler = self._sampler(len(trials))
-                trial = self._study.ask()
-                self._claims.take(trial.number)
-                return self._with_params(trial)
-            # those that others have end with them, or are left
-            self._is_over = all(known.number in self._had for known in left)
-            return None
-
-    def _with_params(self, trial: Trial) -> Trial:
-        """Return a trial with a value of each key, also if its launcher was killed before."""
-        for name, space in self._space.items():
-            try:
-                suggest(trial, name, space)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{name}: {error}; choose another hydra.sweep.dir"
-                ) from error
-        return trial
+            left = [one for one in trials if not one.state.is_finished()]
+            mine = [one for one in left if one.number not in self._had]
+            known = next((one for one in mine if self._claims.take(one.number)), None)
+            if known is None and len(trials) >= self._settings.n_trials:
+                # those that others have end with them, or are left
+                self._is_over = not mine
+                return None
+            self._study.sampler = self._sampler(known.number if known else len(trials))
+            trial = running_trial(self._study, known) if known else self._study.ask()
+            self._claims.take(trial.number)
+            for name, space in self._space.items():
+                try:
+                    suggest(
+                        trial, name, space
+                    )  # also if its launcher was killed before
+                except ValueError as error:
+                    problem = f"{name}: {error}; choose another hydra.sweep.dir"
+                    raise ConfigError(problem) from error
+            return trial
 
     def _sampler(self, trial: int) -> Any:
         """Return a sampler of the trial's own: what it draws depends on no other launcher."""
@@ -161,13 +158,9 @@ class Search:
             wanted["seed"] = int(wanted["seed"]) * _SEEDS_APART + trial
         return _made(wanted)
 
-    def reported(
-        self,
-        job: int,
-        values: Sequence[ValueReported],
-    ) -> str | None:
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
-        if len(self._seeds) > 1:
+        if not self.prunes:
             return None
         trial = self._had[job]
         with self._alone():
@@ -248,11 +241,8 @@ def _is_final(row: SweepJob) -> bool:
 
 
 def distribution(override: Override) -> BaseDistribution:
-    """Return what a key may be, as Hydra's grammar has it; ``tag(log, …)`` by magnitude.
-
-    Raises:
-        ConfigError: Optuna has nothing like it.
-    """
+    """Return what a key may be, as Hydra's grammar has it; ``tag(log, …)`` by magnitude. Raises
+    ConfigError: Optuna has nothing like it."""
     value: Any = override.value()
     is_log = "log" in getattr(value, "tags", ())
     try:
@@ -264,14 +254,10 @@ def distribution(override: Override) -> BaseDistribution:
             return kind(start, end, log=is_log)
         if isinstance(value, RangeSweep) and not value.shuffle:
             numbers, step = list(value.range()), abs(value.step)
+            low, high = min(numbers), max(numbers)
             if isinstance(value.start, int) and isinstance(step, int):
-                low, high = int(min(numbers)), int(max(numbers))
-                return IntDistribution(low, high, log=is_log, step=step)
-            return FloatDistribution(
-                float(min(numbers)),
-                float(max(numbers)),
-                step=float(step),
-            )
+                return IntDistribution(int(low), int(high), log=is_log, step=step)
+            return FloatDistribution(low, high, step=step)
         return CategoricalDistribution(
             [
                 each if isinstance(each, (bool, int, float)) else str(each)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,8 +57,7 @@ from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
-from robust_train.sweep import plugins_of_others as others
-from robust_train.sweep.checks import check_jobs
+from robust_train.sweep.checks import check_jobs, launcher_of, misplaced_launcher
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -85,41 +85,7 @@ log = logging.getLogger("robust_train")
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
-
-
-@dataclass
-class CurrentJob:
-    """A job that Hydra has entered, or is about to."""
-
-    folder: Path
-    record: SweepJob | None = None  # None: not one of a sweep
-    refusal: str | None = None  # why it must not be run
-
-    @property
-    def runs(self) -> bool:
-        """Whether its end is not known yet."""
-        return self.record is None or self.record.status == Status.STARTED
-
-    def ended(
-        self,
-        status: str,
-        exit_code: int | None,
-        reason: str | None = None,
-        result: Any = None,
-    ) -> None:
-        """Record the job's end. The first call counts."""
-        if self.record is not None and self.runs:
-            self.record = self.record.ended(status, exit_code, reason, result)
-            self.write()
-
-    def write(self) -> None:
-        """Write the job's record."""
-        try:
-            if self.record is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.record.write(self.folder)
-        except OSError as error:
-            log.warning("cannot write to %s: %s", self.folder, error.strerror)
+_OWN_MASK, _MASK = "ROBUST_TRAIN_SWEEP_MASK", "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -223,7 +189,7 @@ class HydraSession:
     """What this process runs, one thing at a time, and how it ends."""
 
     sweep: Sweep | None = None  # the sweep that runs
-    job: CurrentJob | None = None  # None without our callback
+    job: SweepJob | None = None  # that of a sweep, or one that is refused
     exit_code: int = 0  # that of the first job that did not complete, else 0
     sets_exit_code: bool = False  # a command of ours ends the process with it
     # raises ConfigError if a job must not start
@@ -238,12 +204,20 @@ class HydraSession:
         self,
         status: str,
         exit_code: int,
-        reason: str | None,
+        reason: str | None = None,
+        result: Any = None,
     ) -> None:
-        """Record the end of the job that Hydra has entered, if it did not complete."""
+        """Record the end of the job that Hydra has entered. The first call counts."""
         self.note(exit_code)
-        if self.job is not None:
-            self.job.ended(status, exit_code, reason)
+        if self.job is not None and self.job.is_running:
+            self.job = replace(
+                self.job,
+                status=status,
+                exit_code=exit_code,
+                reason=reason,
+                result=result,
+            )
+            self.job.write(self.job.path)
 
     def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
@@ -256,39 +230,33 @@ class HydraSession:
         """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
         ConfigError: a live sweep holds the folder, or it cannot be used; nothing was written."""
         self.finish()  # an earlier sweep of this process that an error has ended
-        place: Any = OmegaConf.to_container(config.hydra.sweep)
-        if "${" not in str(place["subdir"]):
+        if not OmegaConf.is_interpolation(config.hydra.sweep, "subdir"):
             raise ConfigError(
-                f"hydra.sweep.subdir={place['subdir']}: each job needs a run folder of its own "
-                "inside the sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
+                f"hydra.sweep.subdir={config.hydra.sweep.subdir}: each job needs a run folder of "
+                "its own inside the sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
             )
         folder = sweep_folder_of(config).resolve()
-        launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+        launcher, sweeper = launcher_of(config), config.hydra.sweeper
         given = map(str, config.hydra.overrides.task)
         overrides = tuple(
             public_command([o for o in given if not OF_THE_SWEEP.match(o)])
         )
-        is_ours = _is_ours(config)
-        is_basic = str(config.hydra.sweeper.get("_target_")).endswith(".BasicSweeper")
+        kind = str(sweeper.get("_target_")).rpartition(".")[2]
+        is_ours = kind == "RobustSweeper"
+        # a second launcher of it gives its jobs the same numbers
+        is_shared = is_ours or (kind == "BasicSweeper" and launcher == "gpu_queue")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             close_to_others(folder, group_reads=unchecked(config).group_reads_runs)
-            id_, lock = _lock_or_join(
-                folder,
-                # a second launcher of it gives its jobs the same numbers
-                overrides
-                if is_ours or (is_basic and launcher == "gpu_queue")
-                else None,
-            )
+            id_, lock = _lock_or_join(folder, overrides if is_shared else None)
+            cwd = str(config.hydra.runtime.cwd)
             table = SweepTable(
                 id_,
                 launcher,
-                resume_command=sweep_resume_command(
-                    folder, str(config.hydra.runtime.cwd)
-                ),
+                resume_command=sweep_resume_command(folder, cwd),
                 overrides=overrides,
-                direction=config.hydra.sweeper.direction if is_ours else "maximize",
-                repeat=_repeat(config),
+                direction=sweeper.direction if is_ours else "maximize",
+                repeat=repeat_of(config),
             )
             if lock is not None:
                 # what an earlier launch was asked for
@@ -300,7 +268,7 @@ class HydraSession:
         except OSError as error:
             raise ConfigError(f"sweep folder {folder}: {error.strerror}") from error
         os.environ[SWEEP_VARIABLE] = id_
-        others.remember_mask(os.environ)
+        remember_mask(os.environ)
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
         detach.has_begun(folder, detach.sweep_text(folder))
@@ -336,12 +304,9 @@ def sweep_folder_of(config: DictConfig) -> Path:
     return Path(str(config.hydra.runtime.cwd)) / str(config.hydra.sweep.dir)
 
 
-def _is_ours(config: DictConfig) -> bool:
-    return str(config.hydra.sweeper.get("_target_")).endswith(".RobustSweeper")
-
-
-def _repeat(config: DictConfig) -> int:
-    return int(config.hydra.sweeper.repeat) if _is_ours(config) else 1
+def repeat_of(config: DictConfig) -> int:
+    """Return how many jobs each point of a sweep has; 1 with other sweepers than ours."""
+    return int(config.hydra.sweeper.get("repeat") or 1)
 
 
 def _lock_or_join(
@@ -351,42 +316,44 @@ def _lock_or_join(
     """Return the id of a sweep that begins and its folder's lock; only the id where a live sweep
     with the same overrides is joined. Without ``overrides`` it cannot be shared. Raises
     ConfigError: another sweep holds the folder."""
-    id_, problem = uuid.uuid4().hex, None
-    # twice: another launcher of a killed one's sweep may take it over just now
-    for _ in range(2):
+    is_first_try = True
+    while True:
         table, holder = read_table(folder), read_holder(folder)
-        is_shared = table is not None and table.overrides == overrides
-        if table and holder and is_shared and not holder.is_dead and is_held(folder):
+        is_same = table is not None and table.overrides == overrides
+        if table and holder and is_same and not holder.is_dead and is_held(folder):
             log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
             return table.sweep, None
         try:
+            id_ = uuid.uuid4().hex
             return id_, RunLock(folder, id_)
-        except ConfigError as error:
-            problem = error
-    assert problem is not None
-    raise problem
+        except ConfigError:
+            # another launcher of a killed one's sweep may take it over just now
+            if not is_first_try:
+                raise
+            is_first_try = False
 
 
-def prepare(config: DictConfig, folder: Path) -> CurrentJob:
+def prepare(config: DictConfig, folder: Path) -> SweepJob:
     """Return a sweep's job that is about to start in a folder, which is made ready for it; one that
     is not to run has ended."""
-    if (problem := refusal(folder)) is not None:
-        return CurrentJob(folder, refusal=problem)  # what a live job has there stays
-    number = int(config.hydra.job.num)
-    settings, sweep = unchecked(config), os.environ.get(SWEEP_VARIABLE, "")
     own = SweepJob(
-        number,
+        config.hydra.job.num,
         tuple(map(str, config.hydra.overrides.task)),
-        sweep,
-        trial=number // _repeat(config),
+        os.environ.get(SWEEP_VARIABLE, ""),
+        folder=str(folder),
+        trial=config.hydra.job.num // repeat_of(config),
     )
-    record, stays = begun(
-        own,
-        read_row(folder),
-        resume=settings.sweep_resume,
-    )
-    job = CurrentJob(folder, record)
-    if job.runs:
+    if (problem := refusal(folder)) is not None:
+        return own.refused(problem)  # what a live job has there stays
+    job, stays = begun(own, read_row(folder), resume=unchecked(config).sweep_resume)
+    if not job.is_running:
+        log.info(
+            "job %s %s in an earlier launch of this sweep and is not run again "
+            "(sweep_resume=true)",
+            job.job,
+            job.status,
+        )
+    else:
         try:
             is_others = not stays and folder.exists()
             if is_others and (aside := set_aside(folder, OF_HYDRA)):
@@ -395,20 +362,14 @@ def prepare(config: DictConfig, folder: Path) -> CurrentJob:
             (folder / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             # not run over it: a checkpoint of another job must not be mistaken for this one's
-            job.refusal = f"{folder}: cannot move aside what it holds: {error.strerror}"
-            return job
+            return own.refused(
+                f"{folder}: cannot move aside what it holds: {error.strerror}"
+            )
         if sweep_stop_requested(sweep_folder_of(config)):
             reason = "the sweep was stopped"
-            job.record = record.ended(Status.NOT_STARTED, None, reason)
-            log.info("job %d is not started: %s", number, reason)
-    else:
-        log.info(
-            "job %s %s in an earlier launch of this sweep and is not run again "
-            "(sweep_resume=true)",
-            number,
-            record.status,
-        )
-    job.write()
+            job = replace(job, status=Status.NOT_STARTED, reason=reason)
+            log.info("job %d is not started: %s", job.job, reason)
+    job.write(folder)
     return job
 
 
@@ -448,7 +409,7 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Begin the sweep, before the launcher is made."""
         hide_urls(config)
-        self._launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+        self._launcher = launcher_of(config)
         try:
             if not detach.is_detached:
                 check_jobs(config, session.check)
@@ -464,7 +425,7 @@ class SweepCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
-        others.restore_mask(os.environ)
+        restore_mask(os.environ)
         folder = Path(str(config.hydra.runtime.output_dir))
         if hide_urls(config):  # of a project's file: Hydra has just written its value
             file = folder / str(config.hydra.output_subdir) / "config.yaml"
@@ -472,11 +433,10 @@ class SweepCallback(Callback):
                 cfg = OmegaConf.load(file)
                 OmegaConf.update(cfg, "notify.urls", None)
                 OmegaConf.save(cfg, file)
-        problem = others.misplaced_launcher(config, self._launcher)
-        if config.hydra.mode == RunMode.MULTIRUN and problem is None:
+        if (problem := misplaced_launcher(config, self._launcher)) is not None:
+            session.job = SweepJob(0, ()).refused(problem)
+        elif config.hydra.mode == RunMode.MULTIRUN:
             session.job = prepare(config, folder)
-        else:
-            session.job = CurrentJob(folder, refusal=problem)
 
     def on_job_end(
         self,
@@ -485,16 +445,15 @@ class SweepCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Record the end of the job's function, unless it was interrupted."""
-        job, session.job = session.job, None
-        if job is None:
+        if session.job is None:
             return
         end = returned_or_raised(job_return)
         if job_return.status is JobStatus.COMPLETED:
-            job.ended(Status.COMPLETED, 0, result=plain(end))
+            session.job_ended(Status.COMPLETED, 0, result=plain(end))
         else:
-            job.ended(Status.FAILED, 1, reason=named_line(end))
-        if job.record is not None:
-            fail_fast(unchecked(config), job.record, sweep_folder_of(config))
+            session.job_ended(Status.FAILED, 1, named_line(end))
+        fail_fast(unchecked(config), session.job, sweep_folder_of(config))
+        session.job = None
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Finish the sweep after its last job, unless a job's error has ended it."""
@@ -508,3 +467,16 @@ def _end(error: ConfigError) -> NoReturn:
     print(error, file=sys.stderr)
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(error.exit_code)
+
+
+def remember_mask(environ: MutableMapping[str, str]) -> None:
+    """Keep the user's CUDA_VISIBLE_DEVICES for :func:`restore_mask` in the jobs."""
+    environ[_OWN_MASK] = json.dumps(environ.get(_MASK))
+
+
+def restore_mask(environ: MutableMapping[str, str]) -> None:
+    """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites."""
+    if environ.get("SUBMITIT_EXECUTOR") == "local" and _OWN_MASK in environ:
+        environ.pop(_MASK, None)
+        if (mask := json.loads(environ[_OWN_MASK])) is not None:
+            environ[_MASK] = mask

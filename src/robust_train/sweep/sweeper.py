@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,48 +17,33 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import ValueReported
-from robust_train.sweep.gpu_queue import GpuQueue, Job
-from robust_train.sweep.record import Claims, SweepJob
-from robust_train.sweep.study import SweeperSettings
+from robust_train.sweep.checks import launcher_of
+from robust_train.sweep.gpu_queue import GpuQueue, Jobs
+from robust_train.sweep.record import Claims
 
 
-class Listed:
-    """Jobs that are known from the start."""
+@dataclass(frozen=True)
+class SweeperSettings:
+    """``hydra.sweeper`` of our sweepers."""
 
-    prunes = False
+    sampler: Mapping[str, Any] | None = None  # None: every combination once
+    pruner: Mapping[str, Any] | None = None
+    direction: str = "maximize"
+    n_trials: int = 20
+    n_jobs: int | None = None
+    repeat: int = 1
+    seed_key: str = "training.seed"
+    params: Mapping[str, Any] | None = None
 
-    def __init__(
-        self,
-        jobs: Mapping[int, Sequence[str]],
-        claims: Claims,
-    ) -> None:
-        self.most = len(jobs)
-        self._waiting, self._claims = dict(jobs), claims
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all were taken."""
-        return not self._waiting
-
-    def next(self) -> Job | None:
-        """Return the first job that no other launcher works on."""
-        for number, overrides in self._waiting.items():
-            if self._claims.take(number):
-                del self._waiting[number]
-                return number, overrides
-        return None
-
-    def reported(
-        self,
-        job: int,
-        values: Sequence[ValueReported],
-    ) -> None:
-        """Stop no job."""
-
-    def ended(self, row: SweepJob) -> None:
-        """Leave the job to others; one that completed they find completed."""
-        self._claims.release(row.job)
+    def __post_init__(self) -> None:
+        for name in ("n_trials", "repeat", "n_jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
+        if self.direction not in ("maximize", "minimize"):
+            raise ConfigError(
+                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
+            )
 
 
 def launch(
@@ -69,7 +55,7 @@ def launch(
     complete. Raises JobInterrupted: a signal ended the sweep, after every job has ended."""
     listed = dict(enumerate(job_overrides, first))
     with contextlib.closing(Claims(queue.folder)) as claims:
-        queue.run(Listed(listed, claims), listed)
+        queue.run(Jobs(listed, claims))
     returned = []
     for number in listed:
         row = queue.rows[number]
@@ -83,28 +69,30 @@ def sweep(
     context: HydraContext,
     task_function: TaskFunction,
     config: DictConfig,
-    settings: SweeperSettings,
+    given: Mapping[str, Any],
     arguments: Sequence[str],
 ) -> None:
-    """Run a sweep to its end.
+    """Run a sweep, of which ``hydra.sweeper`` is ``given``, to its end.
 
     Raises:
         ConfigError: what was asked for cannot be searched.
         JobInterrupted: a signal ended the sweep, after every job has ended.
     """
-    launcher = str(config.hydra.runtime.choices.get("hydra/launcher"))
+    launcher = launcher_of(config)
     if launcher not in ("basic", "gpu_queue"):
         raise ConfigError(
             f"hydra/launcher={launcher}: this sweeper runs its jobs itself, on the machine that it "
             "is started on; leave the launcher out, and start the same command with the same "
             "hydra.sweep.dir on each machine"
         )
-    given = [f"{key}={value}" for key, value in (settings.params or {}).items()]
+    content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
+    settings = SweeperSettings(**content)
+    lines = [f"{key}={value}" for key, value in (settings.params or {}).items()]
     parser = OverridesParser.create(config_loader=context.config_loader)
     # what is on the command line comes last, and counts
     by_key = {
         override.get_key_element(): override
-        for override in parser.parse_overrides([*given, *arguments])
+        for override in parser.parse_overrides([*lines, *arguments])
     }
     swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
     fixed = [
@@ -122,7 +110,7 @@ def sweep(
     with contextlib.closing(Claims(queue.folder)) as claims:
         if settings.sampler is None:
             jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
-            queue.run(Listed(jobs, claims), jobs)
+            queue.run(Jobs(jobs, claims))
             return
         try:
             from robust_train.sweep.search import Search
@@ -131,7 +119,7 @@ def sweep(
                 f"hydra/sweeper=robust_optuna: {error}; "
                 'pip install "robust-train[sweep]", which brings optuna 4'
             ) from error
-        queue.run(Search(queue.sweep, swept, fixed, seeds, settings, claims), {})
+        queue.run(Search(queue.sweep, swept, fixed, seeds, settings, claims))
 
 
 def _combinations(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
@@ -53,9 +54,8 @@ def best_first(table: SweepTable) -> list[Point]:
     for row in table.jobs:
         points.setdefault(row.job // table.repeat, []).append(row)
 
-    def rank(point: Point) -> tuple[bool, float]:
-        values = point.values
-        return not values, -table.sign * fmean(values) if values else 0.0
+    def rank(point: Point) -> float:
+        return -table.sign * fmean(point.values) if point.values else math.inf
 
     return sorted((Point(n, tuple(rows)) for n, rows in points.items()), key=rank)
 
@@ -151,20 +151,17 @@ def tally(rows: Sequence[SweepJob]) -> str:
 def as_csv(rows: Sequence[SweepJob]) -> str:
     """Return the content of ``sweep.csv``: a line of names, then one line a job."""
     text = io.StringIO()
-    names = [one.name for one in fields(SweepJob) if one.name != "sweep"]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, rows[0].as_json(), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        cells = row.as_json().items()
-        writer.writerow({name: _cell(value) for name, value in cells})
+        writer.writerow({k: _cell(value) for k, value in row.as_json().items()})
     return text.getvalue()
 
 
 def _cell(value: Any) -> Any:
-    is_list = isinstance(value, (tuple, list))
-    if is_list and all(isinstance(item, str) for item in value):
+    if isinstance(value, tuple):  # overrides, devices
         return " ".join(value)
-    if is_list or isinstance(value, (dict, bool)):
+    if isinstance(value, (list, dict, bool)):
         return json.dumps(value, ensure_ascii=False)
     return value
 
