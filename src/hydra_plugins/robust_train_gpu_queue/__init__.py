@@ -54,10 +54,9 @@ class GpuQueueLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run a sweeper's batch of jobs; return the results in order."""
         from robust_train.sweep.gpu_queue import GpuQueue
-        from robust_train.sweep.sweeper import launch
 
         queue = GpuQueue(*self._arguments, self._n_jobs)
-        return launch(queue, job_overrides, initial_job_idx)
+        return queue.launch(job_overrides, initial_job_idx)
 
 
 class RobustSweeper(Sweeper):

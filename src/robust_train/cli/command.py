@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import shutil
@@ -202,12 +203,9 @@ def checked(
     """Return a converter for an option's value that refuses other values in one line."""
 
     def read(text: str) -> float:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text}: accepted is {accepted}")
-        return value
+        with contextlib.suppress(ValueError):
+            if accepts(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: accepted is {accepted}")
 
     return read

@@ -192,8 +192,6 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command; raise CommandFailed for a mistake."""
-    if not command.takes_program:
-        return parser_of(command).parse_args(words)
     own, program = _split(command, words)
     arguments = parser_of(command).parse_args(own)
     arguments.program = program

@@ -402,7 +402,7 @@ def best(arguments: Namespace) -> Answer:
     if point is None:
         raise CommandFailed(f"{folder}: no job has completed with a number")
     row = point.best(table.sign)
-    summary = row.folder and read_summary(Path(row.folder))
+    summary = read_summary(row.path)
     checkpoint = summary and summary.checkpoint and str(summary.checkpoint)
     data: dict[str, Json] = {
         "job": row.job,

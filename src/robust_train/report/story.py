@@ -68,7 +68,7 @@ def story_of(sources: Sources) -> Story:
     return replace(
         story,
         sentence=wording.sentence_of(story),
-        advice=wording.advice_of(story),
+        advice=tuple(wording.advice_of(story)),
     )
 
 

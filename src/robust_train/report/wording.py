@@ -180,12 +180,8 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def advice_of(story: Story) -> tuple[Advice, ...]:
-    """Return findings and advice, most promising first; none if nothing was tight."""
-    return tuple(_advice(story))
-
-
-def _advice(story: Story) -> Iterator[Advice]:
+def advice_of(story: Story) -> Iterator[Advice]:
+    """Yield findings and advice, most promising first; none if nothing was tight."""
     yield from _what_worked(story)
     yield from _failures(story.attempts)
     if inside := _inside_steps(story):

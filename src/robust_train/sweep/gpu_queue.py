@@ -24,6 +24,7 @@ from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import (
+    JobReturn,
     JobStatus,
     configure_log,
     filter_overrides,
@@ -129,6 +130,7 @@ class GpuQueue:
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
         self.sweep, self.folder = session.sweep, session.sweep.folder
+        self.claims = Claims(self.folder)
         # every job that is known, as it is; the sweep's table has those that left no folder
         self.rows = session.sweep.known
         self._jobs: Jobs
@@ -141,6 +143,23 @@ class GpuQueue:
         self._has_passed_on = False  # a signal
         self._killed_at = math.inf
         self._next_show = 0.0
+
+    def launch(
+        self,
+        job_overrides: Sequence[Sequence[str]],
+        first: int,
+    ) -> list[JobReturn]:
+        """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
+        complete. Raises as :meth:`run`."""
+        listed = dict(enumerate(job_overrides, first))
+        self.run(Jobs(listed, self.claims))
+        returned = []
+        for number in listed:
+            row = self.rows[number]
+            job = JobReturn(overrides=row.overrides, status=JobStatus.COMPLETED)
+            job.return_value = row.objective
+            returned.append(job)
+        return returned
 
     def run(self, jobs: Jobs) -> None:
         """Run jobs, one as soon as another has ended. Raises JobInterrupted: a signal ended the
@@ -168,7 +187,7 @@ class GpuQueue:
             gpus=0 if self._n_jobs else count_gpus(self._settings),
             cpus=len(os.sched_getaffinity(0)),
         )
-        with self._signals, LiveLines() as live:
+        with contextlib.closing(self.claims), self._signals, LiveLines() as live:
             log.info(
                 "%d jobs, %d at once; they print to %s",
                 jobs.most,
@@ -222,7 +241,7 @@ class GpuQueue:
         self._running[number] = start_job(
             partial(self._work, config),
             folder / LOG_FILE,
-            self._detach,
+            self._signals.__exit__,
         )
         self.rows[number] = replace(job, status="starting")
         same = self.sweep.table.overrides
@@ -248,11 +267,6 @@ class GpuQueue:
             return 0
         traceback.print_exception(returned_or_raised(result))
         return 1
-
-    def _detach(self) -> None:
-        """Drop the sweep's handlers, in a job's process."""
-        signal.set_wakeup_fd(-1)
-        self._signals.__exit__(None, None, None)
 
     def _poll(self, live: LiveLines) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
@@ -352,8 +366,8 @@ def start_job(
     log_path: Path,
     detach: Callable[[], None],
 ) -> ForkProcess:
-    """Start a process that prints to ``log_path``, calls ``detach`` and then ``work``, which
-    returns the exit code.
+    """Start a process that prints to ``log_path``, drops its parent's handlers with ``detach`` and
+    calls ``work``, which returns the exit code.
 
     A fork without torch, because the task function may live in a script that cannot be imported.
     """
@@ -374,6 +388,7 @@ def start_job(
             os.dup2(nothing.fileno(), 0)
             os.dup2(log_file.fileno(), 1)
             os.dup2(log_file.fileno(), 2)
+        signal.set_wakeup_fd(-1)
         detach()
         for signum in FORWARDED:
             signal.signal(signum, _receive)

@@ -89,9 +89,8 @@ def sweep_story_of(folder: Path) -> SweepStory:
     # one that never started is in the table alone
     jobs = {row.job: JobStory(row) for row in table.jobs}
     for row in read_rows(folder, table.sweep):
-        job_dir = Path(str(row.folder))
-        has_story = (job_dir / "journal.jsonl").exists()
-        story = story_of(read_sources(job_dir)) if has_story else None
+        has_story = (row.path / "journal.jsonl").exists()
+        story = story_of(read_sources(row.path)) if has_story else None
         jobs[row.job] = JobStory(row, story)
     rows = tuple(job.row for job in jobs.values())
     best = best_first(replace(table, jobs=rows))

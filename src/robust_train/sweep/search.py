@@ -38,18 +38,16 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
-from robust_train.sweep.gpu_queue import Jobs
+from robust_train.sweep.gpu_queue import GpuQueue, Jobs
 from robust_train.sweep.record import (
     STUDY,
     STUDY_FILE,
-    Claims,
     Status,
     SweepJob,
     job_folders,
     read_row,
     storage_in,
 )
-from robust_train.sweep.session import Sweep
 from robust_train.sweep.sweeper import SweeperSettings
 
 log = logging.getLogger("robust_train")
@@ -63,15 +61,14 @@ class Search(Jobs):
 
     def __init__(
         self,
-        sweep: Sweep,
+        queue: GpuQueue,
         swept: Mapping[str, Override],
         fixed: Sequence[str],
         seeds: Sequence[Sequence[str]],
         settings: SweeperSettings,
-        claims: Claims,
     ) -> None:
-        super().__init__({}, claims)
-        self._folder, self._settings = sweep.folder, settings
+        super().__init__({}, queue.claims)
+        self._folder, self._settings = queue.folder, settings
         self._space = {key: distribution(override) for key, override in swept.items()}
         self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
@@ -86,7 +83,7 @@ class Search(Jobs):
         with self._alone():
             self._study = optuna.create_study(
                 study_name=STUDY,
-                storage=storage_in(sweep.folder),
+                storage=storage_in(self._folder),
                 direction=StudyDirection[settings.direction.upper()],
                 pruner=pruner or NopPruner(),
                 load_if_exists=True,
@@ -95,7 +92,7 @@ class Search(Jobs):
             known = self._study.user_attrs or begun
             if known != begun:
                 raise ConfigError(
-                    f"the search in {sweep.folder} was begun with hydra.sweeper.repeat="
+                    f"the search in {self._folder} was begun with hydra.sweeper.repeat="
                     f"{known['repeat']} and direction={known['direction']}; choose another "
                     "hydra.sweep.dir"
                 )
@@ -103,10 +100,11 @@ class Search(Jobs):
                 self._study.set_user_attr(name, value)
         # the jobs of trials that ended in an earlier launch are a part of this one
         over = {one.number for one in self._trials() if one.state.is_finished()}
+        sweep = queue.sweep.table.sweep
         for folder in job_folders(self._folder):
             row = read_row(folder)
-            if row and row.trial in over and row.sweep != sweep.table.sweep:
-                replace(row, sweep=sweep.table.sweep, reused=True).write(folder)
+            if row and row.trial in over and row.sweep != sweep:
+                replace(row, sweep=sweep, reused=True).write(folder)
 
     @property
     def is_over(self) -> bool:
@@ -143,9 +141,8 @@ class Search(Jobs):
             self._claims.take(trial.number)
             for name, space in self._space.items():
                 try:
-                    suggest(
-                        trial, name, space
-                    )  # also if its launcher was killed before
+                    # also if its launcher was killed before it had all of them
+                    suggest(trial, name, space)
                 except ValueError as error:
                     problem = f"{name}: {error}; choose another hydra.sweep.dir"
                     raise ConfigError(problem) from error
@@ -160,7 +157,7 @@ class Search(Jobs):
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
-        if not self.prunes:
+        if len(self._seeds) > 1:
             return None
         trial = self._had[job]
         with self._alone():

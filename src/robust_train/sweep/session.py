@@ -120,16 +120,17 @@ class Sweep:
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
         rows, folder = self.rows(), self.folder
+        is_shared = others_work(folder)
         if all(row.status == Status.NOT_STARTED for row in rows):
-            with contextlib.suppress(OSError):
-                if self.lock is not None and not others_work(folder):
+            if self.lock is not None and not is_shared:
+                with contextlib.suppress(OSError):
                     (folder / SWEEP_FILE).unlink()
             return 0
         code = exit_code_of(rows)
         seconds = time.monotonic() - self.started
         table = replace(
             self.table,
-            status=Status.RUNNING if others_work(folder) else Status.ENDED,
+            status=Status.RUNNING if is_shared else Status.ENDED,
             exit_code=code,
             wall_seconds=round(seconds, 3),
             jobs=tuple(rows),

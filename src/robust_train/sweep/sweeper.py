@@ -1,10 +1,9 @@
-"""What a sweep runs: the list that Hydra or another sweeper gives, each combination of a grid
-(``hydra/sweeper=robust_grid``), or what Optuna suggests (``robust_optuna``), never in batches.
+"""Our sweepers: each combination of a grid (``hydra/sweeper=robust_grid``), or what Optuna suggests
+(``robust_optuna``), never in batches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +11,12 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
 from robust_train.sweep.checks import launcher_of
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
-from robust_train.sweep.record import Claims
 
 
 @dataclass(frozen=True)
@@ -44,25 +41,6 @@ class SweeperSettings:
             raise ConfigError(
                 f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
             )
-
-
-def launch(
-    queue: GpuQueue,
-    job_overrides: Sequence[Sequence[str]],
-    first: int,
-) -> list[JobReturn]:
-    """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
-    complete. Raises JobInterrupted: a signal ended the sweep, after every job has ended."""
-    listed = dict(enumerate(job_overrides, first))
-    with contextlib.closing(Claims(queue.folder)) as claims:
-        queue.run(Jobs(listed, claims))
-    returned = []
-    for number in listed:
-        row = queue.rows[number]
-        job = JobReturn(overrides=row.overrides, status=JobStatus.COMPLETED)
-        job.return_value = row.objective
-        returned.append(job)
-    return returned
 
 
 def sweep(
@@ -107,19 +85,18 @@ def sweep(
         config,
         settings.n_jobs or config.hydra.launcher.get("n_jobs"),
     )
-    with contextlib.closing(Claims(queue.folder)) as claims:
-        if settings.sampler is None:
-            jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
-            queue.run(Jobs(jobs, claims))
-            return
-        try:
-            from robust_train.sweep.search import Search
-        except ImportError as error:
-            raise ConfigError(
-                f"hydra/sweeper=robust_optuna: {error}; "
-                'pip install "robust-train[sweep]", which brings optuna 4'
-            ) from error
-        queue.run(Search(queue.sweep, swept, fixed, seeds, settings, claims))
+    if settings.sampler is None:
+        jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
+        queue.run(Jobs(jobs, queue.claims))
+        return
+    try:
+        from robust_train.sweep.search import Search
+    except ImportError as error:
+        raise ConfigError(
+            f"hydra/sweeper=robust_optuna: {error}; "
+            'pip install "robust-train[sweep]", which brings optuna 4'
+        ) from error
+    queue.run(Search(queue, swept, fixed, seeds, settings))
 
 
 def _combinations(
