@@ -168,10 +168,10 @@ class GpuQueue:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
         discard_early()
-        table, patience = self.sweep.table, self._settings.sweep_patience
-        prunes = jobs.prunes or patience is not None
+        table = self.sweep.table
+        prunes = jobs.prunes or self._settings.sweep_patience is not None
         self._jobs = jobs
-        self._reports = Reports(self.folder, table.mode if prunes else None)
+        self._reports = Reports(self.folder, table.direction[:3] if prunes else None)
         for number, overrides in jobs.listed.items():
             self.rows[number] = SweepJob(
                 number,

@@ -184,10 +184,11 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
                 optuna.load_study(study_name=STUDY, storage=storage)
             )
     keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
-    notes = {key: f"Importance {percent(share)}." for key, share in shares.items()}
-    return [
-        value_over(f"Value over {key}", varied[key], notes.get(key, "")) for key in keys
-    ]
+    charts = []
+    for key in keys:
+        note = f"Importance {percent(shares[key])}." if key in shares else ""
+        charts.append(value_over(f"Value over {key}", varied[key], note))
+    return charts
 
 
 def _href(sweep: SweepStory, job: JobStory) -> str | None:

@@ -268,14 +268,9 @@ class SweepTable:
     repeat: int = 1  # jobs of each point, which differ in their seeds
 
     @property
-    def mode(self) -> str:
-        """``max`` if the largest result is the best, ``min`` if the smallest is."""
-        return self.direction[:3]
-
-    @property
     def sign(self) -> int:
         """1 if the largest result is the best, -1 if the smallest is."""
-        return -1 if self.mode == "min" else 1
+        return -1 if self.direction == "minimize" else 1
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""

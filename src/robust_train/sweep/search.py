@@ -12,7 +12,6 @@ import os
 import pkgutil
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -72,7 +71,6 @@ class Search(Jobs):
         self._space = {key: distribution(override) for key, override in swept.items()}
         self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
-        self._next_jobs = deque[tuple[int, Sequence[str]]]()  # of the newest trial
         self._had: dict[int, Trial] = {}  # trials that this launcher has run
         self._rows: dict[int, list[SweepJob]] = {}  # ended jobs of each of them
         self._is_over, self._next_try = False, 0.0
@@ -109,11 +107,11 @@ class Search(Jobs):
     @property
     def is_over(self) -> bool:
         """Whether all trials have ended, or have been tried here."""
-        return self._is_over and not self._next_jobs
+        return self._is_over and not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
         """Return the next job of a trial that was left, or of a new one."""
-        if not self._next_jobs and time.monotonic() >= self._next_try:
+        if not self._waiting and time.monotonic() >= self._next_try:
             trial = self._next_trial()
             if trial is None:
                 self._next_try = time.monotonic() + _RETRY_SECONDS
@@ -122,8 +120,9 @@ class Search(Jobs):
             first = trial.number * len(self._seeds)
             point = [f"{key}={trial.params[key]}" for key in self._space]
             for number, seed in enumerate(self._seeds, first):
-                self._next_jobs.append((number, [*self._fixed, *point, *seed]))
-        return self._next_jobs.popleft() if self._next_jobs else None
+                self._waiting[number] = [*self._fixed, *point, *seed]
+        chosen = min(self._waiting, default=None)
+        return None if chosen is None else (chosen, self._waiting.pop(chosen))
 
     def _next_trial(self) -> Trial | None:
         """Return a trial that is this launcher's from now on, with a value of each key."""
