@@ -84,6 +84,10 @@ def machine(
 
 def _gpu_row(gpu: dict[str, Json]) -> list[object]:
     percent, processes = gpu["utilization_percent"], gpu["processes"]
+    notes = ["" if gpu["visible"] else f"hidden by {VARIABLE}", gpu["unusable"]]
+    if gpu["idle_seconds"] is not None:
+        idle = as_clock(gpu["idle_seconds"])
+        notes.append(f"idle for {idle} under its job (robust-train queue)")
     return [
         gpu["index"],
         gpu["name"],
@@ -94,18 +98,8 @@ def _gpu_row(gpu: dict[str, Json]) -> list[object]:
         None if percent is None else f"{percent}%",
         "?" if processes is None else len(processes),
         ", ".join(map(_held_by, processes or ())),
-        "; ".join(_notes(gpu)),
+        "; ".join(filter(None, notes)),
     ]
-
-
-def _notes(gpu: dict[str, Json]) -> list[str]:
-    notes = [] if gpu["visible"] else [f"hidden by {VARIABLE}"]
-    if gpu["unusable"] is not None:
-        notes.append(gpu["unusable"])
-    if gpu["idle_seconds"] is not None:
-        idle = as_clock(gpu["idle_seconds"])
-        notes.append(f"idle for {idle} under its job (robust-train queue)")
-    return notes
 
 
 def _held_by(process: dict[str, Json]) -> str:

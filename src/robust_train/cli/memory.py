@@ -250,13 +250,10 @@ def end_all(
                 how[process] = "not permitted"
         left = [process for process in left if how[process] == result]
         deadline = time.monotonic() + seconds
-        while (left := _still_there(left)) and time.monotonic() < deadline:
+        while left and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
+            left = [one for one in left if is_there(one.pid, one.started)]
     return how | dict.fromkeys(left, "still there")
-
-
-def _still_there(processes: Iterable[CudaProcess]) -> list[CudaProcess]:
-    return [one for one in processes if is_there(one.pid, one.started)]
 
 
 def _row(process: CudaProcess) -> list[object]:

@@ -3,6 +3,7 @@ jobs, live and past."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -344,7 +345,13 @@ def output_of(
                 size = (run_dir / _LOG.format(number)).stat().st_size
                 position = max(size - last_bytes, 0)
         has_ended = number is not None and number + 1 in numbers
-        data = b"" if number is None else _read(run_dir, number, position)
+        data = b""
+        if number is not None:
+            path = run_dir / _LOG.format(number)
+            # the folder may be removed meanwhile
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(position)
+                data = file.read(CHUNK_BYTES)
         if is_alive and not has_ended and len(data) < CHUNK_BYTES:
             data = data[: data.rfind(b"\n") + 1]
         position += len(data)
@@ -358,19 +365,6 @@ def output_of(
         else:
             yield b""
             time.sleep(POLL_SECONDS)
-
-
-def _read(
-    run_dir: Path,
-    number: int,
-    position: int,
-) -> bytes:
-    try:
-        with (run_dir / _LOG.format(number)).open("rb") as file:
-            file.seek(position)
-            return file.read(CHUNK_BYTES)
-    except OSError:  # the folder was removed
-        return b""
 
 
 def _sweep_at(path: str) -> tuple[Path, SweepTable]:

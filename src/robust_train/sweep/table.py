@@ -159,9 +159,10 @@ def as_csv(rows: Sequence[SweepJob]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, tuple):  # overrides, devices
+    is_list = isinstance(value, (tuple, list))
+    if is_list and all(isinstance(item, str) for item in value):
         return " ".join(value)
-    if isinstance(value, (list, dict, bool)):
+    if is_list or isinstance(value, (dict, bool)):
         return json.dumps(value, ensure_ascii=False)
     return value
 
