@@ -38,7 +38,6 @@ from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
-from robust_train.folder.provenance import public_command
 from robust_train.folder.requests import (
     request_pruning,
     requested_max_jobs,
@@ -64,7 +63,7 @@ from robust_train.sweep.record import (
     row_of,
 )
 from robust_train.sweep.session import fail_fast, prepare, session
-from robust_train.sweep.table import screen_table, tally
+from robust_train.sweep.table import screen_table, tally, without
 
 log = logging.getLogger("robust_train")
 
@@ -244,9 +243,8 @@ class GpuQueue:
             self._signals.__exit__,
         )
         self.rows[number] = replace(job, status="starting")
-        same = self.sweep.table.overrides
-        own = [one for one in public_command(job.overrides) if one not in same]
-        log.info("job %d starts: %s", number, " ".join(own))
+        own = without(job.overrides, self.sweep.table.overrides)
+        log.info("job %d starts: %s", number, own)
 
     def _work(self, config: DictConfig) -> int:
         """Run a job, in its own process."""

@@ -71,14 +71,14 @@ def point_table(points: Sequence[Point]) -> list[str]:
         values = point.values
         spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
         failed = ", ".join(
-            _without(row.overrides, own) for row in point.rows if row.exit_code
+            without(row.overrides, own) for row in point.rows if row.exit_code
         )
         lines.append(
             (
                 point.number,
                 f"{fmean(values):.6g}{spread}" if values else "-",
                 f"{len(values)} of {len(point.rows)}",
-                _without(own, everywhere),
+                without(own, everywhere),
                 f"without {failed}" if failed else "",
             )
         )
@@ -133,10 +133,11 @@ def common(overrides: Sequence[Sequence[str]]) -> list[str]:
 def differing(rows: Sequence[SweepJob]) -> list[str]:
     """Return each job's overrides without those that all have; a single job keeps its own."""
     same = common([row.overrides for row in rows])
-    return [_without(row.overrides, same) for row in rows]
+    return [without(row.overrides, same) for row in rows]
 
 
-def _without(overrides: Sequence[str], others: Sequence[str]) -> str:
+def without(overrides: Sequence[str], others: Sequence[str]) -> str:
+    """Return the overrides that are not among the others, without secrets, as one text."""
     return " ".join(public_command([one for one in overrides if one not in others]))
 
 
