@@ -45,7 +45,7 @@ def recover_in_steps(
     _keep_evaluation_batches(
         trainer,
         run,
-        callback.shares.micro_batch,
+        callback,
         can_split=not reason,
     )
     if reason is not None:
@@ -73,38 +73,33 @@ def recover_in_steps(
 def _keep_evaluation_batches(
     trainer: Any,
     run: Run,
-    micro_batch: int,
+    callback: Any,
     *,
     can_split: bool,
 ) -> None:
     """Let loaders of validation and test have the batches that they had in the job's first attempt;
     their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
-    asked = micro_batch if run.asked is None else run.asked.batch_size
-    if asked == micro_batch:
+    own: int = callback.shares.micro_batch
+    asked = own if run.asked is None else run.asked.batch_size
+    if asked == own:
         return
     process = trainer.strategy.process_dataloader
 
-    @functools.cache
-    def say() -> None:
-        if can_split:
-            log.info(
-                "Lightning: evaluates in batches of %d, as in the job's first attempt",
-                asked,
-            )
-            return
-        log.warning(
+    text = "Lightning: evaluates in batches of %d, as in the job's first attempt"
+    say = functools.cache(partial(log.info, text, asked))
+    if not can_split:
+        text = (
             "Lightning: evaluates in batches of %d, no longer %d: limit_val_batches=2 and the like "
-            "are less data, and figures of batches may differ from those of earlier attempts",
-            micro_batch,
-            asked,
+            "are less data, and figures of batches may differ from those of earlier attempts"
         )
+        say = functools.cache(partial(log.warning, text, own, asked))
 
     def process_dataloader(loader: Any) -> Any:
         batches: Any = getattr(loader, "batch_sampler", None)
         is_of_evaluation = type(batches) is BatchSampler and not isinstance(
             batches.sampler, SampleOrder
         )
-        if is_of_evaluation and batches.batch_size == micro_batch:
+        if is_of_evaluation and batches.batch_size == own:
             say()
             if can_split:
                 batches.batch_size = asked
@@ -147,7 +142,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         # without a backward pass: weight averaging collects BatchNorm's statistics
         if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
             whole = closure.closure
-            runs = iter([partial(self._run, kwargs, optimizer, batch_idx)])
+            runs = iter([partial(self._run, whole, kwargs, optimizer, batch_idx)])
             # only the first call is the step's: optimizers of two passes have another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
@@ -155,6 +150,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     @torch.enable_grad()
     def _run(
         self,
+        whole: Callable[[], Any],
         kwargs: Any,
         optimizer: Any,
         batch_idx: int,
@@ -173,15 +169,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 keeps_gradients=False,
             )
             if self._step is None:
-                return (
-                    super()
-                    ._make_closure(
-                        kwargs,
-                        optimizer,
-                        batch_idx,
-                    )
-                    .closure()
-                )
+                return whole()
 
         number = self._callback.done
 
