@@ -92,11 +92,14 @@ class StepShares:
         return samples * self.accumulation * self.ranks / len(step)
 
 
+_ALONE = StepShares(micro_batch=1)
+
+
 class SampleOrder(Sampler[Any]):
     """Another sampler's first ``limit`` indices in an order that depends on seed and epoch alone.
 
-    ``generator`` is the loader's, for its workers' seeds; they depend on seed and epoch too. With
-    ``shares`` it yields only what this rank has of each optimizer step.
+    ``generator`` is the loader's, for its workers' seeds; they depend on seed and epoch too. It
+    yields only what this rank has of each optimizer step, by its ``shares``.
 
     Attributes:
         samples: in a whole epoch, of all ranks.
@@ -109,13 +112,13 @@ class SampleOrder(Sampler[Any]):
         seed: int,
         limit: int | None = None,
         generator: torch.Generator | None = None,
-        shares: StepShares | None = None,
+        shares: StepShares = _ALONE,
     ) -> None:
         self._sampler = sampler
         self._seed = seed
         self.samples = len(sampler) if limit is None else min(len(sampler), limit)
         self._shares = shares
-        self._generator = generator
+        self._generator = generator or torch.Generator()
         self.begin(0)
 
     def begin(
@@ -129,13 +132,10 @@ class SampleOrder(Sampler[Any]):
         """
         self._epoch, self._skip = epoch, skip
         # a loader draws its workers' seed before the first sample
-        if self._generator is not None:
-            self._generator.manual_seed(self._seed_of(epoch))
+        self._generator.manual_seed(self._seed_of(epoch))
 
     def __len__(self) -> int:
         """Return the samples that this rank has in a whole epoch."""
-        if self._shares is None:
-            return self.samples
         steps, rest = divmod(self.samples, self._shares.effective)
         return steps * self._shares.each + len(self._shares.own(range(rest)))
 
@@ -149,7 +149,7 @@ class SampleOrder(Sampler[Any]):
         return self._draw(self._epoch)[0]
 
     def _positions(self, start: int) -> Iterable[int]:
-        if self._shares is None or self._shares.ranks == 1:
+        if self._shares.ranks == 1:
             return range(start, self.samples)
         steps = self._shares.steps(self.samples, start)
         return itertools.chain.from_iterable(self._shares.own(step) for step in steps)
@@ -166,12 +166,9 @@ class SampleOrder(Sampler[Any]):
         try:
             if isinstance(own, torch.Generator):
                 # the order is as without one: accelerate adds one where there are ranks
-                is_random = isinstance(self._sampler, RandomSampler)
-                own.manual_seed(
-                    int(torch.empty((), dtype=torch.int64).random_())
-                    if is_random
-                    else seed
-                )
+                if isinstance(self._sampler, RandomSampler):
+                    seed = int(torch.empty((), dtype=torch.int64).random_())
+                own.manual_seed(seed)
             return list(itertools.islice(self._sampler, self.samples))
         finally:
             before.restore()
