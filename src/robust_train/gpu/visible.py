@@ -146,7 +146,12 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
         try:
             found = _find(key, cuda_order)
         except _NotThere as error:
-            mistake = _mistake(mask, entry, str(error), len(shown))
+            mistake = _mistake(
+                mask,
+                entry,
+                str(error),
+                len(shown),
+            )
             return Visible(tuple(shown), warning=mistake)
         if found in shown:
             repeated = "names a GPU for the second time"

@@ -95,7 +95,14 @@ def fit(
         UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
-    _fit(trainer, model, data, cfg, run, options)
+    _fit(
+        trainer,
+        model,
+        data,
+        cfg,
+        run,
+        options,
+    )
     return _result(
         trainer,
         model,
@@ -182,7 +189,14 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         elif reason is not None:
             _check_ranks(trainer, run)
         else:
-            _fit(trainer, model, data, cfg, run, options)
+            _fit(
+                trainer,
+                model,
+                data,
+                cfg,
+                run,
+                options,
+            )
             return
         log.warning(
             "%s; this fit is Lightning's own, without checkpoints of ours",

@@ -52,7 +52,12 @@ def recover_in_steps(
         in_step.say(reason, on_all_ranks=True)
         return
     if model.automatic_optimization:
-        in_parts = _InParts(trainer, in_step, logs, callback)
+        in_parts = _InParts(
+            trainer,
+            in_step,
+            logs,
+            callback,
+        )
         trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
     else:
         reason = (
@@ -340,7 +345,12 @@ class _Logs:
                     options["batch_size"] = sum(sizes)
                 figures = [one.values[key][1] for one in own]
                 if isinstance(value, Tensor):
-                    value = self._joined(key[1], own, figures, options["reduce_fx"])
+                    value = self._joined(
+                        key[1],
+                        own,
+                        figures,
+                        options["reduce_fx"],
+                    )
                 elif isinstance(figure, Tensor) and not self.objects.is_exact(value):
                     setattr(value, LATEST, _mean(own, figures))
             results.log(*key[:2], value, **options)

@@ -160,7 +160,12 @@ class OpenStep(Step[Any]):
         """Return the results of a batch's parts; in training the last one ends the step."""
         # views: the structure as it is now, whatever a body does to it
         whole = data if samples is None else splitting.part_of(data, 0, samples)
-        parts = Parts(whole, samples or 1, count=count, counts_whole=False)
+        parts = Parts(
+            whole,
+            samples or 1,
+            count=count,
+            counts_whole=False,
+        )
         self._can_be_cut = samples is not None
 
         def on_original(part: Part) -> Any:

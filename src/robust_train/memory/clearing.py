@@ -253,7 +253,12 @@ def _cleared(
     held: Iterable[tensors.LiveTensor] = (),
     done: str = "",
 ) -> Cleared:
-    cleared = Cleared(before, get_gpu_memory_stats(), tuple(held), done)
+    cleared = Cleared(
+        before,
+        get_gpu_memory_stats(),
+        tuple(held),
+        done,
+    )
     log.info("%s", cleared.description)
     return cleared
 

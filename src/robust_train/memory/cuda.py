@@ -301,7 +301,13 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         total = torch.cuda.get_device_properties(index).total_memory
         in_use = torch.cuda.memory_reserved(index)
         most = int(fraction * total)
-        limit = MemoryLimit(f"cuda:{index}", fraction, most, total, in_use)
+        limit = MemoryLimit(
+            f"cuda:{index}",
+            fraction,
+            most,
+            total,
+            in_use,
+        )
     log.info("%s", limit.description)
     return limit
 
@@ -329,7 +335,13 @@ def _limit_host(fraction: float) -> MemoryLimit:
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
+    return MemoryLimit(
+        "cpu",
+        fraction,
+        most,
+        memory.total,
+        memory.data,
+    )
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:

@@ -72,7 +72,12 @@ class MemoryStats:
     def description(self) -> str:
         """The figures in a line for people."""
         of = "" if self.total is None else f" of {_mib(self.total)}"
-        text = _in_words(self.device, self.allocated, self.peak, self.reserved)
+        text = _in_words(
+            self.device,
+            self.allocated,
+            self.peak,
+            self.reserved,
+        )
         if self.free is not None:
             text += f", {_mib(self.free)}{of} free"
         if self.fragmentation is not None and self.largest_free_block is not None:
@@ -265,7 +270,12 @@ def describe_memory(figures: Mapping[str, int]) -> str:
     """Return the figures of :func:`memory_in_use` as a line for people."""
     if "allocated" in figures:
         allocated, peak = figures["allocated"], figures["max_allocated"]
-        return _in_words("GPU memory", allocated, peak, figures["reserved"])
+        return _in_words(
+            "GPU memory",
+            allocated,
+            peak,
+            figures["reserved"],
+        )
     if figures:
         return _in_words("cpu", figures["resident"], figures["max_resident"])
     return "memory in use is unknown"

@@ -251,7 +251,12 @@ def rebuilt(
         return changed
     if isinstance(value, (tuple, set, frozenset)):
         items = [
-            rebuilt(item, change, f"{name}[{index}]", seen)
+            rebuilt(
+                item,
+                change,
+                f"{name}[{index}]",
+                seen,
+            )
             for index, item in enumerate(value)
         ]
         named = hasattr(value, "_fields")
@@ -262,7 +267,12 @@ def rebuilt(
         seen[id(value)] = value, result
         keys = value if isinstance(value, Mapping) else range(len(value))
         for key in list(keys):
-            result[key] = rebuilt(value[key], change, f"{name}[{key!r}]", seen)
+            result[key] = rebuilt(
+                value[key],
+                change,
+                f"{name}[{key!r}]",
+                seen,
+            )
         return result
     if not is_dataclass(value) or isinstance(value, type):
         return value

@@ -288,7 +288,12 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     if not counts:
         return None
     least = context.config.min_gpu_memory_bytes
-    room = Room((), least, tuple(sorted(excluded)), counts)
+    room = Room(
+        (),
+        least,
+        tuple(sorted(excluded)),
+        counts,
+    )
     how = (
         " and no other GPU is available: on with fewer GPUs "
         f"(min_num_gpus={context.config.min_num_gpus})"

@@ -158,10 +158,21 @@ class MicroBatcher:
             UserError: the model cannot be split here; the message has the reason.
             RankFailure: one of several ranks cannot go on.
         """
-        parts = Parts.of(batch, length, split, count)
+        parts = Parts.of(
+            batch,
+            length,
+            split,
+            count,
+        )
         if not parts.samples and ranks.here() is None:
             raise ValueError("The batch is empty, so its mean loss is undefined")
-        step, start = self._begin("backward", loss_of, parts, model, training)
+        step, start = self._begin(
+            "backward",
+            loss_of,
+            parts,
+            model,
+            training,
+        )
         returns_more = False
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
@@ -177,7 +188,12 @@ class MicroBatcher:
             return share.detach() if part.weight else torch.zeros_like(share), more
 
         if training and start is not None:
-            self._probe(step, parts, body, start)
+            self._probe(
+                step,
+                parts,
+                body,
+                start,
+            )
         results = step.run(parts, body)
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
@@ -209,7 +225,13 @@ class MicroBatcher:
             What ``function`` returned for each part, in order: each sample's result once.
         """
         parts = Parts.of(batch, length, split)
-        step, _ = self._begin("forward", function, parts, model, training=False)
+        step, _ = self._begin(
+            "forward",
+            function,
+            parts,
+            model,
+            training=False,
+        )
         results = step.run(parts, lambda part: function(part.data))
         step.leave()
         return [result for result, _ in results]
@@ -233,7 +255,12 @@ class MicroBatcher:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
         start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
-        return kind(self._training, start, shared, self._recorder)
+        return kind(
+            self._training,
+            start,
+            shared,
+            self._recorder,
+        )
 
     def open_evaluation(
         self,
@@ -242,7 +269,13 @@ class MicroBatcher:
     ) -> S:
         """Begin a batch of a framework's validation."""
         self._recorder.speed.pause()
-        return kind(self._other, None, shared, self._recorder, training=False)
+        return kind(
+            self._other,
+            None,
+            shared,
+            self._recorder,
+            training=False,
+        )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
         """Split finer from the next batch on, on request; return (from, to), or None."""
@@ -287,7 +320,13 @@ class MicroBatcher:
         start = None
         if training or shared.is_sharded:
             start = StepStart(self._watch, models, generators_of(function, models))
-        step = Step[Any](size, start, shared, self._recorder, training=training)
+        step = Step[Any](
+            size,
+            start,
+            shared,
+            self._recorder,
+            training=training,
+        )
         return step, start
 
     def _probe(

@@ -96,7 +96,13 @@ class Recorder:
     ) -> None:
         """Log that the size changes though no memory ran out."""
         step = self.step()
-        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
+        log.info(
+            "step %d: micro-batch %d → %d: %s",
+            step,
+            before,
+            after,
+            reason,
+        )
         self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
     def repeated(
@@ -392,7 +398,12 @@ class Step(Generic[T]):
             return_memory(thorough=self.repeats > 0, workspaces=True)
             do_without_onednn(failure)
             size = self._size.current
-            self._recorder.repeated(self._is_training, failure, used, size)
+            self._recorder.repeated(
+                self._is_training,
+                failure,
+                used,
+                size,
+            )
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
         if self.is_sharded:
@@ -415,7 +426,12 @@ class Step(Generic[T]):
         reason = self.cannot_repeat()
         smaller = None if reason else self._size.smaller_than(used)
         rank = self._shared.rank
-        self._ran_out = RanOut(failure, used, smaller is None, rank)
+        self._ran_out = RanOut(
+            failure,
+            used,
+            smaller is None,
+            rank,
+        )
         if reason is not None:
             self.say_why(reason)
         else:
@@ -425,7 +441,12 @@ class Step(Generic[T]):
             return failure
         if reason is None:
             tried = self._size.tried
-            note = self._recorder.exhausted(self._is_training, failure, used, tried)
+            note = self._recorder.exhausted(
+                self._is_training,
+                failure,
+                used,
+                tried,
+            )
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(note)
         if self._agrees:  # so the other ranks end as well; they may save before that
@@ -442,7 +463,13 @@ class Step(Generic[T]):
         """Agree with the other ranks how this step, or part, went; None if there are none."""
         self._recorder.speed.alone_until_now()
         mine, size = self._ran_out, self._size
-        report = RankReport(mine, size.current, self._items, (), returns_more)
+        report = RankReport(
+            mine,
+            size.current,
+            self._items,
+            (),
+            returns_more,
+        )
         agreed = self._shared.agree(report)
         if agreed is None or (mine is not None and mine.is_exhausted):
             return agreed

@@ -175,7 +175,12 @@ class Parts:
     ) -> Parts:
         """Return a user's batch; without a length of theirs it is counted here."""
         length = length or (len if split else length_of)
-        return cls(batch, length(batch), split or part_of, count)
+        return cls(
+            batch,
+            length(batch),
+            split or part_of,
+            count,
+        )
 
     @functools.cached_property
     def items(self) -> float:
@@ -201,7 +206,12 @@ class Parts:
         else:
             items = stop - start if self.count is None else float(self.count(data))
             share = items / self.items if self.items else 0.0
-        return Part(data, factor * share, start, stop)
+        return Part(
+            data,
+            factor * share,
+            start,
+            stop,
+        )
 
     def without_weight(self) -> Part:
         """Return one sample that does not count, for a rank that other ranks' collectives need."""

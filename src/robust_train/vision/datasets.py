@@ -226,7 +226,12 @@ def _open_flowers102(cfg: Any) -> Splits:
         paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
         return _image_files(source, paths, [labels[number - 1] for number in numbers])
 
-    return Splits(split("trnid"), split("valid"), split("tstid"), Shape(102))
+    return Splits(
+        split("trnid"),
+        split("valid"),
+        split("tstid"),
+        Shape(102),
+    )
 
 
 def _matlab_values(path: Path, key: str) -> list[int]:

@@ -104,7 +104,12 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with Reporter(run, cfg) as reporter:
-        training = Training(cfg, run, reporter, device)
+        training = Training(
+            cfg,
+            run,
+            reporter,
+            device,
+        )
         try:
             training.resume()
             training.fit()
