@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from robust_train.host.workers import Workers, find_workers
+from robust_train.host.memory import Workers, find_workers
 
 HOLDS = """
 import multiprocessing, sys, time

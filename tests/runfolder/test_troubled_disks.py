@@ -55,7 +55,7 @@ def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoin
     with small_disk(tmp_path / "disk", "nr_inodes=10"):
         run_dir = tmp_path / "disk"
         begin_job(run_dir, resume=True)
-        folder = CheckpointFolder(Run(run_dir=run_dir), keep=2)
+        folder = CheckpointFolder(Run(run_dir=run_dir).saving, keep=2)
         for step in (1, 2):
             folder.save({"step": step}, step)
         while os.statvfs(run_dir).f_ffree > 1:
@@ -72,7 +72,7 @@ def test_whether_a_disk_has_room_again(disk: Path, tmp_path: Path):
     message = f"OSError: [Errno 28] No space left on device: '{disk}/cache'"
     filler = fill(disk)
     assert why_full(run_dir, message) == f"no space is left in {disk}"
-    assert why_full(run_dir, "OSError: [Errno 28] No space left on /nowhere/x") is None
+    assert why_full(run_dir, "OSError: [Errno 28] No space left on /nowhere/x") == ""
     assert "(No space left on device)" in str(why_full(disk, ""))
     filler.unlink()
     assert "(No space left on device)" in str(why_full(disk, "")), "64 KiB are not enough"

@@ -158,7 +158,7 @@ def test_a_disk_that_takes_no_checkpoint_costs_a_warning(run, caplog):
         run.save({}, 1)
         run.finish_saving()
     assert "training goes on, earlier ones are kept" in caplog.text
-    assert run.saving.owed is not None
+    assert run.saving.owed
 
 
 def test_sharded_tensors_are_refused(run):

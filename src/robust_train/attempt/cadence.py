@@ -1,14 +1,19 @@
-"""When to save a checkpoint: often where that is cheap, more often where a job fails often."""
+"""When to save a checkpoint: often where that is cheap, more often where a job fails often; and
+where training is in its data, counted in batches, so that it goes on with the very next one."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from robust_train.config.placeholders import SavePlan
 from robust_train.folder.checkpoints import (
@@ -20,6 +25,7 @@ from robust_train.folder.checkpoints import (
     mark,
     newest_checkpoint,
     of_job,
+    read_manifests,
     record_checkpoint,
     rotate,
     size_of,
@@ -29,6 +35,8 @@ from robust_train.folder.identity import read_identity, wait_until_readable
 
 log = logging.getLogger("robust_train")
 
+T = TypeVar("T")
+
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
 LEAST_SECONDS = 1.0
 """Between two where a job fails often, and before the first, which measures what they cost."""
@@ -37,6 +45,7 @@ _FIRST_COSTS = 6.0
 OWED_SECONDS = 60.0
 """Until a checkpoint that could not be written is tried again."""
 _LARGEST_SHARE = 0.01
+_LARGEST_STATE = 100_000  # characters, of a loader
 _READS_BYTES_PER_SECOND = 300e6  # until it is measured
 
 
@@ -77,25 +86,20 @@ class SaveClock:
         # seconds that the job's last save has taken, None if not known
         cost: float | None = None,
         failures: int = 0,  # attempts of the job that have ended before this one
-        # first launch of the job, seconds since the epoch
-        job_started: float | None = None,
+        job_seconds: float = 0.0,  # since the job's first launch
         now: Callable[[], float] = time.monotonic,  # the clock, in seconds
     ) -> None:
         self._plan = plan
         self._cost = cost
         self._failures = failures
         self._now = now
-        # of the job, on this clock
-        self._began = now() - (
-            0.0 if job_started is None else max(time.time() - job_started, 0.0)
-        )
-        self._saved_at = now()
+        self._began = now() - job_seconds  # the job, on this clock
+        self._last_saved = self._saved_at = now()
         self.interval = 0.0  # between the last two saves, seconds
         self._saved_step: int | None = None
         self._saving_since: float | None = None
         self._has_saved = False
-        self._retries_at: float | None = None
-        self._last_saved = self._saved_at
+        self._retries_at = 0.0  # after a save that has failed
         self._calls = 0
         self.spent = 0.0  # seconds for which saves have held training up
 
@@ -105,17 +109,18 @@ class SaveClock:
         step = self._calls if step is None else step
         if self._saved_step is None:
             self._saved_step = step - 1
-        if self._retries_at is not None:
-            return self._now() >= self._retries_at
-        if self._plan.every_steps and step - self._saved_step >= self._plan.every_steps:
+        now, plan = self._now(), self._plan
+        if self._retries_at:
+            return now >= self._retries_at
+        if plan.every_steps and step - self._saved_step >= plan.every_steps:
             return True
-        now = self._now()
-        every = self._plan.every_seconds
+        every = plan.every_seconds
         if every is None:
+            since = now - self._began
             every = seconds_between_saves(
                 self._cost,
                 self._failures,
-                now - self._began,
+                since,
             )
         return now - self._saved_at >= every
 
@@ -142,7 +147,7 @@ class SaveClock:
 
     def saved(self, step: int | None) -> float | None:
         """Return for how many seconds the save held training up, None if that is not known."""
-        self._retries_at = None
+        self._retries_at = 0.0
         now = self._now()
         self.interval, self._last_saved = now - self._last_saved, now
         # the next one may have begun before this one was on the disk
@@ -156,6 +161,64 @@ class SaveClock:
         self._saved_step = self._calls if step is None else step
 
 
+class Batches:
+    """Counts the batches that a trainer is given."""
+
+    def __init__(self) -> None:
+        self._at = START
+        self._resumed = START
+        self._loader: Any = None
+
+    @property
+    def position(self) -> Position:
+        """Where it is now: the batch given last counts."""
+        return replace(self._at, loader=_state_of(self._loader))
+
+    def resume(
+        self,
+        path: Path,
+        step: int,
+        skips_to: int,
+    ) -> None:
+        """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
+        step ``skips_to``, with which training diverged, are passed over."""
+        known = read_manifests(path.parent)
+        found = (one.position for one in known if one.path == path.absolute())
+        at, more = next(found, START), skips_to - step
+        if step and more > 0 and (batches := round(more * at.batches / step)):
+            log.info("training diverged here: passing over %d batches", batches)
+            at = Position(at.batches + batches, at.in_pass + batches)
+        self._resumed = at
+
+    def over(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield a pass over a loader; of the first one what is left."""
+        at, self._resumed = self._resumed, START
+        given = max(at.batches, self._at.batches)
+        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._loader = loader if has_state else None
+        done = skips = at.in_pass
+        if at.loader is not None and has_state:
+            restorable: Any = loader
+            restorable.load_state_dict(at.loader)
+            skips = 0
+        elif isinstance(loader, Sized) and skips:
+            done = skips = skips % max(len(loader), 1)
+        self._at = Position(given, done)
+        for batch in itertools.islice(loader, skips, None):
+            self._at = Position(self._at.batches + 1, self._at.in_pass + 1)
+            yield batch
+
+
+def _state_of(loader: Any) -> Any:
+    """Return a loader's state where it is plain and small, None otherwise: then it is counted."""
+    with contextlib.suppress(TypeError, ValueError):
+        state = None if loader is None else loader.state_dict()
+        text = json.dumps(state)
+        if len(text) < _LARGEST_STATE and json.loads(text) == state:
+            return state
+    return None
+
+
 class Saving:
     """When attempt number ``attempt`` of a job saves, and what it has saved."""
 
@@ -165,16 +228,25 @@ class Saving:
         attempt: int,
         # returns whether the weights after a step are known to be good
         proves: Callable[[int], bool] = lambda step: False,
+        # takes each complete checkpoint, its step, and where it is in the data
+        report: Callable[[Path, int | None, Position | None], None] = (
+            lambda path, step, position: None
+        ),
+        *,
+        is_main: bool = True,
     ) -> None:
+        self.report = report
+        self.is_main = is_main  # whether this is rank 0, which saves and reports
+        self.batches = Batches()
         self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
         # identity of the job, the same for all of its attempts; empty without a launcher; None
         # where no one would resume and so no manifest is written
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
-        self._job_started = None if identity is None else identity.started
-        # why the last checkpoint could not be written, None if it was
-        self.owed: str | None = None
+        self._job_started = time.time() if identity is None else identity.started
+        # why the last checkpoint could not be written, empty if it was
+        self.owed = ""
         self._proves = proves
         self.rotates = False  # whether it is we who remove old ones
         self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
@@ -195,7 +267,7 @@ class Saving:
             self.plan,
             cost=next((one.seconds for one in reversed(known) if one.seconds), None),
             failures=self._attempt - 1,
-            job_started=self._job_started,
+            job_seconds=max(time.time() - self._job_started, 0.0),
         )
 
     def saved(
@@ -208,7 +280,7 @@ class Saving:
         is_good: bool = True,
     ) -> None:
         """Write the manifest of the complete checkpoint at ``path``, if it is good."""
-        seconds, self.owed = self.clock.saved(step), None
+        seconds, self.owed = self.clock.saved(step), ""
         if self.job is not None and is_good:
             self._unlisted[path] = Manifest(
                 self.job,
@@ -229,20 +301,16 @@ class Saving:
                 record_checkpoint(self.folder, manifest)
             except OSError as error:
                 why = error.strerror or error
-                log.warning(
-                    "no manifest of the checkpoint %s yet: %s",
-                    path,
-                    why,
-                )
+                log.warning("no manifest of the checkpoint %s yet: %s", path, why)
                 if path.exists():
                     return
             del self._unlisted[path]
 
-    def damage_in(self, path: Path) -> str | None:
-        """Return what is wrong with a checkpoint, None if nothing is known to be; it is read back
+    def damage_in(self, path: Path) -> str:
+        """Return what is wrong with a checkpoint, empty if nothing is known to be; it is read back
         within 1 % of the time."""
         if self.job is None:
-            return None
+            return ""
         # what cannot be read back just now may be whole
         with contextlib.suppress(OSError, MemoryError):
             size = size_of(path)
@@ -250,12 +318,12 @@ class Saving:
             reads = takes <= _LARGEST_SHARE * self.clock.interval
             started = time.monotonic()
             damage = damage_in(path, reads=reads)
-            if reads and damage is None:
+            if reads and not damage:
                 self._contents[path] = content_of(path)
                 seconds = time.monotonic() - started
                 self._bytes_per_second = max(size, 1) / max(seconds, 1e-6)
             return damage
-        return None
+        return ""
 
     def failed(self, reason: str) -> None:
         """Record that a checkpoint could not be written."""
@@ -278,11 +346,12 @@ class Saving:
             with _warned():
                 mark(self.folder, self.job, loss_of)
             # an older one makes room for the manifest of the newest
+            keep = max(keep - len(self._unlisted), 1)
             rotate(
                 self.folder,
                 self.job,
                 pattern,
-                max(keep - len(self._unlisted), 1),
+                keep,
             )
             self._list()
 

@@ -18,15 +18,15 @@ from collections.abc import (
 )
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from robust_train.attempt.cadence import Saving
 from robust_train.compat import (
     keep_versions,
     load_shards,
@@ -55,9 +55,6 @@ from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 
-if TYPE_CHECKING:
-    from robust_train.attempt.run import Run
-
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
@@ -76,58 +73,42 @@ INDEX = "index.pt"
 STEP = "step"  # of a checkpoint of `run.save`
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A checkpoint that is being written while training goes on."""
-
-    step: int
-    position: Position
-    path: Future[Path]
-
-
 class CheckpointFolder:
-    """The checkpoints of a run in its ``checkpoint_dir``, of which the newest ``keep`` are kept:
+    """The checkpoints that a run saves, ``run.saving``, of which the newest ``keep`` are kept:
     files like ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes.
     Then all ranks save, and the first one reports."""
 
     def __init__(
         self,
-        run: Run,
+        saving: Saving,
         *,
         keep: int,  # 0: who writes them removes old ones
         write_folder: Callable[[Content, Path], Path] | None = None,
         copies: int = 1,  # of a checkpoint's size that ranks of this host make at the same time
         suffix: str = ".pt",
     ) -> None:
-        self.path = run.checkpoint_dir
-        run.saving.rotates = keep > 0
-        self._run = run
+        saving.rotates = keep > 0
+        self.path = saving.folder
+        self._saving = saving
         self._keep = keep
         self._write_folder = write_folder
         self._suffix = suffix
-        self._in_flight: _InFlight | None = None
+        # what is being written while training goes on, its step, and where it is in the data
+        self._in_flight: tuple[Future[Path], int, Position] | None = None
         self._rotating: Future[None] | None = None
         self._room = HostCopies(copies)
 
-    def save(
-        self,
-        content: Content,
-        step: int,
-    ) -> Path:
+    def save(self, content: Content, step: int) -> Path:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
-        at = self._run.position
+        at = self._saving.batches.position
         path = self._write(content, step)
         self._report(path, step, at)
         self.report_written(wait=True)
         return path
 
-    def save_from_copy(
-        self,
-        content: Content,
-        step: int,
-    ) -> None:
+    def save_from_copy(self, content: Content, step: int) -> None:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
@@ -164,7 +145,7 @@ class CheckpointFolder:
             else:
                 owed.append(partial(save, *copied.values()))
 
-        at_once |= not self._run.is_main
+        at_once |= not self._saving.is_main
         copying = nullcontext() if at_once else saving_files(later)
 
         def complete() -> Path:
@@ -177,10 +158,10 @@ class CheckpointFolder:
 
         with self._none_left(path), copying:
             together(write, of_all_ranks)
-        if self._run.is_main:
+        if self._saving.is_main:
             self._goes_on(step, complete)
         else:
-            self._run.checkpoint_saved(path, step)
+            self._saving.report(path, step, None)
 
     @contextlib.contextmanager
     def _none_left(self, path: Path) -> Iterator[None]:
@@ -192,34 +173,31 @@ class CheckpointFolder:
                 raise
             why = first_line(error)
             # torch's writer of files does not say why
-            if not isinstance(error, OSError) and why_full(
-                self._run.run_dir, str(path)
-            ):
+            run_dir, is_of_system = self.path.parent, isinstance(error, OSError)
+            if not is_of_system and why_full(run_dir, str(path)):
                 why = os.strerror(ENOSPC)
-            if self._run.is_main:
+            if self._saving.is_main:
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(f"cannot write {path}: {why}") from None
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
-        self._in_flight = _InFlight(step, self._run.position, _in_background(write))
-        self._run.saving.clock.copied()
+        position = self._saving.batches.position
+        self._in_flight = _in_background(write), step, position
+        self._saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
         """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
         CheckpointError if it could not be; the earlier ones are untouched."""
         one = self._in_flight
-        if one is not None and (wait or one.path.done()):
+        if one is not None and (wait or one[0].done()):
             self._in_flight = None
             self._room.shrink()
-            self._report(
-                one.path.result(),
-                one.step,
-                one.position,
-            )
+            path, step, position = one
+            self._report(path.result(), step, position)
         if wait and self._rotating is not None:
             self._rotating.result()
 
-    def remove_leftovers(self) -> None:
+    def remove_leftovers(self, resumed_from: Path | None) -> None:
         """Remove what attempts have left that were killed while they wrote."""
         for leftover in self.path.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -227,43 +205,33 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
-            is_listed = values.parent.with_name(values.parent.name + SUFFIX).exists()
-            if not is_listed and values.parent != self._run.resume_checkpoint:
-                shutil.rmtree(values.parent, ignore_errors=True)
+            one = values.parent
+            if one != resumed_from and not one.with_name(one.name + SUFFIX).exists():
+                shutil.rmtree(one, ignore_errors=True)
 
-    def _write(
-        self,
-        content: Content,
-        step: int,
-    ) -> Path:
+    def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))
         return self._checked(write_atomically(content, path.with_suffix(self._suffix)))
 
     def _checked(self, path: Path) -> Path:
-        if self._run.is_main and (damage := self._run.saving.damage_in(path)):
+        if self._saving.is_main and (damage := self._saving.damage_in(path)):
             raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
         return path
 
-    def _report(
-        self,
-        path: Path,
-        step: int,
-        at: Position,
-    ) -> None:
-        if not self._run.is_main:
+    def _report(self, path: Path, step: int, at: Position) -> None:
+        if not self._saving.is_main:
             return
-        self._run.checkpoint_saved(path, step, at)
+        self._saving.report(path, step, at)
         if self._keep:
             # to remove a large file takes its time, too
-            self._rotating = _in_background(
-                partial(
-                    self._run.saving.rotate,
-                    "step-*",
-                    self._keep,
-                )
+            rotate = partial(
+                self._saving.rotate,
+                "step-*",
+                self._keep,
             )
+            self._rotating = _in_background(rotate)
 
 
 def _in_background(act: Callable[[], T]) -> Future[T]:
@@ -300,10 +268,11 @@ class HostCopies:
         """Return a copy with all tensors in host memory; None if there is no room."""
         tensors: dict[str, Tensor] = {}
         named_map(lambda name, one: tensors.setdefault(name, one.detach()), content)
+        known = {name: (one.shape, one.dtype) for name, one in self._buffers.items()}
         new = {
             name: one
             for name, one in tensors.items()
-            if not _fits(one, self._buffers.get(name))
+            if known.get(name) != (one.shape, one.dtype)
         }
         if not self._has_room(sum(map(_bytes_of, new.values()))):
             return None
@@ -355,14 +324,6 @@ def _settled(value: Any) -> Any:
 
 def _bytes_of(tensor: Tensor) -> int:
     return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
-
-
-def _fits(tensor: Tensor, buffer: Tensor | None) -> bool:
-    return (
-        buffer is not None
-        and buffer.shape == tensor.shape
-        and buffer.dtype == tensor.dtype
-    )
 
 
 def contents_of(state: Mapping[str, Any], step: int) -> Content:
@@ -457,14 +418,13 @@ def read_newest(
     """
     known = wait_until_readable(lambda: read_manifests(path.parent))
     wanted = next((one for one in known if one.path == path.absolute()), None)
-    older = [
-        one
-        for one in known
-        if one.path.parent == path.parent.absolute()
-        and one.loss not in USELESS
-        and (wanted is None or (one.job == wanted.job and one.order < wanted.order))
-    ]
+    if wanted is not None:
+        own = (one for one in known if one.job == wanted.job)
+        known = [one for one in own if one.order < wanted.order]
+    folder = path.parent.absolute()
+    older = [one for one in known if one.path.parent == folder]
     older.sort(key=lambda one: one.order, reverse=True)
+    names = [one.path.name for one in older if one.loss not in USELESS]
 
     def compare() -> None:
         here = wait_until_readable(lambda: path.exists() and size_of(path))
@@ -473,7 +433,7 @@ def read_newest(
             raise OSError(ESTALE, why, str(path.parent))
 
     wait_until_readable(compare)  # a network disk shows a new file to some hosts later
-    for name in gather([path.name, *(one.path.name for one in older)])[0]:
+    for name in gather([path.name, *names])[0]:
         candidate = path.parent / name  # which may be another one on another node
         try:
             read = partial(
@@ -518,7 +478,7 @@ def _read(
     try:
         file = path / VALUES if path.is_dir() else path
         file.open("rb").close()
-        if not is_compared and (damage := damage_in(path, reads=True)) is not None:
+        if not is_compared and (damage := damage_in(path, reads=True)):
             raise _Unusable(damage)
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
         content = torch.load(

@@ -62,15 +62,14 @@ class Code:
             if rank == 0:
                 shutil.rmtree(plan.folder, ignore_errors=True)
         elif plan.runs_first:
-            copies = {one.name: one for one in self._known.values()}
-            sys.meta_path.insert(0, _Finder(plan.folder, copies))
+            sys.meta_path.insert(0, _Finder(plan.folder, self._known))
 
     def note(self, program: Sequence[str] = ()) -> None:
         """Record what was imported since the last call, and the files of a ``program``; log which
         files are not as they were. A disk that is full costs the record."""
         if self._rank:
             return
-        files = {name: path for name, path in _own_modules() if name not in self._seen}
+        files = {name: path for name, path in own_modules() if name not in self._seen}
         files |= {path: path for path in program if PROGRAM_FILE.search(path)}
         self._seen |= files.keys()
         changed: dict[str, int] = {}
@@ -190,7 +189,7 @@ def _read(folder: Path) -> dict[str, _Source]:
     return found
 
 
-def _own_modules() -> list[tuple[str, str]]:
+def own_modules() -> list[tuple[str, str]]:
     """Return name and file of the imported modules that are the user's, but those from a copy."""
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     found = []

@@ -159,7 +159,7 @@ class Guard:
     ) -> None:
         """Take the loss of a step, for who reports it with a later one: what :meth:`reported` is
         given from here on is not looked at."""
-        self._is_given = True
+        self._is_given = self._is_reported = True
         self._see(step, loss)
 
     def reported(
@@ -169,6 +169,7 @@ class Guard:
     ) -> None:
         """Take the loss with which a step was reported."""
         if not self._is_given:
+            self._is_reported = True
             self._see(step, loss)
 
     def computed(self, loss: Tensor) -> None:
@@ -177,21 +178,14 @@ class Guard:
             return
         self._loss = loss if self._loss is None else self._loss + loss
         if not self._is_reported and self._late_updates is None:
-            self._see(
-                1 + self._steps_done(),
-                loss,
-                is_reported=False,
-            )
+            self._see(1 + self._steps_done(), loss)
 
     def _see(
         self,
         step: int,
         loss: Any,
-        *,
-        is_reported: bool = True,
     ) -> None:
         """Take a loss; a tensor's is read a step later, where nothing waits for it."""
-        self._is_reported = self._is_reported or is_reported
         if self.divergence is None:
             return
         if hasattr(loss, "detach"):
@@ -213,7 +207,7 @@ class Guard:
         self.losses = self.losses.after(step, loss, plan)
         if not self.losses.bad:
             self.good_since = time.time()
-        if (why := self.losses.diverged(plan)) is not None:
+        if why := self.losses.diverged(plan):
             raise self._diverged(
                 why,
                 self.losses.good_step,
@@ -284,13 +278,12 @@ class Guard:
         bad_step: int,
     ) -> Spoiled:
         evidence = Evidence(good_step=good_step, bad_step=bad_step)
-        return self._spoiled(
-            Failure(
-                FailureKind.DIVERGED,
-                f"diverged: {why}",
-                evidence,
-            )
+        failure = Failure(
+            FailureKind.DIVERGED,
+            f"diverged: {why}",
+            evidence,
         )
+        return self._spoiled(failure)
 
     # --- steps computed twice ---
 

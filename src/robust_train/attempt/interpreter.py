@@ -116,10 +116,9 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
                     break
                 started = time.monotonic()
                 _import_one(name)
-                seconds = time.monotonic() - started
-                pause = (
-                    min(seconds, _LONGEST_PAUSE_SECONDS) if wanted.is_standby else 0.0
-                )
+                if wanted.is_standby:
+                    seconds = time.monotonic() - started
+                    pause = min(seconds, _LONGEST_PAUSE_SECONDS)
     except ConfigError as error:
         return Prepared(str(error))
     return Prepared(is_unfit=started_driver() is not None)
@@ -252,9 +251,8 @@ class _Reporter:
             of = self._request.config.trainer
             folder = os.path.abspath(of.cwd or "")
             self._code.note([os.path.join(folder, word) for word in of.argv or ()])
-        modules = tuple(
-            name for name in _installed_modules() if name not in _AT_THE_START
-        )
+        names = _installed_modules()
+        modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
             self._reported = len(modules)
             self.send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))
@@ -262,7 +260,7 @@ class _Reporter:
 
 def _installed_modules() -> tuple[str, ...]:
     """Return the imported modules that lie in site-packages; not those of the user or of ours."""
-    folders = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return tuple(
         name
         for name, module in list(sys.modules.items())
@@ -337,10 +335,9 @@ def set_environment(
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
     for name in request.of_first_rank if rank else ():
         os.environ.pop(name, None)
-    for name in ("RANK", "ROLE_RANK", "LOCAL_RANK"):
-        os.environ[name] = str(rank)
-    for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(request.ranks)
+    for name in ("", "ROLE_", "LOCAL_"):
+        os.environ[f"{name}RANK"] = str(rank)
+        os.environ[f"{name}WORLD_SIZE"] = str(request.ranks)
     os.environ |= {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",

@@ -7,7 +7,6 @@ import logging
 import mmap
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import psutil
 
@@ -78,7 +77,7 @@ class CacheChecks:
     def __init__(
         self,
         every: int,
-        threshold: float = 0.0,
+        threshold: float,
     ) -> None:
         self._every = every
         self._threshold = threshold
@@ -116,16 +115,15 @@ class AttemptMemory(MemoryKeeper):
         self._shrinks = config.shrink_before_oom
         self._index = device_index(config.device)
         self._settings = memory = config.memory
-        every = {
-            "step": memory.empty_cache_frequency,
-            "save": int(memory.clear_after_save),
-            "epoch": int(memory.clear_after_epoch),
-        }
-        threshold = {"step": memory.empty_cache_threshold}
+        kinds = (
+            ("step", memory.empty_cache_frequency, memory.empty_cache_threshold),
+            ("save", int(memory.clear_after_save), 0.0),
+            ("epoch", int(memory.clear_after_epoch), 0.0),
+        )
         self._checks = {
-            name: CacheChecks(count, threshold.get(name, 0.0))
-            for name, count in every.items()
-            if count
+            reason: CacheChecks(every, threshold)
+            for reason, every, threshold in kinds
+            if every
         }
         self._next_log = 0
         self._has_written_oom = False
@@ -155,9 +153,9 @@ class AttemptMemory(MemoryKeeper):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
+        kind: object,
+        error: object,
+        frames: object,
     ) -> None:
         self._reserve.release()
         try:
@@ -192,7 +190,6 @@ class AttemptMemory(MemoryKeeper):
 
     def occasion(self, reason: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
-
         checks = self._checks.get(reason)
         if checks is not None and checks.empties(lambda: self._cached().unused_share):
             self._clear(reason, thorough=False)
@@ -222,12 +219,10 @@ class AttemptMemory(MemoryKeeper):
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache; shrink if that is configured."""
         before, total = self._alloc_retries, self._read_alloc_retries()
-        if total is None:
-            return
         self._alloc_retries = total
-        has_retried = before is not None and total > before
+        has_retried = total is not None and before is not None and total > before
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
-        if self._tight_steps < _TIGHT_STEPS:
+        if total is None or self._tight_steps < _TIGHT_STEPS:
             return
         if not self._has_warned:
             self._has_warned = True
@@ -246,11 +241,8 @@ class AttemptMemory(MemoryKeeper):
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
         self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
-        if (
-            self._is_set_up
-            and self._index is not None
-            and self._settings.snapshot_on_oom
-        ):
+        has_history = self._index is not None and self._settings.snapshot_on_oom
+        if self._is_set_up and has_history:
             self._end_history = record_history_after_an_oom(self._run.run_dir)
 
     def _clear(

@@ -12,17 +12,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from robust_train.attempt.asked import Asked
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.guard import Guard
-from robust_train.attempt.position import Batches
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
 from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.folder.trackers import TrackerNote
-from robust_train.host.votes import CHECKPOINT, Flags
+from robust_train.host.votes import CHECKPOINT, STOP, Flags
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
 from robust_train.model.errors import Spoiled
@@ -62,6 +60,9 @@ T = TypeVar("T")
 Report = Callable[[Event], None]
 """Takes one event."""
 
+Answer = Callable[[dict[str, Json]], None]
+"""Takes the reply to a request that was made of a live run."""
+
 
 class MemoryKeeper:
     """Looks after the memory of an attempt; this one does nothing."""
@@ -79,11 +80,12 @@ class MemoryKeeper:
         """Return memory that is not in use any more."""
 
 
-class Run(Asked):
+class Run:
     """One attempt as its trainer sees it.
 
     Attributes:
         attempt: number of this attempt, counted from 1.
+        rank: number of this process among those that share the optimizer steps, from 0.
         run_dir: the job's run folder.
         checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
         resume_checkpoint: the checkpoint to go on from, None if it starts afresh.
@@ -100,6 +102,11 @@ class Run(Asked):
             there.
         passes_over: whether the trainer heeds that.
         reads_lr: whether the trainer takes ``training.lr`` of each attempt; None: if it reads it.
+        is_cooperative: the trainer has read :attr:`stop_requested`.
+        looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
+        was_told_to_stop: it has seen that it is to stop.
+        at_boundary: set by whoever calls the trainer; called between two steps with what the
+            trainer does there.
         guard: watches whether what it trains is of use.
         has_live_status: the launcher shows steps and loss on a terminal.
         send: sends an event to the launcher.
@@ -117,18 +124,18 @@ class Run(Asked):
         run_dir: Path,
         attempt: int = 1,
         resume_checkpoint: Path | None = None,
-        report: Report | None = None,
+        report: Report = lambda event: None,
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
         has_live_status: bool = False,
     ) -> None:
-        super().__init__(rank, flags)
         self.attempt = attempt
+        self.rank = rank
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
         self.resume_checkpoint = resume_checkpoint
-        self.send: Report = report or (lambda event: None)
+        self.send = report
         self.world_size = world_size
         self.has_live_status = has_live_status
         self.steps_before = 0
@@ -139,6 +146,9 @@ class Run(Asked):
         self.skips_to = 0
         self.passes_over = False
         self.reads_lr: bool | None = None
+        self.is_cooperative = self.looks_for_checkpoint_requests = False
+        self.was_told_to_stop = False
+        self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.memory_keeper = MemoryKeeper()
         self.batch_search: BatchSearch | None = None
         self.logs_memory = False
@@ -150,7 +160,13 @@ class Run(Asked):
             self._spoiled,
             is_main=self.is_main,
         )
-        self.saving = Saving(run_dir, attempt, self.guard.proves)
+        self.saving = Saving(
+            run_dir,
+            attempt,
+            self.guard.proves,
+            self.checkpoint_saved,
+            is_main=self.is_main,
+        )
         self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
         self.speed = SpeedMeter(
             world_size,
@@ -163,8 +179,12 @@ class Run(Asked):
         self._micro_batcher: MicroBatcher | None = None
         self._folder: CheckpointFolder | None = None  # of `save`
         self._keeps = 2
-        self._batches = Batches()
         self._has_resumed = False
+        self._flags = flags
+        self._checkpoint_flag_seen = 0
+        self._checkpoint_answers: list[Answer] = []
+        # no threading.Event: a signal's handler may interrupt itself
+        self._stop_requested = False
         self._unsent: Progress | None = None
         self._next_progress = 0.0
 
@@ -174,19 +194,69 @@ class Run(Asked):
         return self.rank == 0
 
     @property
+    def stop_requested(self) -> bool:
+        """Whether to save a checkpoint now and raise :class:`Interrupted`.
+
+        A trainer that never reads this gets a KeyboardInterrupt instead. Of several ranks all have
+        to read it, once a step: then they see it at the same step.
+        """
+        self.is_cooperative = True
+        self.at_boundary("stop_requested")
+        stops = self._stop_requested
+        if self._flags is not None:
+            stops = bool(self._flags.look(STOP, self.rank))
+        self.was_told_to_stop |= stops
+        return stops
+
+    def request_stop(self) -> None:
+        """Ask the trainer to stop at its next step boundary."""
+        self._stop_requested = True
+        if self._flags is not None:
+            self._flags.raise_flag(STOP)
+
+    @property
+    def checkpoint_requested(self) -> bool:
+        """Whether someone asks for a checkpoint now, after which training goes on."""
+        self.looks_for_checkpoint_requests = True
+        self.at_boundary("checkpoint_requested")
+        if self._flags is None:
+            return bool(self._checkpoint_answers)
+        if self._checkpoint_answers:
+            self._flags.raise_flag(CHECKPOINT)
+        before = self._checkpoint_flag_seen
+        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
+        return self._checkpoint_flag_seen > before
+
+    def request_checkpoint(self, answer: Answer) -> None:
+        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
+        self._checkpoint_answers.append(answer)
+
+    def withdraw_checkpoint_request(self, answer: Answer) -> None:
+        """Forget a request, where it was not answered yet."""
+        if answer in self._checkpoint_answers:
+            self._checkpoint_answers.remove(answer)
+
+    def answer_checkpoint(self, reply: dict[str, Json]) -> None:
+        """Answer all requests for a checkpoint."""
+        answers, self._checkpoint_answers = self._checkpoint_answers, []
+        for answer in answers:
+            answer(reply)
+
+    @property
     def checkpoint_due(self) -> bool:
         """Whether to save a checkpoint now and call :meth:`checkpoint_saved`.
 
         It is time, or someone asks for one. Read it once after each optimizer step. Of several
         ranks all have to; rank 0's clock counts, and all see it at the same step.
         """
-        is_time = self.is_main and self.saving.clock.is_due(self.last_step)
+        is_due = self.is_main and self.saving.clock.is_due(self.last_step)
         # worth nothing, and a framework's own rotation would remove a good one for it
-        is_time = is_time and not self.guard.losses.not_finite
-        if is_time and self._flags is not None:
-            self._flags.raise_flag(CHECKPOINT)
-        is_due = self.checkpoint_requested or (is_time and self._flags is None)
-        if is_due:
+        is_due = is_due and not self.guard.losses.not_finite
+        if self._flags is not None:
+            if is_due:
+                self._flags.raise_flag(CHECKPOINT)
+            is_due = False
+        if is_due := self.checkpoint_requested or is_due:
             self.saving.clock.begin(self.last_step)
             self.speed.pause()
         return is_due
@@ -271,11 +341,10 @@ class Run(Asked):
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr") if self.reads_lr is None else self.reads_lr,
         )
-        message = f"{failure.message}; {last}"
         return Spoiled(
             replace(
                 failure,
-                message=message,
+                message=f"{failure.message}; {last}",
                 evidence=evidence,
             )
         )
@@ -339,7 +408,8 @@ class Run(Asked):
         If memory runs out in it, it starts over with smaller parts, as if the step had not begun.
         For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
-        batcher = self._batcher_at("backward")
+        batcher = self.micro_batcher
+        self.at_boundary("backward")
         result = batcher.backward(
             loss_of,
             batch,
@@ -398,7 +468,8 @@ class Run(Asked):
 
         If memory runs out, the part that failed is repeated in smaller ones.
         """
-        batcher = self._batcher_at("forward")
+        batcher = self.micro_batcher
+        self.at_boundary("forward")
         return batcher.forward(
             function,
             batch,
@@ -413,11 +484,6 @@ class Run(Asked):
     ) -> NoReturn:
         """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
         self.micro_batcher.micro_batches()
-
-    def _batcher_at(self, boundary: str) -> MicroBatcher:
-        batcher = self.micro_batcher
-        self.at_boundary(boundary)
-        return batcher
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield from ``loader``, the data to train on, and measure how long training waits for it::
@@ -434,13 +500,13 @@ class Run(Asked):
         self.passes_over = True
         # with the first batch: by now the trainer has reported where it begins
         if self.resume_checkpoint is not None and not self._has_resumed:
-            self._batches.resume(
+            self.saving.batches.resume(
                 self.resume_checkpoint,
                 self.steps_before,
                 self.skips_to,
             )
         self._has_resumed = True
-        yield from self._batches.over(loader)
+        yield from self.saving.batches.over(loader)
 
     @property
     def splits_batches(self) -> bool:
@@ -504,7 +570,7 @@ class Run(Asked):
         is_first = self._folder is None
         folder = self.checkpoints(keep, suffix)
         if is_first:
-            folder.remove_leftovers()
+            folder.remove_leftovers(self.resume_checkpoint)
         self.try_to_save(lambda: folder.save_from_copy(content, step))
 
     def checkpoints(
@@ -518,7 +584,7 @@ class Run(Asked):
 
         if self._folder is None:
             self._folder = CheckpointFolder(
-                self,
+                self.saving,
                 keep=keep,
                 suffix=suffix,
             )
@@ -558,7 +624,7 @@ class Run(Asked):
     @property
     def position(self) -> Position:
         """Where :meth:`batches` is in the data."""
-        return self._batches.position
+        return self.saving.batches.position
 
     def checkpoint_saved(
         self,
@@ -572,15 +638,15 @@ class Run(Asked):
         loss, spent = self.guard.losses.of_checkpoint(step), 0.0
         if self.is_main:
             at = self.position if position is None else position
-            damage = self.saving.damage_in(Path(path)) if position is None else None
+            damage = self.saving.damage_in(Path(path)) if position is None else ""
             self.saving.saved(
                 Path(path),
                 step,
                 loss,
                 at,
-                is_good=damage is None,
+                is_good=not damage,
             )
-            if damage is not None:
+            if damage:
                 log.warning(
                     "checkpoint %s: %s; it is not used",
                     path,

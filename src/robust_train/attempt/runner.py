@@ -100,13 +100,21 @@ def run_attempt(
             signals.enter_context(stopping(stop_trainer(run)))
             with AttemptRequests(run, run.run_dir, tick):
                 try:
-                    cfg, config = request.cfg, request.config
-                    result = call_trainer(load(), cfg, config, run)
+                    result = call_trainer(
+                        load(),
+                        request.cfg,
+                        request.config,
+                        run,
+                    )
                 finally:
                     run.finish_saving()
                 run.is_cooperative = True  # a signal has nothing to interrupt any more
-                _refuse_to_lose_steps(run)
-            result = figures_of(result, config.objective)
+                if run.saving.owed and not run.was_told_to_stop:
+                    unsaved = CheckpointError(run.saving.owed)
+                    # its last steps are repeated once there is room on the disk
+                    if classify_failure(unsaved).kind is FailureKind.DISK_FULL:
+                        raise unsaved
+            result = figures_of(result, request.config.objective)
             ending = Finished(plain(result, "the trainer's result"))
         except BaseException as raised:
             if isinstance(raised, SystemExit) and raised.code in (None, 0):
@@ -115,14 +123,12 @@ def run_attempt(
                 error = raised
                 ending = _failed(_failure_of(raised, run), raised)
         if run.was_told_to_stop and isinstance(ending, Finished):
-            ending = Failed(
-                Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did")
-            )
+            why = "it was asked to stop, and did"
+            ending = Failed(Failure(FailureKind.INTERRUPTED, why))
         run.speed.send()
         if supports(run, CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))
-        memory = memory_in_use()
-        now = time.monotonic()
+        memory, now = memory_in_use(), time.monotonic()
         send(replace(ending, step=run.last_step, memory=memory, at=now))
         if error is None or not process_ends:
             run.memory_keeper.clean_up(error)
@@ -140,15 +146,6 @@ def figures_of(result: Any, objective: str | None) -> Any:
         names = ", ".join(map(str, result))
         log.warning("objective=%s: not in the result, which has %s", objective, names)
     return {**result, "objective": result.get(objective)}
-
-
-def _refuse_to_lose_steps(run: Run) -> None:
-    """Fail a completed training that a full disk has kept from saving its last steps: the next
-    attempt repeats them once there is room."""
-    if run.saving.owed is not None and not run.was_told_to_stop:
-        unsaved = CheckpointError(run.saving.owed)
-        if classify_failure(unsaved).kind is FailureKind.DISK_FULL:
-            raise unsaved
 
 
 def call_trainer(
@@ -222,18 +219,16 @@ def _module(frames: TracebackType) -> str:
 
 def _failed(failure: Failure, error: BaseException) -> Failed:
     of_rank = error if isinstance(error, RankFailure) else None
+    is_in_words = isinstance(error, (Spoiled, UserError))
+    classes = type(error).__mro__
     return Failed(
         failure,
         config_error=str(error) if isinstance(error, ConfigError) else None,
-        traceback=None
-        if isinstance(error, (Spoiled, UserError))
-        else trainer_traceback(error),
+        traceback=None if is_in_words else trainer_traceback(error),
         error=_pickled(error),
         others_know=of_rank is not None,
         caused_by_rank=of_rank.rank if of_rank and of_rank.is_elsewhere else None,
-        exceptions=tuple(
-            f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__
-        ),
+        exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in classes),
     )
 
 

@@ -6,6 +6,7 @@ caching allocator. It starts no CUDA and imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -141,11 +142,7 @@ class Sampler:
         try:
             self._thread.start()
         except RuntimeError as error:
-            log.warning(
-                "no memory over time in %s: %s",
-                FILE_NAME,
-                error,
-            )
+            log.warning("no memory over time in %s: %s", FILE_NAME, error)
             self._ended.set()
 
     def stop(self) -> None:
@@ -158,11 +155,8 @@ class Sampler:
         try:
             self._sample_until_ended()
         except Exception as error:  # no figure is worth an attempt
-            log.warning(
-                "memory over time in %s ends: %s",
-                FILE_NAME,
-                first_line(error),
-            )
+            why = first_line(error)
+            log.warning("memory over time in %s ends: %s", FILE_NAME, why)
 
     def _sample_until_ended(self) -> None:
         is_last = False
@@ -185,7 +179,7 @@ class Sampler:
         device, cached, gpu = self._device, None, None
         if self._index is not None:
             # by the UUID that CUDA knows it by, once that is known
-            self._gpu_name = self._gpu_name or _uuid_of(self._index) or ""
+            self._gpu_name = self._gpu_name or _uuid_of(self._index)
             cached = cached_on(self._index)
             gpu = self._as_nvml_has_it() if self._gpu_name else None
             if gpu is not None:
@@ -215,17 +209,18 @@ class Sampler:
         return self._gpu
 
 
-def _uuid_of(index: int) -> str | None:
+def _uuid_of(index: int) -> str:
     """Read ``CUDA_VISIBLE_DEVICES`` if that is clear, else ask torch once CUDA has started."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) else ""
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and by_pci):
         return name
-    torch = started_torch()
-    if torch is None:
-        return None
-    try:
-        return gpu_uuid(torch, index)
-    except (AttributeError, RuntimeError, AssertionError):
-        return None
+    with contextlib.suppress(
+        AttributeError,
+        RuntimeError,
+        AssertionError,
+    ):
+        if (torch := started_torch()) is not None:
+            return gpu_uuid(torch, index)
+    return ""

@@ -31,10 +31,16 @@ class Moment:
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
+        # behind what is queued on the current GPU, if this process uses that one: an event makes a
+        # context where there is none
         self._event: Any = None
+        torch = started_torch()
         # after a fault the device answers nothing
         with contextlib.suppress(RuntimeError):
-            self._event = _event_now()
+            if torch is not None and has_context(torch, torch.cuda.current_device()):
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                self._event = event
 
     def is_past(self) -> bool:
         """Return whether the GPU, too, has come here."""
@@ -47,17 +53,6 @@ class Moment:
         if self._event is None or later._event is None:
             return later.at - self.at
         return float(self._event.elapsed_time(later._event)) / 1000
-
-
-def _event_now() -> Any:
-    """Return an event behind what is queued on the current GPU, if this process uses that one: an
-    event makes a context where there is none."""
-    torch = started_torch()
-    if torch is None or not has_context(torch, torch.cuda.current_device()):
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @dataclass

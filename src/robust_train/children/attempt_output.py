@@ -29,15 +29,6 @@ _BAR_SECONDS = 1.0
 """How often the log gets the state of a line that is still being rewritten."""
 
 
-def _has_input() -> bool:
-    """Return whether standard input is a file or a pipe: a terminal's stays with the launcher."""
-    try:
-        mode = os.fstat(0).st_mode
-    except OSError:
-        return False
-    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
-
-
 class OutputStream:
     """One of stdout and stderr: a terminal for the child where ours is one, else a pipe.
 
@@ -129,8 +120,10 @@ class OutputPump:
     def input_fd(self) -> int | None:
         """What attempts read: our standard input where that is a file or a pipe, a terminal without
         input where ours is one (``stty size`` asks there); None: nothing."""
-        if _has_input():
-            return 0
+        with contextlib.suppress(OSError):  # closed
+            mode = os.fstat(0).st_mode
+            if stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
+                return 0
         both = os.isatty(0) and self.stdout.is_terminal
         return self.stdout.child_fd if both else None
 
@@ -264,12 +257,13 @@ def _end_input(master: int, child: int) -> None:
 
 
 def _copy_size(source: int, target: int) -> None:
-    size = fcntl.ioctl(
-        source,
-        termios.TIOCGWINSZ,
-        b"\0" * 8,
+    columns, lines = os.get_terminal_size(source)
+    # of a terminal that does not know its size bars would be empty
+    size = struct.pack(
+        "HHHH",
+        lines or 24,
+        columns or 80,
+        0,
+        0,
     )
-    if size[:4] == b"\0" * 4:
-        # a terminal that does not know its size: bars would be empty
-        size = struct.pack("HHHH", 24, 80, 0, 0)
     fcntl.ioctl(target, termios.TIOCSWINSZ, size)

@@ -38,26 +38,22 @@ _LOGIND = [
     "get-property",
     "org.freedesktop.login1",
     "/org/freedesktop/login1",
+    "org.freedesktop.login1.Manager",
+    "KillUserProcesses",
 ]
-_LOGIND += ["org.freedesktop.login1.Manager", "KillUserProcesses"]
 _SECONDS = 10
 _MOST_BYTES = 1 << 20
 
 
-def _inherited() -> int | None:
-    """Return the pipe to the command in the foreground; None if this is the foreground."""
-    with contextlib.suppress(
-        KeyError,
-        ValueError,
-        OSError,
-    ):
-        descriptor = int(os.environ.pop(_VARIABLE))
-        os.set_inheritable(descriptor, False)
-        return descriptor
-    return None
-
-
-_pipe = _inherited()
+_pipe: int | None = None  # to the command in the foreground; None if this is that
+with contextlib.suppress(
+    KeyError,
+    ValueError,
+    OSError,
+):
+    _inherited = int(os.environ.pop(_VARIABLE))
+    os.set_inheritable(_inherited, False)
+    _pipe = _inherited
 is_detached = _pipe is not None  # Whether this process is the one in the background
 
 
@@ -109,19 +105,13 @@ def has_begun(folder: Path, text: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    printed = b""
-    with contextlib.suppress(OSError):
-        printed = os.pread(1, _MOST_BYTES, 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
-        output = os.open(
-            folder / OUTPUT_FILE,
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-            0o666,
-        )
+        output = os.open(folder / OUTPUT_FILE, flags, 0o666)
     except OSError:  # a full disk costs the output, not the training
         output = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError):
-        os.write(output, printed)
+        os.write(output, os.pread(1, _MOST_BYTES, 0))
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
@@ -166,10 +156,11 @@ def past_logout() -> tuple[list[str], str]:
     lingers = Path("/var/lib/systemd/linger", user_name(os.geteuid())).exists()
     if works and lingers:
         return _SCOPE, ""
-    remedy = "before you log out: loginctl enable-linger"
+    prefix, remedy = _SCOPE, "before you log out: loginctl enable-linger"
     if not works:
+        prefix = []
         remedy = (
             "systemd-run --user --scope, which would prevent that, does not work here"
         )
     note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
-    return (_SCOPE if works else []), note
+    return prefix, note

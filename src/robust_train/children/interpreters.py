@@ -34,7 +34,7 @@ from robust_train.host.linux import (
     shared_machine_environment,
 )
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
-from robust_train.host.wire import read_events
+from robust_train.host.wire import read_events, send_file
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
 
@@ -54,6 +54,7 @@ class Interpreter:
         is_asked: it was given something to import.
         is_begun: it was given its attempt.
         is_unfit: it can run no attempt: an import of its has started CUDA.
+        answers_due: preparations that it has not ended.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Interpreter:
         self.max_resident_bytes = 0
         self.is_unfit = self.is_asked = self.is_begun = False
         self._environ = _environ_at_import()
-        self._answers_due = 0
+        self.answers_due = 0
 
     @property
     def is_running(self) -> bool:
@@ -83,14 +84,8 @@ class Interpreter:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             self.max_resident_bytes = usage.ru_maxrss * 1024
         if pid:
-            self._process.returncode = self.returncode = os.waitstatus_to_exitcode(
-                status
-            )
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether it has imported what it was given to import."""
-        return self._answers_due == 0
+            self.returncode = os.waitstatus_to_exitcode(status)
+            self._process.returncode = self.returncode
 
     @property
     def is_usable(self) -> bool:
@@ -101,7 +96,7 @@ class Interpreter:
     def prepare(self, wanted: Preparation) -> None:
         """Have it import modules; it breaks off an earlier preparation for this one."""
         self.is_asked = True
-        self._answers_due += 1
+        self.answers_due += 1
         self._send(wanted)
 
     def begin(
@@ -113,7 +108,7 @@ class Interpreter:
         self.is_begun = True
         self._send(begin, descriptors)
 
-    def read(self, most: int | None = None) -> Iterator[Event]:
+    def read(self, most: int = sys.maxsize) -> Iterator[Event]:
         """Yield the events of its attempt that have arrived; handle its own answers.
 
         Raises:
@@ -123,7 +118,7 @@ class Interpreter:
             if not isinstance(event, Prepared):
                 yield event
                 continue
-            self._answers_due -= 1
+            self.answers_due -= 1
             self.is_unfit |= event.is_unfit
             if event.refusal is not None:
                 raise ConfigError(event.refusal)
@@ -138,15 +133,12 @@ class Interpreter:
         message: Preparation | Begin,
         descriptors: Sequence[int] = (),
     ) -> None:
-        with os.fdopen(os.memfd_create("message"), "wb") as file:
-            pickle.dump(message, file)
-            file.flush()
-            with contextlib.suppress(OSError):  # it has ended, which the reaper reports
-                socket.send_fds(
-                    self.channel,
-                    [b"\0"],
-                    [file.fileno(), *descriptors],
-                )
+        with contextlib.suppress(OSError):  # it has ended, which the reaper reports
+            send_file(
+                self.channel,
+                pickle.dumps(message),
+                descriptors,
+            )
 
 
 class Interpreters:
@@ -240,9 +232,7 @@ class Interpreters:
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-        while pending := [
-            one for one in wanted if one.is_running and not one.is_prepared
-        ]:
+        while pending := [one for one in wanted if one.is_running and one.answers_due]:
             channels = [one.channel.fileno() for one in pending]
             readable([*self.pump.descriptors, *channels], TICK_SECONDS)
             self.poll()
@@ -263,9 +253,9 @@ class Interpreters:
         """Kill all but these interpreters and what they started; return what cannot be killed."""
         spared = {self._reaper.pid}
         for one in kept:
-            spared.add(one.pid)
             with contextlib.suppress(psutil.Error):
-                below = psutil.Process(one.pid).children(recursive=True)
+                root = psutil.Process(one.pid)
+                below = (root, *root.children(recursive=True))
                 spared.update(process.pid for process in below)
         return kill_descendants(
             lambda process: process.pid not in spared and self._is_ours(process)

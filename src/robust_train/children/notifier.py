@@ -84,7 +84,7 @@ def sentence(
     now: float,
 ) -> str:
     """Return the line of text about a state that is an event."""
-    job, spent = _job(state), duration(state.seconds(now))
+    job, spent = f"{state.name} on {state.host}", duration(state.seconds(now))
     reason = shortened(state.reason or "", 300)
     match event:
         case "completed":
@@ -97,10 +97,6 @@ def sentence(
             return f"{job} has waited {duration(max(now - state.since, 0.0))}: {why}"
     what = "was interrupted" if event == "interrupted" else "failed"
     return f"{job} {what} after {spent}: {reason or state.state}"
-
-
-def _job(state: RunState) -> str:
-    return f"{state.name} on {state.host}"
 
 
 class Notifier:
@@ -141,7 +137,7 @@ class Notifier:
     ) -> None:
         """Notify of an attempt without progress, at half of its limit and at its end; of a slow
         one; and of a disk that takes no checkpoint, once until it takes one."""
-        attempt = None if state.attempt is None else state.attempt.number
+        name, attempt = "stalled", state.attempt and state.attempt.number
         match event:
             case CheckpointSaved():
                 self._is_unsaved = False
@@ -149,15 +145,11 @@ class Notifier:
             case Slow() if event.text:
                 name, text = "slow", f" is slow: {event.text}"
             case StallWarning():
-                name, text = (
-                    "stalled",
-                    (
-                        f" shows no progress for {duration(event.seconds)} in attempt {attempt}, "
-                        f"which is ended after {duration(event.limit_seconds)}"
-                    ),
+                text = (
+                    f" shows no progress for {duration(event.seconds)} in attempt {attempt}, "
+                    f"which is ended after {duration(event.limit_seconds)}"
                 )
             case Stalled():
-                name = "stalled"
                 text = f" made no progress in attempt {attempt}: the attempt is ended"
             case CheckpointFailed():
                 name, text = "disk", f": no checkpoint could be saved: {event.reason}"
@@ -165,12 +157,15 @@ class Notifier:
                 name, text = "disk", f": {record.message}"
             case _:
                 return
-        if name == "disk":
-            if self._is_unsaved:
-                return
-            self._is_unsaved = True
+        if name == "disk" and self._is_unsaved:
+            return
+        self._is_unsaved |= name == "disk"
         with self._lock:
-            self._notify(name, state, _job(state) + text)
+            self._notify(
+                name,
+                state,
+                f"{state.name} on {state.host}{text}",
+            )
 
     def _news(self, state: RunState) -> str:
         """Return the event that a job's state amounts to; empty if no one is notified."""
@@ -190,12 +185,12 @@ class Notifier:
         self,
         event: str,
         state: RunState,
-        text: str | None = None,
+        text: str = "",
     ) -> None:
         now, result = time.time(), None
         if event == "completed" and self._run_dir is not None:
             summary = read_summary(self._run_dir)
-            result = None if summary is None else summary.objective
+            result = summary and summary.objective
         known = state.about()
         about = {
             **{name: known.get(name) for name in _FIELDS},
@@ -224,22 +219,24 @@ class Notifier:
         )
         command, urls = self._settings.command, self._settings.urls
         if command:
+            variables = {TEXT_VARIABLE: text}
             self.deliver(
                 event,
                 command[0],
                 command,
                 content,
-                {TEXT_VARIABLE: text},
+                variables,
             )
         if urls:
             program = (sys.executable, "-m", __name__)
             message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
+            variables = {"PYTHONSAFEPATH": "1"}
             self.deliver(
                 event,
                 "notify.urls",
                 program,
                 message,
-                {"PYTHONSAFEPATH": "1"},
+                variables,
             )
 
     def deliver(
@@ -275,13 +272,11 @@ class Notifier:
 
     def _collect(self) -> None:
         """End deliveries that take too long; log those that have failed."""
-        for delivery in tuple(self._deliveries):
-            if delivery.process.poll() is None and time.monotonic() < delivery.until:
-                continue
-            self._deliveries.remove(delivery)
-            problem = delivery.ended()
-            if problem:
-                self._log_failure(delivery.name, problem)
+        for one in tuple(self._deliveries):
+            if one.process.poll() is not None or time.monotonic() >= one.until:
+                self._deliveries.remove(one)
+                if problem := one.ended():
+                    self._log_failure(one.name, problem)
 
     def _log_failure(
         self,
@@ -289,11 +284,7 @@ class Notifier:
         problem: str,
     ) -> None:
         self.has_failed = True
-        log.warning(
-            "notification %s: %s",
-            name,
-            problem,
-        )
+        log.warning("notification %s: %s", name, problem)
 
     def finish(self, seconds: float = LAST_CHANCE_SECONDS) -> None:
         """Wait a moment for what is being delivered, and end the rest."""
@@ -347,11 +338,10 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # its lines may name parts of a URL
     failed = []
     for number, url in enumerate(given["urls"], start=1):
-        target = apprise.Apprise()
-        sent = False
+        target, sent = apprise.Apprise(), False
         with contextlib.suppress(Exception):
             sent = target.add(url) and bool(
-                target.notify(title=given["title"], body=given["body"])
+                target.notify(given["body"], given["title"])
             )
         if not sent:
             scheme, separator, _ = url.partition("://")

@@ -123,10 +123,11 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
 def _write(folder: Path, manifest: Manifest) -> None:
     path = manifest.path
     beside = path.parent == folder.absolute()
-    content = asdict(manifest) | {"path": path.name if beside else str(path)}
+    where = path.name if beside else str(path)
+    content = {"schema": SCHEMA, **asdict(manifest), "path": where}
     write_json(
         _file_of(folder, path),
-        {"schema": SCHEMA, **content},
+        content,
         durable=True,
     )
 
@@ -164,22 +165,22 @@ def spoil(
     mark(folder, job, loss_of)
 
 
-def damage_in(path: Path, *, reads: bool) -> str | None:
-    """Return what is wrong with a checkpoint, None if nothing is known to be. With ``reads``, all
+def damage_in(path: Path, *, reads: bool) -> str:
+    """Return what is wrong with a checkpoint, empty if nothing is known to be. With ``reads``, all
     that has checksums of its own is read and compared with them. Raises OSError."""
     for file in _files_of(path):
         if _file_by_form(file, if_empty=None) is False:
             return f"{file.name} is torn"
-        if reads and (bad := _bad_part(file)) is not None:
+        if reads and (bad := _bad_part(file)):
             return bad
-    return None
+    return ""
 
 
-def _bad_part(file: Path) -> str | None:
+def _bad_part(file: Path) -> str:
     """Return what is wrong with a zip file whose parts are compared with their checksums."""
     try:
         if not _is_zip(file):
-            return None
+            return ""
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
     except MemoryError:
@@ -189,7 +190,7 @@ def _bad_part(file: Path) -> str | None:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         return f"{file.name}: {first_line(error)}"
-    return None if bad is None else f"the checksum of {bad} is wrong"
+    return f"the checksum of {bad} is wrong" if bad else ""
 
 
 def content_of(path: Path) -> int:
@@ -215,11 +216,7 @@ def pass_over_damaged(
     before it; return whether there is. One that can be read here is not damaged, unless it is a
     folder that ``lacks_file``."""
     with contextlib.suppress(OSError):
-        if (
-            not lacks_file
-            and whole_by_form(path)
-            and damage_in(path, reads=True) is None
-        ):
+        if not lacks_file and is_readable(path):
             return False
         own = of_job(folder, job)
         before = (one for one in own if one.path != path and one.loss not in USELESS)
@@ -233,6 +230,11 @@ def pass_over_damaged(
     return False
 
 
+def is_readable(path: Path) -> bool:
+    """Return whether a checkpoint shows that it is whole, by its form and its own checksums."""
+    return bool(whole_by_form(path)) and not damage_in(path, reads=True)
+
+
 def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     """Return the newest whole checkpoint of ``job``, None if it has none. All of it is read: a
     library may load wrong bytes without a word. Raises OSError if the folder, a manifest or a
@@ -241,45 +243,29 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     for manifest in reversed(of_job(folder, job)):
         if manifest.loss in USELESS:
             continue
-        state, damage = state_of(manifest), "torn"
+        path, state = manifest.path, state_of(manifest)
+        damage = "torn" if state == "torn" else ""
         if state == "whole":
             if (newer := _unlisted(folder, manifest)) is not None:
                 return newer
-            state, damage = _compared(manifest)
-        if state == "whole":
-            if changed is not None:
-                log.warning(
-                    "checkpoint %s has changed since it was reported and is skipped",
-                    changed.path,
-                )
-            return manifest
-        if state == "changed":
+            # now all of it is read; without a checksum to compare with, nothing is read for one
+            damage, known = damage_in(path, reads=True), manifest.content
+            is_same = damage or known is None or known == content_of(path)
+            state = "whole" if is_same else "changed"
+        if damage:
+            log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
+        elif state == "changed":
             changed = changed or manifest
-        elif state != "gone":
-            log.warning(
-                "checkpoint %s is damaged (%s) and is skipped",
-                manifest.path,
-                damage,
-            )
+        elif state == "whole":
+            if changed is not None:
+                text = "checkpoint %s has changed since it was reported and is skipped"
+                log.warning(text, changed.path)
+            return manifest
     if changed is not None:
-        log.warning(
-            "checkpoint %s has changed since it was reported; using it",
-            changed.path,
-        )
+        text = "checkpoint %s has changed since it was reported; using it"
+        log.warning(text, changed.path)
         return changed
     return _unlisted(folder, Manifest(job, 0, -1, folder / _OURS))
-
-
-def _compared(manifest: Manifest) -> tuple[State, str]:
-    """Return the state of a checkpoint that looks whole, now that all of it is read, and what is
-    wrong with one that is not."""
-    damage = damage_in(manifest.path, reads=True)
-    if damage is not None:
-        return "torn", damage
-    # without a checksum to compare with, nothing is read for one
-    known = manifest.content
-    is_same = known is None or known == content_of(manifest.path)
-    return ("whole" if is_same else "changed"), ""
 
 
 _OURS = "step-0.pt"
@@ -299,7 +285,7 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
         if its_shape == shape and its_numbers > numbers and path not in own:
             found.append((its_numbers, path))
     for its_numbers, path in sorted(found, reverse=True):
-        if whole_by_form(path) and damage_in(path, reads=True) is None:
+        if is_readable(path):
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
             step = None if known.step is None else max(its_numbers[-1], known.step + 1)
             return replace(known, step=step, path=path)
@@ -320,9 +306,9 @@ def is_read_only(path: Path) -> bool:
     return False
 
 
-def why_full(run_dir: Path, message: str) -> str | None:
+def why_full(run_dir: Path, message: str) -> str:
     """Return which disk is full: that of a path in a failure's ``message``, or the run folder's,
-    which has to take another checkpoint; None if there is room."""
+    which has to take another checkpoint; empty if there is room."""
     for path in map(Path, _IN_TEXT.findall(message)):
         with contextlib.suppress(OSError):
             disk = os.statvfs(path.parent)
@@ -343,7 +329,7 @@ def why_full(run_dir: Path, message: str) -> str | None:
             os.fsync(file.fileno())
     except OSError as error:
         return f"no checkpoint fits into {run_dir} ({error.strerror})"
-    return None
+    return ""
 
 
 def rotate(
@@ -367,7 +353,7 @@ def rotate(
         ]
         proven = [one for one in whole if one.loss == "proven"][-1:]
         good = proven or [one for one in whole if one.loss == "finite"][:1]
-        kept = [*good, *whole[-keep:], *sorted(own, key=lambda one: one.time)[-1:]]
+        kept = good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS
@@ -398,7 +384,7 @@ def read_manifests(folder: Path) -> list[Manifest]:
         if name.endswith(SUFFIX) and not name.startswith("."):
             with contextlib.suppress(FileNotFoundError):
                 found.append(_read(folder.absolute() / name))
-    return [manifest for manifest in found if manifest is not None]
+    return list(filter(None, found))
 
 
 def state_of(manifest: Manifest) -> State:
@@ -430,7 +416,7 @@ def _read(file: Path) -> Manifest | None:
 def sync_all(path: Path) -> None:
     """Have a file or folder, all in it and its name survive a power cut."""
     for root, _, names in os.walk(path):
-        for name in (*names, ""):
+        for name in [*names, ""]:
             sync(Path(root, name))
     for item in (path, path.parent):
         sync(item)
@@ -457,10 +443,9 @@ def checksum_of(path: Path) -> int:
 def _file_of(folder: Path, path: Path) -> Path:
     """Return the manifest of a checkpoint."""
     elsewhere = f"-{zlib.crc32(os.fsencode(path)):08x}"
-    return (
-        folder
-        / f"{path.name}{'' if path.parent == folder.absolute() else elsewhere}{SUFFIX}"
-    )
+    if path.parent == folder.absolute():
+        elsewhere = ""
+    return folder / f"{path.name}{elsewhere}{SUFFIX}"
 
 
 UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", "~")

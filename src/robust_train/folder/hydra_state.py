@@ -73,13 +73,12 @@ def close_to_others(folder: Path, *, group_reads: bool) -> None:
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
             folder.chmod(0o750 if group_reads else 0o700)
     with contextlib.suppress(OSError):
-        status = folder.stat()
-        who = None
+        status, who = folder.stat(), ""
         if status.st_uid not in (0, os.geteuid(), _NOBODY):
             who = user_name(status.st_uid)
-        elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        elif status.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
             who = "every user of this machine"
-        if who is not None:
+        if who:
             log.warning(
                 "in the folder %s %s can replace the code and checkpoints of this job: choose "
                 "another one, or make it yours alone (chown, chmod go-w)",

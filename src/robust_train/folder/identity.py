@@ -89,11 +89,7 @@ def wait_until_readable(
                     "; nothing was changed, and what cannot be read may be removed"
                 )
                 raise unusable_folder(problem, error) from error
-        log.warning(
-            "%s; trying again in %g s",
-            problem,
-            pause,
-        )
+        log.warning("%s; trying again in %g s", problem, pause)
         sleep(pause)
 
 
@@ -148,7 +144,7 @@ def begin_job(
         known,
         max_launches,
     )
-    most = max([attempts, *(manifest.attempt for manifest in known)])
+    most = max([attempts] + [manifest.attempt for manifest in known])
     return Beginning(
         job.id,
         most,
@@ -171,12 +167,11 @@ def _check_progress(
     if reached != job.reached or (job.launches and not max_launches):
         _change(run_dir, lambda job: replace(job, launches=0, reached=reached))
     elif 0 < max_launches <= job.launches:
-        last = read_summary(run_dir)
-        reason = None if last is None else last.reason
-        why = f" (the last: {shortened(reason, 160)})" if reason else ""
-        why += (
-            "" if newest else ", and none was ever reported (a script's: --checkpoint)"
-        )
+        last, why = read_summary(run_dir), ""
+        if last is not None and last.reason:
+            why = f" (the last: {shortened(last.reason, 160)})"
+        if newest is None:
+            why += ", and none was ever reported (a script's: --checkpoint)"
         raise NoProgress(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: mend the cause and repeat the command with max_launches=0"
@@ -200,7 +195,7 @@ def resume_from(
             reported is not None
             and reported.absolute() not in known
             and reported.exists()
-            and damage_in(reported, reads=True) is None
+            and not damage_in(reported, reads=True)
         ):
             return reported
         newest = newest_checkpoint(folder, job)
@@ -265,7 +260,5 @@ def _set_aside(folder: Path) -> None:
         why = f"what another job has left cannot be set aside ({error.strerror})"
         raise unusable_folder(f"{folder}: {why}; move it", error) from error
     if aside is not None:
-        log.info(
-            "%s holds what an earlier job of this run folder has left in checkpoints",
-            aside,
-        )
+        text = "%s holds what an earlier job of this run folder has left in checkpoints"
+        log.info(text, aside)

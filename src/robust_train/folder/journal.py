@@ -52,7 +52,10 @@ class Journal:
         )
         line = (text + "\n").encode(errors="replace")
         if event.is_frequent:
-            kind = self._spacing.known(_kind_of(event))
+            # each rank's own, and each event of the trainer's
+            own = event.event_name if isinstance(event, UserEvent) else ""
+            rank = getattr(event, "rank", None) or ""
+            kind = self._spacing.known(f"{event.name} {own} {rank}")
             self._held.pop(kind, None)
             if not self._spacing.passes(kind, len(line), now):
                 self._held[kind] = line
@@ -66,12 +69,6 @@ class Journal:
             self._owed.clear()
         elif matters and len(self._owed) < _MOST_OWED:
             self._owed.append(line)
-
-
-def _kind_of(event: Event) -> str:
-    """Return what becomes sparser by itself: every rank's own, and each event of the trainer's."""
-    name = event.event_name if isinstance(event, UserEvent) else ""
-    return f"{event.name} {name} {getattr(event, 'rank', None) or ''}"
 
 
 def attempts_in(path: Path) -> int:

@@ -72,14 +72,10 @@ def ask(
 
 
 def _no_answer(run: KnownRun) -> ControlError:
+    why = f"does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
     if run.is_stopped:
-        how = f"kill -CONT {run.pid}"
-        return ControlError(
-            f"{run.id} is stopped (Ctrl-Z): continue it with fg or {how}"
-        )
-    return ControlError(
-        f"{run.id} does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
-    )
+        why = f"is stopped (Ctrl-Z): continue it with fg or kill -CONT {run.pid}"
+    return ControlError(f"{run.id} {why}")
 
 
 def status(run: KnownRun) -> dict[str, Json]:

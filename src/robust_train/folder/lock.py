@@ -127,14 +127,12 @@ class RunLock:
             )
             return
         self.hold = (self._fd,)
-        pid, user = os.getpid(), user_name(os.geteuid())
-        started = started_at(pid) or 0.0
         holder = Holder(
             socket.gethostname(),
-            pid,
-            started,
+            os.getpid(),
+            started_at(os.getpid()) or 0.0,
             time.time(),
-            user,
+            user_name(os.geteuid()),
             job,
             own_pid_namespace(),
         )
@@ -174,10 +172,17 @@ def is_held(run_dir: Path) -> bool | None:
 
 def read_holder(run_dir: Path) -> Holder | None:
     """Return who holds the folder's lock, or held it last; None if unknown."""
-    try:
-        return _parse(read_small(run_dir / LOCK_FILE, _MAX_BYTES)[0])
-    except OSError:
-        return None
+    # it cannot be read, or is not ours: MalformedEvent among them
+    with contextlib.suppress(
+        OSError,
+        ValueError,
+        OverflowError,
+    ):
+        data, _ = read_small(run_dir / LOCK_FILE, _MAX_BYTES)
+        holder = from_json(Holder, parse_json(data))
+        time.localtime(holder.since)  # can be shown
+        return holder
+    return None
 
 
 def refusal(run_dir: Path) -> str | None:
@@ -191,15 +196,6 @@ def refusal(run_dir: Path) -> str | None:
 def wait_until_free(run_dir: Path) -> None:
     """Wait, and refuse, as :class:`RunLock` does, before anything in the folder is written."""
     _wait_until(lambda: not is_held(run_dir), run_dir)
-
-
-def _parse(data: bytes) -> Holder | None:
-    try:
-        holder = from_json(Holder, parse_json(data))
-        time.localtime(holder.since)  # can be shown
-    except (ValueError, OverflowError, OSError):  # MalformedEvent among them
-        return None
-    return holder
 
 
 def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
@@ -216,15 +212,14 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
         if waited > _RETRY_SECONDS:
             if holder is not None and holder.process is not None:
                 raise ConfigError(_in_use(run_dir, holder))
-            is_orphan = holder is not None and holder.is_dead
-            limit = ORPHAN_SECONDS if is_orphan else LEASE_SECONDS
+            limit = LEASE_SECONDS
+            why = "for the lock of a host that is lost to be given up"
+            if holder is not None and holder.is_dead:
+                limit, why = ORPHAN_SECONDS, "for the last checkpoint of its attempt"
             if waited > limit:
                 raise RunFolderUnavailable(_in_use(run_dir, holder))
             if not has_warned:
                 has_warned = True
-                why = "for the last checkpoint of its attempt"
-                if not is_orphan:
-                    why = "for the lock of a host that is lost to be given up"
                 log.warning(
                     "the run folder is held by %s: waiting up to %.0f s %s",
                     _name_of(holder),

@@ -81,11 +81,7 @@ def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
         return None
     found = stability(samples)
     if found.kind not in ("unknown", "stable"):  # the summary has these
-        log.warning(
-            "attempt %d: memory is %s",
-            attempt,
-            found.sentence,
-        )
+        log.warning("attempt %d: memory is %s", attempt, found.sentence)
     return found
 
 
@@ -123,11 +119,8 @@ def stability(samples: Sequence[Sample]) -> Stability:
         if slope:
             # rounded before it is put into words, so that both agree to the last digit
             rate = round(slope * 100 / MIB, 3)
-            return Stability(
-                kind,
-                f"{kind} ({what}{rate:+.1f} MiB per 100 steps)",
-                rate,
-            )
+            text = f"{kind} ({what}{rate:+.1f} MiB per 100 steps)"
+            return Stability(kind, text, rate)
     return Stability("stable", "stable")
 
 

@@ -69,14 +69,12 @@ def public_command(words: Sequence[str]) -> list[str]:
     shown, hides_next = [], False
     for word in words:
         name, is_pair, value = word.partition("=")
-        is_name = bool(is_pair) or word.startswith("-")
-        is_named = is_name and bool(_NAMED.search(name))
-        is_hidden = is_named and not (
-            _HARMLESS.fullmatch(value) or _ADDRESS.fullmatch(value)
-        )
-        if hides_next and not (word.startswith("-") or _ADDRESS.fullmatch(word)):
+        is_option = word.startswith("-")
+        is_named = bool((is_pair or is_option) and _NAMED.search(name))
+        is_harmless = _HARMLESS.fullmatch(value) or _ADDRESS.fullmatch(value)
+        if hides_next and not (is_option or _ADDRESS.fullmatch(word)):
             shown.append("…")
-        elif is_pair and (is_hidden or _holds_secret(value)):
+        elif is_pair and ((is_named and not is_harmless) or _holds_secret(value)):
             shown.append(f"{name}=…")
         elif not is_pair and _holds_secret(word):
             shown.append("…")
@@ -136,7 +134,7 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     gpus = content.get("gpus")
     listed = gpus if isinstance(gpus, list) else []
     names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
-    words = {"gpu": ", ".join(names), **{name: content.get(name) for name in _SHORT}}
+    words = {"gpu": ", ".join(names)} | {name: content.get(name) for name in _SHORT}
     return {
         name.replace("_", " "): str(value) for name, value in words.items() if value
     }
@@ -196,12 +194,7 @@ class Provenance:
                 indent=1,
             )
         except Exception as error:  # a record is never worth a job
-            log.info(
-                "no %s: %s: %s",
-                FILE,
-                type(error).__name__,
-                error,
-            )
+            log.info("no %s: %r", FILE, error)
 
 
 def _code(cwd: str) -> dict[str, Json]:
@@ -209,49 +202,34 @@ def _code(cwd: str) -> dict[str, Json]:
 
     Of changed files only the names: what they hold may be secret.
     """
-    commit = _git(cwd, "rev-parse", "HEAD")
-    status = commit and _git(
-        cwd,
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-    )
-    changed = [
-        line[3:] for line in (status or b"").decode(errors="replace").splitlines()
-    ]
+    commit = _git(cwd, "rev-parse HEAD")
+    status = commit and _git(cwd, "status --porcelain --untracked-files=no")
+    changed = [line[3:] for line in (status or "").splitlines()]
     return {
-        "git_commit": commit and commit.decode().strip(),
+        "git_commit": commit and commit.strip(),
         "git_dirty": None if status is None else bool(status),
         "git_changed": changed[:_MOST_CHANGED_FILES],
     }
 
 
-def _git(folder: str, *arguments: str) -> bytes | None:
+def _git(folder: str, arguments: str) -> str | None:
     """Return what git prints, of a repository that runs no program of its own; None if it fails."""
-    command = ("git", "-c", "core.fsmonitor=false", "-C", folder, *arguments)
+    command = ["git", "-c", "core.fsmonitor=false", "-C", folder]
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    return printed_by(command, GIT_SECONDS, variables)
+    found = printed_by(
+        command + arguments.split(),
+        GIT_SECONDS,
+        variables,
+    )
+    return None if found is None else found.decode(errors="replace")
 
 
 def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
+    for one in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
-            # of hundreds of them only this is read: to parse all of each takes a tenth of a second
-            about = (
-                distribution.read_text("METADATA")
-                or distribution.read_text("PKG-INFO")
-                or ""
-            )
-            fields = dict(
-                re.findall(
-                    r"^(Name|Version): *(.+?) *$",
-                    about,
-                    re.M,
-                )[:2]
-            )
-            found.setdefault(fields["Name"], fields["Version"])
-    return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
+            found.setdefault(one.metadata["Name"], one.version)
+    return dict(sorted(found.items(), key=lambda pair: str(pair[0]).lower()))
 
 
 def _driver() -> str | None:
@@ -286,24 +264,19 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
             str(hydra.runtime.cwd),
         )
     words = command()
-    arguments = _of_run(words)
-    if not arguments:
-        if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
-            return None  # a notebook, a prompt, standard input
-        if is_named:
-            return _from(os.getcwd(), words)
-        _unnamed.append(run_dir)
-        if run_dir != _unnamed[0]:
-            return None
-        return _from(
-            os.getcwd(),
-            words,
-            "env",
-            f"{RUN_DIR_VARIABLE}={run_dir}",
-        )
-    if not any(word.startswith("--run-dir") for word in words):
-        words[arguments:arguments] = ["--run-dir", str(run_dir)]
-    return _from(os.getcwd(), words)
+    if arguments := _of_run(words):
+        if not any(word.startswith("--run-dir") for word in words):
+            words[arguments:arguments] = ["--run-dir", str(run_dir)]
+        return _from(words)
+    if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+        return None  # a notebook, a prompt, standard input
+    if is_named:
+        return _from(words)
+    _unnamed.append(run_dir)
+    if run_dir != _unnamed[0]:
+        return None
+    variable = f"{RUN_DIR_VARIABLE}={run_dir}"
+    return _from(words, before=["env", variable])
 
 
 def sweep_resume_command(folder: Path, cwd: str) -> str | None:
@@ -330,8 +303,8 @@ def repeated_with(folder: str) -> str:
 def _of_run(words: Sequence[str]) -> int:
     """Return where the arguments of ``robust-train run`` begin; 0 in any other command."""
     program = 2 if words[1:2] == ["-m"] else 1
-    is_ours = "".join(words[program : program + 1]).endswith(_OURS)
-    is_run = is_ours and words[program + 1 : program + 2] == ["run"]
+    ours = words[program : program + 2]
+    is_run = ours[1:] == ["run"] and ours[0].endswith(_OURS)
     return program + 2 if is_run else 0
 
 
@@ -345,17 +318,17 @@ def _with_folder(
     if not _PLAIN.fullmatch(path):  # a bracket or comma has a meaning in an override
         path = '"{}"'.format(path.replace('"', r"\""))
     kept = [word for word in command() if not word.startswith(f"{key}=")]
-    return _from(cwd, [*kept, f"{key}={path}"])
+    return _from([*kept, f"{key}={path}"], cwd)
 
 
 def _from(
-    cwd: str,
     words: list[str],
-    *before: str,
+    cwd: str = "",
+    before: Sequence[str] = (),
 ) -> str | None:
     # the interpreter by its path, for another PATH would find another one
     same = shlex.join([*before, sys.executable, *words[1:]])
-    same = f"cd {shlex.quote(cwd)} && {same}"
+    same = f"cd {shlex.quote(cwd or os.getcwd())} && {same}"
     # whoever reads the files drops control characters: it would be another command
     return same if public_command(words) == words and same.isprintable() else None
 

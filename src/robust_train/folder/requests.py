@@ -103,11 +103,7 @@ def _read(path: Path) -> Request | None:
         problem = str(error.strerror)
     except (ValueError, KeyError):
         problem = "that is not a request"
-    log.warning(
-        "request %s is refused: %s",
-        path,
-        problem,
-    )
+    log.warning("request %s is refused: %s", path, problem)
     request.answer({"error": problem})
     shutil.rmtree(path, ignore_errors=True)  # of a directory
     return None
@@ -142,11 +138,7 @@ def sweep_stop_requested(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError) as problem:
-        log.warning(
-            "%s is not a request to stop (%s) and is removed",
-            path,
-            problem,
-        )
+        log.warning("%s is not a request to stop (%s) and is removed", path, problem)
         with contextlib.suppress(OSError):
             path.unlink()
         return False

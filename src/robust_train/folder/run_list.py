@@ -54,9 +54,9 @@ class KnownRun:
     @property
     def id(self) -> str:
         """The job's id."""
-        if self.state is not None:
-            return self.state.id
-        return self.holder.job if self.holder is not None else self.run_dir.name
+        if self.state is None:
+            return self.run_dir.name if self.holder is None else self.holder.job
+        return self.state.id
 
     @property
     def pid(self) -> int | None:
@@ -160,7 +160,7 @@ def register(run_dir: Path, token: str) -> None:
     directory = state_directory()
     try:
         directory.mkdir(
-            mode=0o700,
+            0o700,
             parents=True,
             exist_ok=True,
         )

@@ -105,17 +105,16 @@ class RunState:
         if self.attempt is not None:
             state = replace(self, attempt=self.attempt.after(event))
         match event:
-            case CheckpointSaved():
+            case CheckpointSaved(path=path, step=step):
                 return replace(
                     state,
-                    checkpoint=event.path,
-                    checkpoint_step=event.step,
+                    checkpoint=path,
+                    checkpoint_step=step,
                 )
             case PauseLearned():
                 return replace(state, longest_pause=event.seconds)
-            case JobStarted() if self.job == event.job:
-                return state
-            case JobStarted():  # what another job in this folder has taught does not count
+            case JobStarted() if self.job != event.job:
+                # what another job in this folder has taught does not count
                 return replace(
                     state,
                     job=event.job,
@@ -193,20 +192,15 @@ class StateFile:
             if not self._is_due or now < self._next_write:
                 return
             self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
+            content = as_json(replace(self.state, updated=time.time()))
             try:
-                write_json(
-                    self._path,
-                    as_json(replace(self.state, updated=time.time())),
-                )
+                write_json(self._path, content)
             except OSError as error:
                 self._is_due = True
                 if not self._has_warned:
                     self._has_warned = True
-                    log.warning(
-                        "cannot write %s: %s; the job goes on",
-                        self._path,
-                        error.strerror,
-                    )
+                    text = "cannot write %s: %s; the job goes on"
+                    log.warning(text, self._path, error.strerror)
 
 
 SUMMARY_FILE = "summary.json"
@@ -262,17 +256,11 @@ class Summary:
         last = self.attempts[-1]
         if last.kind in MEMORY_FAILURES:
             raise AttemptsExhausted(reason)
-        text = reason
-        # a crash's stack does not name the signal that ended it
-        if last.traceback is not None:
-            text = (
-                last.traceback
-                if text in last.traceback
-                else f"{text}\n{last.traceback}"
-            )
-        raise (
-            TrainerFailed(text) if self.error is None else self.error
-        ) from TrainerFailed(text)
+        text = last.traceback or reason
+        if reason not in text:  # a crash's stack does not name the signal that ended it
+            text = f"{reason}\n{text}"
+        error = TrainerFailed(text) if self.error is None else self.error
+        raise error from TrainerFailed(text)
 
     @property
     def objective(self) -> Any:
@@ -281,19 +269,15 @@ class Summary:
 
     def as_json(self) -> dict[str, Json]:
         """Return the content of ``summary.json``."""
-        content: dict[str, Json] = strict_json(
-            {
-                "schema": SCHEMA,
-                **{
-                    name: as_json(value)
-                    for name, value in vars(self).items()
-                    if name not in _NOT_IN_FILE
-                },
-                "wall_seconds": _rounded(self.wall_seconds),
-                "wait_seconds": _rounded(self.wait_seconds),
-                "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            }
-        )
+        known = {
+            name: as_json(value)
+            for name, value in vars(self).items()
+            if name not in _NOT_IN_FILE
+        }
+        for name in ("wall_seconds", "wait_seconds"):
+            known[name] = known[name] and round(known[name], 3)
+        known["checkpoint"] = self.checkpoint and str(self.checkpoint)
+        content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content
 
     def write(self) -> None:
@@ -305,11 +289,7 @@ class Summary:
             for each in (path, path.parent):
                 sync(each)
         except OSError as error:
-            log.warning(
-                "cannot write %s: %s",
-                path,
-                error.strerror,
-            )
+            log.warning("cannot write %s: %s", path, error.strerror)
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -333,7 +313,3 @@ def read_summary(folder: Path) -> Summary | None:
 def objective_of(result: Any) -> Any:
     """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
     return result.get("objective", result) if isinstance(result, dict) else result
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 3)

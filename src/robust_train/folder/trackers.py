@@ -55,7 +55,7 @@ class TrackerNote:
         job: str | None,
     ) -> None:
         self._run_dir, self._job = run_dir, job
-        self._noted: str | None = None
+        self._noted = ""
         # as the launcher sees it: set_tracking_uri() changes the variable in this process
         self._server = os.environ.get(_MLFLOW_SERVER)
 

@@ -67,24 +67,19 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
         raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
     job = None
     if run_id not in (None, "none"):  # torchrun's default, which every job has
-        job = f"torchrun-{_as_name(run_id or '')}"
+        job = "torchrun-" + re.sub(r"[^\w.-]", "_", run_id or "")
     elif "SLURM_JOB_ID" in environ:
         job = f"slurm-{environ['SLURM_JOB_ID']}"
-    elastic = _number(
-        environ,
-        "TORCHELASTIC_RESTART_COUNT",
-        0,
-    )
+    restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    is_torchruns = run_id is not None
     return GuestRank(
-        engine="torchrun"
-        if run_id is not None
-        else "the engine that started this rank",
+        engine="torchrun" if is_torchruns else "the engine that started this rank",
         rank=rank,
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", 0),
         job=job,
-        restarts=elastic + _number(environ, "SLURM_RESTART_COUNT", 0),
-        parent_ends_ranks=run_id is not None,
+        restarts=sum(_number(environ, name, 0) for name in restarts),
+        parent_ends_ranks=is_torchruns,
         environ={
             name: value
             for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -96,27 +91,23 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
 def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
     """Return a task of srun, which sets neither LOCAL_RANK nor MASTER_ADDR."""
     job = environ.get("SLURM_JOB_ID", "0")
-    rank, tasks = (
-        _number(environ, "SLURM_PROCID"),
-        _number(environ, "SLURM_STEP_NUM_TASKS"),
-    )
+    rank = _number(environ, "SLURM_PROCID")
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     local_rank = _number(environ, "SLURM_LOCALID", 0)
-    nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
     node = environ.get("SLURM_NODEID", "0")
+    host = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    # one that all tasks find from the job's number
+    port = _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS
     derived = {
         "RANK": str(rank),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(_tasks_here(environ, int(node), tasks)),
         "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": nodes,
+        "GROUP_WORLD_SIZE": environ.get("SLURM_STEP_NUM_NODES", "1"),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", host),
+        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
     }
-    # a port that the user gives, or one that all tasks find from the job's number
-    for name, value in {
-        "MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        "MASTER_PORT": str(_FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _PORTS),
-    }.items():
-        derived[name] = environ.get(name, value)
     return GuestRank(
         engine="srun",
         rank=rank,
@@ -147,10 +138,6 @@ def _tasks_here(
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", one):
             counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else tasks
-
-
-def _as_name(text: str) -> str:
-    return re.sub(r"[^\w.-]", "_", text)
 
 
 def _number(

@@ -43,7 +43,9 @@ def logged_to_screen() -> Iterator[None]:
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
-        log_to(logging.StreamHandler(sys.stdout))
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(ShortLines())
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
         return
     setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
     instance = HydraConfig.instance()
@@ -55,13 +57,6 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         logging.config.dictConfig({str(key): value for key, value in settings.items()})
     lose_lines_quietly()
     shorten_lines()
-
-
-def log_to(*handlers: logging.Handler) -> None:
-    """Send log lines to ``handlers``, unless the program has set up logging itself."""
-    for handler in handlers:
-        handler.setFormatter(ShortLines())
-    logging.basicConfig(level=logging.INFO, handlers=handlers)
 
 
 def lose_lines_quietly() -> None:

@@ -69,12 +69,13 @@ def release_blocks(
     length: int,
 ) -> None:
     """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
-    where = ctypes.c_long(offset), ctypes.c_long(length)
+    begin, size = ctypes.c_long(offset), ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
         _libc_fallocate(
             file.fileno(),
             _PUNCH_HOLE_AND_KEEP_SIZE,
-            *where,
+            begin,
+            size,
         )
 
 
@@ -96,9 +97,7 @@ def collect(pid: int) -> bool:
 
 
 def kill_descendants(
-    is_ours: Callable[[psutil.Process], bool] = lambda process: (
-        True
-    ),  # which descendants are meant
+    is_ours: Callable[[psutil.Process], bool],  # which descendants are meant
 ) -> list[int]:
     """Kill and collect this process's descendants until none is left. This process has to be a
     subreaper: a killed process leaves its own children to it. Returns the processes that are still
@@ -176,11 +175,8 @@ def processes_of(
     for pid in marked().get(job_mark(job), ()):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            is_alive = process.status() not in (
-                psutil.STATUS_ZOMBIE,
-                psutil.STATUS_DEAD,
-            )
-            if is_alive and process.uids().real == uid and pid != os.getpid():
+            has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            if not has_ended and process.uids().real == uid and pid != os.getpid():
                 found.append(process)
     return found
 

@@ -1,4 +1,5 @@
-"""Host memory: what this process has, what there is for it, and whether the kernel killed for it.
+"""Host memory: what this process and its data-loader workers have, what there is for it, and
+whether the kernel killed for it.
 
 Sizes are in bytes; cgroups may be of version 1 or 2, on a machine or in a container.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
 
@@ -206,3 +209,63 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+# --- the data-loader workers in a process tree ------------------------------------------------
+
+_OF_TORCH = "pt_data_worker"  # its own name for them, since 2.6
+# how multiprocessing starts a process that is no fork
+_STARTED = ("multiprocessing.spawn", "multiprocessing.forkserver")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers at one moment."""
+
+    count: int = 0
+    # more memory of their own than all other processes of the tree
+    hold_most: bool = False
+
+
+def find_workers(pids: Sequence[int]) -> Workers:
+    """Return the data-loader workers among the descendants of these processes.
+
+    What torch has named so; of other libraries and older versions the processes of
+    :mod:`multiprocessing` that have started none themselves.
+    """
+    tree: dict[int, psutil.Process] = {}
+    known: dict[int, dict[str, Any]] = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            tree |= {one.pid: one for one in (root, *root.children(recursive=True))}
+    for pid, process in tree.items():
+        with contextlib.suppress(psutil.Error):
+            known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
+    started = {pid: one for pid, one in known.items() if _is_started(one, known)}
+    named = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
+    parents = {one["ppid"] for one in started.values()}
+    workers = named or started.keys() - parents
+    if not workers:
+        return Workers()
+    theirs = sum(_own_bytes(tree[pid], shares=False) for pid in workers)
+    others = (_own_bytes(tree[pid]) for pid in tree.keys() - workers)
+    return Workers(len(workers), theirs > sum(others))
+
+
+def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether multiprocessing has started it: a fork has its parent's command line."""
+    words, parent = one["cmdline"], known.get(one["ppid"])
+    return parent is not None and (
+        words == parent["cmdline"]
+        or any(name in word for word in words for name in _STARTED)
+    )
+
+
+def _own_bytes(process: psutil.Process, *, shares: bool = True) -> int:
+    """Return the bytes that are its own; ``shares``: with those that its forks have too."""
+    with contextlib.suppress(psutil.Error):
+        if shares:
+            return resident_bytes(process)[1]
+        return int(process.memory_full_info().uss)
+    return 0

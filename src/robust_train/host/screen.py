@@ -283,10 +283,13 @@ class LiveArea:
 
     def _next_line(self) -> bytes:
         """Return how the cursor gets below the output."""
-        down = b"\x1b[%dB" % self._below if self._below else b""
+        down = self._down()
         ends = b"\r\n" if self._below or self._line.strip() else b"\r"
         self._line, self._below = b"", 0
         return down + ends
+
+    def _down(self) -> bytes:
+        return b"\x1b[%dB" % self._below if self._below else b""
 
     def _erase(self) -> bytes:
         """Return how the status goes; the cursor is where it was."""
@@ -304,7 +307,7 @@ class LiveArea:
             return b""
         lines = self._below + len(status)
         room = _ONE_DOWN * lines + b"\x1b[%dA" % lines + _SAVE
-        down = b"\x1b[%dB" % self._below if self._below else b""
+        down = self._down()
         rows = b"".join(b"\r\n\x1b[m" + line for line in status)
         return room + down + rows + _RESTORE
 
@@ -375,10 +378,7 @@ def never_blocking_output() -> Iterator[None]:
 
 def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
-    handlers = (
-        *logging.getLogger().handlers,
-        *logging.getLogger("robust_train").handlers,
-    )
+    handlers = logging.getLogger().handlers + logging.getLogger("robust_train").handlers
     return [one for one in handlers if isinstance(one, logging.StreamHandler)]
 
 

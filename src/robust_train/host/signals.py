@@ -52,11 +52,8 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
     whatever a shell's script starts with ``&``."""
     if UNDER_SUBMITIT not in environ:
         return signal.SIGTERM
-    return (
-        signal.SIGUSR2
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        else signal.SIGINT
-    )
+    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    return signal.SIGUSR2 if is_ignored else signal.SIGINT
 
 
 def end_without_traceback_if_uncaught() -> None:
@@ -112,7 +109,7 @@ class SignalWatch:
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
-        self._own_signals = self._forwarded_signals = 0
+        self._counts = [0, 0]  # of signals of its own, and forwarded
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is not threading.main_thread():
@@ -173,9 +170,7 @@ class SignalWatch:
     def pass_on(self) -> None:
         """Call whoever had handled the signal before us, now that the checkpoint is written.
         Submitit's handler puts the job back into the queue and ends the process."""
-        previous = (
-            self._previous.get(self.received) if self.received is not None else None
-        )
+        previous = self._previous.get(self.received or 0)
         if self.received in WARNING_SIGNALS and callable(previous):
             previous(self.received, None)
 
@@ -191,17 +186,14 @@ class SignalWatch:
     ) -> None:
         delivered, self._delivered = self._delivered, None
         signum = delivered or signum
-        is_the_same = False
-        if signum in FORWARDED:
-            signum = FORWARDED[signum]
-            if not self.is_pausing:
-                self._forwarded_signals += 1
-                is_the_same = self._forwarded_signals <= self._own_signals
-        elif not self.is_pausing:
-            self._own_signals += 1
-            is_the_same = self._own_signals <= self._forwarded_signals
-        if is_the_same:
-            return
+        is_forwarded = signum in FORWARDED
+        signum = FORWARDED.get(signum, signum)
+        if not self.is_pausing:
+            # the same one comes twice: forwarded, and to all processes of the job
+            others = not is_forwarded
+            self._counts[is_forwarded] += 1
+            if self._counts[is_forwarded] <= self._counts[others]:
+                return
         if self.is_pausing and self.received is not None:
             # someone ends the job, whose attempt is stopping already
             self.is_pausing, self.received = False, signum

@@ -149,7 +149,7 @@ class StoreVotes:
         # looks of this rank when it raised the flag; None if it has not since
         self._raised: dict[str, int | None] = dict.fromkeys(FLAGS)
         self._is_asked: set[str] = set()  # flags for which this rank awaits a round
-        self._held: str | None = None
+        self._held = ""
         self._rounds = 0
         # of rank 0: how many were raised and dealt with
         self._seen = dict.fromkeys(FLAGS, 0)
@@ -175,17 +175,15 @@ class StoreVotes:
     ) -> int:
         """Count a look; return the number of the look at which the flag is due, or 0. It stays due
         until it is raised again."""
-        held_since: float | None = None
+        since = time.monotonic()
         while True:
             with self._lock:
                 if self._held != flag:
                     self._looks[flag] += 1
                     due = self._due[flag]
                     return due if due and self._looks[flag] >= due else 0
-            now = time.monotonic()
-            held_since = held_since or now
             limit = _ANSWER_SECONDS_AT_STOP if self._is_stopping else _ANSWER_SECONDS
-            if now - held_since > limit:
+            if time.monotonic() - since > limit:
                 raise Interrupted("the other ranks do not answer")
             time.sleep(_HELD_SECONDS)
 
@@ -203,7 +201,7 @@ class StoreVotes:
         except RuntimeError:  # the store is gone, and so is the job
             pass
         finally:
-            self._held = None
+            self._held = ""
 
     def _poll(self) -> None:
         for flag, looks in self._raised.items():
@@ -213,16 +211,16 @@ class StoreVotes:
                 if looks >= self._due[flag]:
                     self._is_asked.add(flag)
                     self._store.add(f"raised/{flag}", 1)
-        if self._rank == 0 and self._held is None:
+        if self._rank == 0 and not self._held:
             self._begin_round()
-        if self._held is None and self._store.check([f"round/{self._rounds + 1}"]):
+        if not self._held and self._store.check([f"round/{self._rounds + 1}"]):
             self._rounds += 1
             flag = self._store.get(f"round/{self._rounds}").decode()
             with self._lock:
                 self._held = flag
                 looks = self._looks[flag]
             self._store.set(f"looks/{self._rounds}/{self._rank}", str(looks))
-        if self._held is None:
+        if not self._held:
             return
         if self._rank == 0:
             self._end_round(self._held)
@@ -230,7 +228,7 @@ class StoreVotes:
             due = int(self._store.get(f"due/{self._rounds}"))
             self._is_asked.discard(self._held)
             with self._lock:
-                self._due[self._held], self._held = due, None
+                self._due[self._held], self._held = due, ""
 
     def _begin_round(self) -> None:
         for flag in FLAGS:

@@ -7,16 +7,16 @@ large for the socket is a file in memory, whose descriptor is sent.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from robust_train.model.events import Event, Failed, Finished, parse
 
@@ -84,21 +84,33 @@ class EventSender:
     def _send(self, data: bytes) -> None:
         if len(data) <= _LARGEST_PACKET:
             self._channel.send(data)
-            return
-        with os.fdopen(os.memfd_create("event"), "wb") as file:
-            file.write(data)
-            file.flush()
-            socket.send_fds(
-                self._channel,
-                [_IN_A_FILE],
-                [file.fileno()],
-            )
+        else:
+            send_file(self._channel, data)
 
 
-def read_events(channel: socket.socket, most: int | None = None) -> Iterator[Event]:
+def send_file(
+    channel: socket.socket,
+    data: bytes,
+    descriptors: Sequence[int] = (),
+) -> None:
+    """Send what is too large for a packet as a file in memory, with copies of open descriptors."""
+    with os.fdopen(os.memfd_create("message"), "wb") as file:
+        file.write(data)
+        file.flush()
+        socket.send_fds(
+            channel,
+            [_IN_A_FILE],
+            [file.fileno(), *descriptors],
+        )
+
+
+def read_events(
+    channel: socket.socket,
+    most: int = sys.maxsize,
+) -> Iterator[Event]:
     """Yield the events that have arrived on a non-blocking socket, oldest first, one in memory at a
     time; ``most``: an attempt may send them faster than they are taken."""
-    for _ in itertools.count() if most is None else range(most):
+    for _ in range(most):
         try:
             data, descriptors, _, _ = socket.recv_fds(
                 channel,
@@ -111,11 +123,8 @@ def read_events(channel: socket.socket, most: int | None = None) -> Iterator[Eve
             return
         for descriptor in descriptors:
             with os.fdopen(descriptor, "rb") as file:
-                data = os.pread(
-                    file.fileno(),
-                    os.fstat(file.fileno()).st_size,
-                    0,
-                )
+                file.seek(0)
+                data = file.read()
         try:
             event = parse(json.loads(data))
         except ValueError as error:

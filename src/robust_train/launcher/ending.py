@@ -47,15 +47,13 @@ def ended(
     crash = None if end.stalled else native_stack_in(end.stacks or end.output)
     failure = _with_workers(_failure(attempt, crash, request.stacks_file), end)
     traceback = None
-    if failure is None:
-        pass
-    elif failure.evidence.clue == Clue.STALLED:
+    if failure is not None and failure.evidence.clue == Clue.STALLED:
         traceback = end.stacks or None
-    elif attempt.script is not None:
+    elif failure is not None and attempt.script is not None:
         traceback = last_words(end.output, request.log_file.name)
     elif isinstance(attempt.ending, Failed) and attempt.ending.traceback is not None:
         traceback = attempt.ending.traceback
-    elif crash is not None:
+    elif failure is not None and crash is not None:
         traceback = str(crash)
     resident = end.max_resident_bytes or memory.get("max_resident")
     return replace(
@@ -104,43 +102,24 @@ def _failure(
         return by_oom_killer(ending.failure) if end.oom_killed else ending.failure
     if end.was_stopped:
         return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
-    printed = (
-        f"{end.output}\n{crash}" if crash is not None and end.stacks else end.output
-    )
-    died = attempt.rank_died
+    died, oom_killed = attempt.rank_died, end.oom_killed
+    rank, returncode = None, end.returncode
     if died is not None:
-        return replace(
-            _death(
-                died.returncode,
-                printed,
-                end.oom_killed,
-            ),
-            rank=died.rank,
-        )
-    oom_killed = None if end.pid is None else end.oom_killed
-    return _death(
-        end.returncode or 0,
-        printed,
-        oom_killed,
-    )
-
-
-def _death(
-    returncode: int,
-    output: str,
-    oom_killed: bool | None,
-) -> Failure:
-    """Return why a process ended that reported nothing."""
-    if returncode == 0:
-        return Failure(
-            FailureKind.BUG,
-            "the trainer ended its process without returning",
-        )
-    return classify_exit(
+        rank, returncode = died.rank, died.returncode
+    elif end.pid is None:
+        oom_killed = None
+    if not returncode:
+        why = "the trainer ended its process without returning"
+        return Failure(FailureKind.BUG, why, rank=rank)
+    output = end.output
+    if crash is not None and end.stacks:
+        output += f"\n{crash}"
+    failure = classify_exit(
         returncode,
         output,
         oom_killed=oom_killed,
     )
+    return replace(failure, rank=rank)
 
 
 def _stalled(end: Exit, stacks: Path) -> Failure:
@@ -274,8 +253,7 @@ class RankEnd:
     @property
     def others_know(self) -> bool:
         """Whether the other ranks end by themselves, after a last checkpoint."""
-        ending = self.ending
-        return self.was_stopped or (isinstance(ending, Failed) and ending.others_know)
+        return self.was_stopped or getattr(self.ending, "others_know", False)
 
     @property
     def failure(self) -> Failure | None:
@@ -310,9 +288,12 @@ def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     """Return the one event of the end of several ranks; None if all that failed were killed."""
-    figures = [end.ending.memory for end in ends if end.ending is not None]
-    peaks = [one.get("max_allocated", one.get("max_resident", 0)) for one in figures]
-    memory = figures[peaks.index(max(peaks))] if peaks else {}
+    figures = (end.ending.memory for end in ends if end.ending is not None)
+    memory = max(
+        figures,
+        key=lambda one: one.get("max_allocated", one.get("max_resident", 0)),
+        default={},
+    )
     root = root_cause(ends)
     if root is None:
         first = ends[0].ending

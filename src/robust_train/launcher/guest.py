@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import when_cuda_starts
-from robust_train.config.attempt import AttemptRequest, guest_config
+from robust_train.config.attempt import guest_config
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
@@ -36,14 +35,17 @@ from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.hydra_state import run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import Summary
-from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.visible import visible_gpus
 from robust_train.host.engine import GuestRank
 from robust_train.host.linux import shared_machine_environment, signal_at_parents_death
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
 from robust_train.launcher.ending import RankEnd, ended
-from robust_train.launcher.inline import InlineExecutor, function_of, shield_workers
+from robust_train.launcher.inline import (
+    InlineExecutor,
+    function_of,
+    own_modules,
+    shield_workers,
+)
 from robust_train.launcher.inputs import request_for
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDevice
@@ -119,7 +121,9 @@ class Rank:
             functools.cache(lambda: function_of(trainer, self._trainer_ref)),
             rank=guest.rank,
             flags=self.votes,
-            on_failure=self._leave,
+            on_failure=lambda request, event: RankFailures(request.run_dir).leave(
+                request.attempt, guest.rank, event
+            ),
         )
 
     def run(
@@ -147,14 +151,6 @@ class Rank:
             finally:  # no rank waits for one that will not begin
                 self.begin({"refusal": refusal})
 
-    def _leave(
-        self,
-        request: AttemptRequest,
-        event: Failed,
-    ) -> None:
-        """Leave how this rank's part of an attempt failed, for the next start."""
-        RankFailures(request.run_dir).leave(request.attempt, self.guest.rank, event)
-
     def begin(self, start: Mapping[str, object]) -> None:
         """Send all ranks how this start begins, as rank 0; the first call counts."""
         if not self._has_begun:
@@ -169,7 +165,7 @@ class Rank:
     ) -> Retry:
         """Return what was decided after the last start, and send it to the other ranks."""
         # the engine decides on devices and the number of ranks: all ranks stay where they are
-        stays = replace(
+        config = replace(
             policy.config,
             device="cpu",
             auto_device=False,
@@ -177,7 +173,7 @@ class Rank:
             wait_for_gpu=False,
             min_num_gpus=None,
         )
-        policy = replace(policy, config=stays)
+        policy = replace(policy, config=config)
         spec = replace(first_attempt(policy, ()), gpus=group)
         spec, why = size_to_begin_with(policy, (), spec)
         first, is_fresh = Retry(spec, "start", why), False
@@ -190,7 +186,7 @@ class Rank:
             "job": beginning.job,
             "run_dir": str(self.run_dir),
             "number": number,
-            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "checkpoint": checkpoint and str(checkpoint),
             "spec": asdict(replace(first.spec, gpus=())),
             "is_fresh": is_fresh,  # earlier attempts do not count any more
         }
@@ -205,18 +201,15 @@ class Rank:
     ) -> Retry | None:
         """Return what follows the last start; None if a start by the user begins again."""
         last = history[-1]
+        spec = last.attempt.spec
         if last.was_stopped:
             return Retry(
-                last.attempt.spec,
+                spec,
                 "start",
                 "goes on after a stop of all ranks",
             )
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
-        decision: Decision | None = decide(
-            policy,
-            attempts,
-            Offers(last.attempt.spec.gpus),
-        )
+        decision: Decision | None = decide(policy, attempts, Offers(spec.gpus))
         while isinstance(decision, Retry) and decision.room is not None:
             decision = decision.otherwise  # no GPU is waited for
         if isinstance(decision, Retry):
@@ -261,16 +254,19 @@ class Rank:
             self.devices.queue.release()
         attempt = ended(attempt, request, 0.0)
         summary = Summary(
-            "completed" if attempt.failure is None else "failed",
+            "completed",
             request.run_dir,
             result=attempt.result,
-            reason=None
-            if attempt.failure is None
-            else f"rank {self.guest.rank}: {attempt.message}",
             attempts=(attempt,),
             error=process_exit.error,
         )
         if attempt.failure is not None:
+            reason = f"rank {self.guest.rank}: {attempt.message}"
+            summary = replace(
+                summary,
+                status="failed",
+                reason=reason,
+            )
             explain(summary)
         return summary
 
@@ -339,7 +335,7 @@ class RankDevices(Devices):
         run_dir: Path,
     ) -> None:
         super().__init__(
-            config,
+            replace(config, num_gpus=1),
             job_name,
             os.environ,
             run_dir,
@@ -354,7 +350,6 @@ class RankDevices(Devices):
             self._config,
             device=group[0].uuid if group else "cpu",
             auto_device=False,
-            num_gpus=1,
             wait_for_gpu=False,
             allow_cpu_fallback=False,
         )
@@ -369,18 +364,11 @@ class RankDevices(Devices):
         return group
 
     def _find_gpu(self) -> Group:
-        config = self._config
-        if not config.picks_gpu and config.device == "cpu":
+        if not self._config.picks_gpu and self._config.device == "cpu":
             return ()
-        visible = visible_gpus(read_inventory(processes=False), os.environ)
+        visible = self._read(False)
         if not visible.gpus:
-            if config.needs_gpu:
-                why = visible.why_none
-                raise ConfigError(f"device={config.device}: no such GPU here: {why}")
-            if not config.allow_cpu_fallback:
-                raise NoDevice(f"{visible.why_none}, and allow_cpu_fallback is false")
-            log.info("%s: training on the CPU", visible.why_none)
-            return ()
+            return self._without_gpus(visible)
         import torch
 
         number = self._guest.local_rank % len(visible.gpus)
@@ -435,12 +423,12 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
     root = min(counted, key=lambda one: one.order)
     if root.failure is not None:
         return root.failure
-    killed = [one.rank for one in ends if one.ending is None]
-    names = ", ".join(map(str, killed))
+    killed = [str(one.rank) for one in ends if one.ending is None]
     is_one = len(killed) == 1
+    what = f"rank {killed[0]} was" if is_one else f"ranks {', '.join(killed)} were"
     return Failure(
         FailureKind.INTERRUPTED,
-        f"rank {names} was killed" if is_one else f"ranks {names} were killed",
+        f"{what} killed",
         Evidence(clue=Clue.KILLED),
         rank=root.rank if is_one else None,
     )
@@ -475,7 +463,8 @@ class RankFailures:
     ) -> Sequence[EarlierStart]:
         """Return the job's earlier attempts that count, the last one last."""
         attempts: dict[int, Attempt] = {}
-        for number in sorted(self._numbers()):
+        names = (path.stem[len("attempt-") :] for path in self._folder.glob("*.json"))
+        for number in sorted(int(name) for name in names if name.isdigit()):
             start = read_object(self._folder / f"attempt-{number}.json")
             if start.get("job") != job:
                 continue
@@ -493,12 +482,6 @@ class RankFailures:
                         attempts[which] = attempts[which].after(parse(content))
         return [self._ended(attempt) for attempt in attempts.values()]
 
-    def _numbers(self) -> list[int]:
-        names = (
-            path.stem.removeprefix("attempt-") for path in self._folder.glob("*.json")
-        )
-        return [int(name) for name in names if name.isdigit()]
-
     def _ended(self, attempt: Attempt) -> EarlierStart:
         ends: list[RankEnd] = []
         code: dict[int | None, dict[str, float]] = {}
@@ -514,8 +497,8 @@ class RankFailures:
                 event = parse(found["event"])
                 if isinstance(event, Failed):
                     code[rank] = dict(found["code"])
-                    end = RankEnd(
-                        rank,
+                    end = replace(
+                        end,
                         ending=event,
                         at=float(found["at"]),
                     )
@@ -541,26 +524,17 @@ class RankFailures:
                 durable=True,
             )
         except OSError as error:
-            log.warning(
-                "cannot write %s: %s",
-                self._folder / name,
-                error.strerror,
-            )
+            path = self._folder / name
+            log.warning("cannot write %s: %s", path, error.strerror)
 
 
 def _code() -> dict[str, float]:
-    """Return the files outside of the installed libraries that this process has imported."""
-    paths = sysconfig.get_paths()
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    ours = str(Path(__file__).parents[1])
-    installed = (*(paths[name] for name in names), ours)
-    found: dict[str, float] = {}
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None) or ""
-        at = _changed_at(path)
-        if at is not None and not path.startswith(installed):
-            found[path] = at
-    return found
+    """Return the user's files that this process runs and has imported, and when each was changed
+    last."""
+    main = getattr(sys.modules["__main__"], "__file__", None) or ""
+    files = [main] + [path for _, path in own_modules()]
+    changed = {path: _changed_at(path) for path in files}
+    return {path: at for path, at in changed.items() if at is not None}
 
 
 def _changed_at(path: str) -> float | None:

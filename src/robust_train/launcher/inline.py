@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 
+from robust_train.attempt.code import own_modules as own_modules
 from robust_train.attempt.loading import Trainer, load
 from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.runner import shield_workers as shield_workers
@@ -110,21 +111,18 @@ class InlineExecutor:
         # a debugger may need what the frames hold
         clears = request.config.memory.clear_on_failure and not process_ends
         if error is not None and clears:
-            left = None
             try:
                 left = release_and_check(
                     error,
                     self._memory_at_first,
                     keep_traceback=was_bug,
                 )
+                if left is not None:
+                    log.warning("%s", left)
+                    on_event(MemoryHeld(left))
             except RuntimeError as refusal:  # after a fault the device answers nothing
-                log.warning(
-                    "the attempt's memory is not released: %s",
-                    first_line(refusal),
-                )
-            if left is not None:
-                log.warning("%s", left)
-                on_event(MemoryHeld(left))
+                why = first_line(refusal)
+                log.warning("the attempt's memory is not released: %s", why)
         # only what ends the job may keep its frames, and the tensors in them, alive
         return Exit(error=error if was_bug else None)
 

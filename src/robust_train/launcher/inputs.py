@@ -105,11 +105,10 @@ def request_for(
             run_dir,
             attempt.number,
         )
-    own_process = not config.runs_inline
     device = name_for_trainer(
         spec.gpus,
         os.environ,
-        own_process=own_process,
+        own_process=not config.runs_inline,
     )
     own_config = for_attempt(config, spec, device)
     resumed_from = attempt.resumed_from
@@ -121,7 +120,7 @@ def request_for(
         spec=spec,
         attempt=attempt.number,
         run_dir=run_dir,
-        resume_checkpoint=None if resumed_from is None else Path(resumed_from),
+        resume_checkpoint=Path(resumed_from) if resumed_from else None,
         environ={**environ, **trackers},
         of_first_rank=tuple(trackers),
         cwd=os.getcwd(),
@@ -145,18 +144,17 @@ def _code_plan(
     is_first: bool,
 ) -> CodePlan:
     """Return which code an attempt runs. The jobs of a sweep share what the first began with."""
-    sweep, is_script = sweep_folder(), config.is_script
+    sweep, code = sweep_folder(), config.code
     is_alone = sweep is not None or detach.is_detached
-    runs_first = config.code == "first" or (
-        config.code == "auto" and is_alone and not is_script
-    )
-    shared = sweep if runs_first else None
+    if code == "auto" and is_alone and not config.is_script:
+        code = "first"
+    shared = sweep if code == "first" else None
     return CodePlan(
         (shared or run_dir) / CODE,
         begins=is_first and shared is None,
         resumes=attempt.resumed_from is not None,
-        runs_first=runs_first,
-        is_script=is_script,
+        runs_first=code == "first",
+        is_script=config.is_script,
     )
 
 

@@ -270,16 +270,14 @@ class Job:
 
     def _end_with(self, error: BaseException) -> Summary:
         """Record the end of a job without a last decision; raise what its caller has to know."""
-        is_stop, code = isinstance(error, JobInterrupted), None
-        if is_stop and self.folder.pruned is not None:
+        is_stop, reason = isinstance(error, JobInterrupted), str(error)
+        if is_stop and self.folder.pruned:
             return self._end("pruned", self.folder.pruned)
         if isinstance(error, NoDevice):
-            return self._end("no_device", str(error))
-        reason = str(error)
-        if isinstance(error, JobInterrupted | ConfigError):
-            code = error.exit_code
-        else:
-            reason = f"error in the launcher: {type(error).__name__}: {error}"
+            return self._end("no_device", reason)
+        if not isinstance(error, JobInterrupted | ConfigError):
+            reason = f"error in the launcher: {type(error).__name__}: {reason}"
+        code = getattr(error, "exit_code", None)
         self._end("interrupted" if is_stop else "failed", reason, code)
         if is_stop:
             self.signals.pass_on()
@@ -307,9 +305,9 @@ class Job:
 
     def _train(self) -> Summary:
         engine = self._engine
-        self.executor = self._find_executor() if engine is None else engine.executor
-        self.devices = (
-            Devices(
+        if engine is None:
+            self.executor = self._find_executor()
+            self.devices = Devices(
                 self.config,
                 self.name,
                 os.environ,
@@ -319,9 +317,8 @@ class Job:
                 self.folder.token,
                 in_sweep=sweep_folder() is not None,
             )
-            if engine is None
-            else engine.devices
-        )
+        else:
+            self.executor, self.devices = engine.executor, engine.devices
         try:
             group = self._acquire_device()
             self.executor.prepare(self.folder.tick)
@@ -364,8 +361,9 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
+        job_id = self.devices.queue.job_id
         self.folder.acquired(
-            self.devices.queue.job_id,
+            job_id,
             group,
             self.wait_seconds,
         )
@@ -380,7 +378,7 @@ class Job:
             retry=tenacity.retry_if_result(
                 lambda decision: isinstance(decision, Retry)
             ),
-            wait=_decided_pause,
+            wait=lambda state: getattr(self.decision, "pause_seconds", 0.0),
             sleep=self.sleep,
             stop=tenacity.stop_never,
         )
@@ -412,17 +410,15 @@ class Job:
                     known = tuple(self.attempts)
                     self.decision = on_gpus(self.policy, known, retry, found)
                 return
-            if (
-                retry.otherwise is None
-            ):  # it has left its GPUs and waits as long as it takes
-                if not found.timed_out:
-                    raise NoDevice(found.reason)
-                continue
-            self._decide_again(
-                retry.otherwise,
-                "waited_in_vain",
-                found.reason,
-            )
+            if retry.otherwise is not None:
+                self._decide_again(
+                    retry.otherwise,
+                    "waited_in_vain",
+                    found.reason,
+                )
+            # else it has left its GPUs and waits as long as it takes
+            elif not found.timed_out:
+                raise NoDevice(found.reason)
 
     def _wait_for_disk(self) -> None:
         """Wait for space after an attempt that a full disk has ended."""
@@ -430,7 +426,7 @@ class Job:
         if failure is None or failure.kind is not FailureKind.DISK_FULL:
             return
         next_line = 0.0
-        while (problem := why_full(self.run_dir, failure.message)) is not None:
+        while problem := why_full(self.run_dir, failure.message):
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + _DISK_LINE_SECONDS
                 log.warning("%s: waiting for space, then training goes on", problem)
@@ -454,11 +450,7 @@ class Job:
             ),
             last.number,
         )
-        log.warning(
-            "%s; %s",
-            problem,
-            decision.reason,
-        )
+        log.warning("%s; %s", problem, decision.reason)
 
     def _attempt(self, spec: AttemptSpec) -> None:
         """Run one attempt, gather the evidence of its end, and decide what comes next."""
@@ -501,13 +493,13 @@ class Job:
                 sleep=self.sleep,
             )
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        start = self._saved_step(resumed_from)
+        steps = {one.checkpoint: one.saved_step for one in self.attempts}
         attempt = Attempt(
             number,
             spec,
             time.time(),
             resumed_from,
-            start_step=start,
+            start_step=steps.get(resumed_from) or 0,  # 0 if unknown
         )
         self.folder.attempt_starts(attempt)
         request = request_for(
@@ -537,11 +529,6 @@ class Job:
         first = self.attempts[0] if self.attempts else attempt
         return ended(attempt.resumed_like(first), request, seconds)
 
-    def _saved_step(self, checkpoint: str | None) -> int:
-        """Return the step of a checkpoint of this launch, 0 if unknown."""
-        steps = {one.checkpoint: one.saved_step for one in self.attempts}
-        return steps.get(checkpoint) or 0
-
     def _log_unmatched(self) -> None:
         """Log that the pattern for a script's checkpoints leads to none."""
         trainer = self.config.trainer
@@ -562,19 +549,18 @@ class Job:
                 tuple(self.attempts),
                 attempt,
             )
+        cuda_versions = ""
+        if attempt.cuda_cannot_work:  # a script's torch may be another one
+            torchs = None if self.config.is_script else torch_cuda_version()
+            cuda_versions = read_inventory(processes=False).cuda_versions(torchs)
         attempt = with_advice(
             self.devices.ended(attempt),
             is_script=self.config.is_script,
             is_built_in=self.config.is_built_in,
-            cuda_versions=self._cuda_versions() if attempt.cuda_cannot_work else "",
+            cuda_versions=cuda_versions,
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
-
-    def _cuda_versions(self) -> str:
-        # a script's torch may be another one
-        torchs = None if self.config.is_script else torch_cuda_version()
-        return read_inventory(processes=False).cuda_versions(torchs)
 
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
         """Return what comes after the last attempt, None if it completed."""
@@ -583,13 +569,11 @@ class Job:
         if failure is None:
             return None
         if was_paused and failure.kind is FailureKind.INTERRUPTED:
-            room = self.devices.leave(len(last.spec.gpus))
-            why = "its time slice is over and another user waits (gpu_slice_minutes)"
             return Retry(
                 last.spec,
                 "queue_again",
-                why,
-                room=room,
+                "its time slice is over and another user waits (gpu_slice_minutes)",
+                room=self.devices.leave(len(last.spec.gpus)),
             )
         if self.signals.received is not None:
             return GiveUp("interrupted", action="stopped")
@@ -699,8 +683,3 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
-
-
-def _decided_pause(state: tenacity.RetryCallState) -> float:
-    """Return the seconds that the last decision asks to let pass."""
-    return float(state.outcome.result().pause_seconds) if state.outcome else 0.0

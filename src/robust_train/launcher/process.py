@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,11 +31,15 @@ from robust_train.config.attempt import (
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.linux import TICK_SECONDS, readable
-from robust_train.host.memory import OomKillWatch, read_host_memory
+from robust_train.host.memory import (
+    OomKillWatch,
+    Workers,
+    find_workers,
+    read_host_memory,
+)
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
-from robust_train.host.workers import Workers, find_workers
 from robust_train.launcher.ending import RankEnd, event_of
 from robust_train.launcher.stall import Standstill
 from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
@@ -96,7 +101,7 @@ class ProcessExecutor:
         self._standby_bytes = 0
         self._interpreters = take_early()
         with contextlib.suppress(OSError):  # tried again for the attempt
-            for one in self._waiting(ranks):
+            for one in self._waiting():
                 one.prepare(self._preparation())
 
     def poll(self) -> None:
@@ -108,7 +113,7 @@ class ProcessExecutor:
 
     def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until the trainer has checked the config; raises ConfigError if it refuses."""
-        self._ready(self._ranks, tick)
+        self._ready(tick)
 
     def run(
         self,
@@ -127,20 +132,28 @@ class ProcessExecutor:
 
         def take(event: Event) -> None:
             if isinstance(event, LibrariesImported):
-                self._begin_standby(request, event)
+                # the next attempt's interpreters import what this one has, if there is room
+                self._modules = event.modules
+                self._standby_bytes = event.resident_bytes * self._ranks
+                if self._has_standby and has_room_for_standby(self._standby_bytes):
+                    self._prepare_next(preparation(self._modules, is_standby=True))
                 return
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
                 FailureKind.INTERRUPTED,
             ):
-                self._prepare_next(request, self._preparation())
+                self._prepare_next(self._preparation())
             on_event(event)
 
         def tick_with_standby() -> None:
-            self._check_standby()
+            # ended when memory becomes short
+            if not has_room_for_standby(self._standby_bytes):
+                for one in self._interpreters.waiting:
+                    self._interpreters.end(one)
             tick()
 
-        processes = self._ready(request.ranks, tick)
+        self._ranks = request.ranks
+        processes = self._ready(tick)
         running = RunningAttempt(
             self._interpreters,
             processes,
@@ -156,15 +169,10 @@ class ProcessExecutor:
         """End all interpreters; later attempts start others."""
         self._interpreters.close()
 
-    def _ready(
-        self,
-        count: int,
-        tick: Callable[[], None],
-    ) -> list[Interpreter]:
+    def _ready(self, tick: Callable[[], None]) -> list[Interpreter]:
         """Return interpreters that can be given an attempt now."""
         while True:
-            found = self._waiting(count)
-            interpreters = self._interpreters
+            found, interpreters = self._waiting(), self._interpreters
             interpreters.pump.hold()  # what dies at an import is named in a line of ours
             for one in found:
                 # those that import break off: the rest comes with the trainer
@@ -187,7 +195,7 @@ class ProcessExecutor:
             )
             self._modules = ()
 
-    def _waiting(self, count: int) -> list[Interpreter]:
+    def _waiting(self) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
         if not self._interpreters.is_open:
             self._interpreters = Interpreters()
@@ -197,19 +205,20 @@ class ProcessExecutor:
         for one in interpreters.waiting:
             if not one.is_usable:
                 interpreters.end(one)
-        found = interpreters.waiting[:count]
-        return found + [interpreters.start() for _ in range(count - len(found))]
+        while len(interpreters.waiting) < self._ranks:
+            interpreters.start()
+        return interpreters.waiting[: self._ranks]
 
     def _preparation(self) -> Preparation:
         """Return what an interpreter imports while it waits."""
         wanted = preparation(self._modules)
-        if not self._trainer.is_ours:
-            return wanted
-        return replace(
-            wanted,
-            trainer=self._trainer,
-            cfg=self._cfg,
-        )
+        if self._trainer.is_ours:
+            wanted = replace(
+                wanted,
+                trainer=self._trainer,
+                cfg=self._cfg,
+            )
+        return wanted
 
     def _on_death_at_import(self, returncode: int) -> None:
         """Handle an import that has ended its process.
@@ -218,7 +227,7 @@ class ProcessExecutor:
             ConfigError: a limit of this process leaves no room for it.
         """
         problem = no_room_to_import(next(iter(self._modules), "Python"), None)
-        if problem is not None or not self._modules:
+        if problem or not self._modules:
             raise ConfigError(
                 problem or f"an interpreter ends at its start ({returncode})"
             )
@@ -229,31 +238,10 @@ class ProcessExecutor:
         self._modules = ()
         self.close()
 
-    def _begin_standby(
-        self,
-        request: AttemptRequest,
-        imported: LibrariesImported,
-    ) -> None:
-        """Have the interpreters of the next attempt import what this one has, if there is room."""
-        self._modules = imported.modules
-        self._standby_bytes = imported.resident_bytes * request.ranks
-        if self._has_standby and has_room_for_standby(self._standby_bytes):
-            self._prepare_next(request, preparation(self._modules, is_standby=True))
-
-    def _check_standby(self) -> None:
-        """End the standby when memory becomes short."""
-        if not has_room_for_standby(self._standby_bytes):
-            for one in self._interpreters.waiting:
-                self._interpreters.end(one)
-
-    def _prepare_next(
-        self,
-        request: AttemptRequest,
-        wanted: Preparation,
-    ) -> None:
+    def _prepare_next(self, wanted: Preparation) -> None:
         """Have the next attempt's interpreters import while the present one runs or ends."""
         with contextlib.suppress(OSError):  # the attempt itself comes first
-            for one in self._waiting(request.ranks):
+            for one in self._waiting():
                 if wanted.is_standby or not one.is_asked:
                     one.prepare(wanted)
 
@@ -264,24 +252,6 @@ def has_room_for_standby(needed_bytes: int) -> bool:
     It only waits, so it is worth a little memory.
     """
     return needed_bytes <= _STANDBY_SHARE * read_host_memory().available
-
-
-def _await_signal(signals: SignalWatch) -> None:
-    """Wait a moment for our own signal: a stop of all processes may reach the attempt first."""
-    deadline = time.monotonic() + _SIGNAL_SECONDS
-    while signals.received is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _stacks(request: AttemptRequest, *, keep: bool) -> str:
-    """Return what the attempt wrote of its threads, if that is to be kept; remove an empty file."""
-    try:
-        text = request.stacks_file.read_text(errors="replace") if keep else ""
-        if not text:
-            request.stacks_file.unlink()
-    except OSError:
-        return ""
-    return text
 
 
 # --- one attempt while it runs ----------------------------------------------------------------
@@ -366,8 +336,8 @@ class RunningAttempt:
 
     def _poll(self, wakeup: int) -> bool:
         """Wait for something to happen and handle it; return whether the attempt is over."""
-        interpreters = self._interpreters
-        running = [one.channel.fileno() for one in self._processes if one.is_running]
+        interpreters, own = self._interpreters, self._processes
+        running = [one.channel.fileno() for one in own if one.is_running]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
         readable([wakeup, *interpreters.pump.descriptors, *running], seconds)
         with contextlib.suppress(BlockingIOError):
@@ -382,12 +352,10 @@ class RunningAttempt:
         # ends before events and output: what a process sent before it ended is then there already
         if interpreters.poll():
             self._watch.on_output()
-        for rank, one in enumerate(self._processes):
+        for rank, one in enumerate(own):
             # at its end all; before, a burst must hold up neither signals nor requests
-            self._read(
-                rank,
-                _MOST_EVENTS if one.is_running and not is_given_up else None,
-            )
+            is_ending = is_given_up or not one.is_running
+            self._read(rank, sys.maxsize if is_ending else _MOST_EVENTS)
             end = self._ends[rank]
             if not one.is_running and end.returncode is None:
                 self._ends[rank] = replace(
@@ -400,17 +368,22 @@ class RunningAttempt:
             self._limit_other_ranks()
         if now >= self._look_at:
             self._look(now)
-        if is_given_up or not any(one.is_running for one in self._processes):
+        if is_given_up or not any(one.is_running for one in own):
             return True
         if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
             self._stalled = stalled
-            self._kill_in(self._dump_stacks())
+            seconds = dump_stacks(
+                self._request,
+                {rank: one.pid for rank, one in enumerate(own) if one.is_running},
+                lambda rank: own[rank].signal(DUMP_STACKS),
+            )
+            self._kill_in(seconds)
         return False
 
     def _read(
         self,
         rank: int,
-        most: int | None,
+        most: int,
     ) -> None:
         for event in self._processes[rank].read(most):
             self._watch.on_event(event)
@@ -419,10 +392,9 @@ class RunningAttempt:
                 self._ends[rank] = replace(end, ending=event, at=event.at)
                 if self._votes is not None:
                     continue
-                is_failure = isinstance(event, Failed)
-                self._kill_in(
-                    AFTER_FAILURE_SECONDS if is_failure else self._grace_seconds
-                )
+                has_failed = isinstance(event, Failed)
+                grace = AFTER_FAILURE_SECONDS if has_failed else self._grace_seconds
+                self._kill_in(grace)
             self._on_event(event)
 
     def _look(self, now: float) -> None:
@@ -440,16 +412,15 @@ class RunningAttempt:
 
     def _warn_of_cuda(self) -> None:
         """Warn if torch has warned that CUDA does not start: many programs then take the CPU."""
-        head = b""
-        with contextlib.suppress(OSError), self._request.log_file.open("rb") as file:
+        request, head = self._request, b""
+        with contextlib.suppress(OSError), request.log_file.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-        found = _CUDA_WARNING.search(head.decode(errors="replace"))
-        if found is not None:
+        if found := _CUDA_WARNING.search(head.decode(errors="replace")):
             self._was_warned = True
             log.warning(
                 "CUDA does not work for this attempt, which may train on the CPU although it has "
                 "%s: %s",
-                self._request.spec.device,
+                request.spec.device,
                 shortened(found[1].strip(), _HEAD_SHOWN),
             )
 
@@ -485,15 +456,23 @@ class RunningAttempt:
             log.warning("processes %s of the attempt cannot be ended", left)
         remove_nccl_pipes(request.run_dir)
         if any(end.was_stopped for end in self._ends):
-            _await_signal(signals)
-        keeps_stacks = not request.config.is_script or stalled is not None
-        stacks = _stacks(request, keep=keeps_stacks)
+            # a stop of all processes may reach the attempt before us
+            until = time.monotonic() + _SIGNAL_SECONDS
+            while signals.received is None and time.monotonic() < until:
+                time.sleep(0.02)
+        stacks = ""
+        with contextlib.suppress(OSError):
+            if not request.config.is_script or stalled is not None:
+                stacks = request.stacks_file.read_text(errors="replace")
+            if not stacks:
+                request.stacks_file.unlink()
         if stalled is not None:
             self._on_event(Stalled(round(stalled.seconds, 1), stacks))
         workers, seconds = self._workers, time.monotonic() - self._began
         # that there are none is known only if it was seen late enough
-        if workers is not None and not workers.count:
-            workers = workers if self._looked - self._began >= seconds / 3 else None
+        is_late = self._looked - self._began >= seconds / 3
+        if workers is not None and not workers.count and not is_late:
+            workers = None
         return Exit(
             returncode=-signal.SIGKILL if is_left else own[0].returncode,
             pid=None if is_left else own[0].pid,
@@ -505,16 +484,6 @@ class RunningAttempt:
             oom_killed=self._oom_kills.killed(),
             workers=None if workers is None else workers.count,
             workers_hold_most=None if workers is None else workers.hold_most,
-        )
-
-    def _dump_stacks(self) -> float:
-        running = {
-            rank: one.pid for rank, one in enumerate(self._processes) if one.is_running
-        }
-        return dump_stacks(
-            self._request,
-            running,
-            lambda rank: self._processes[rank].signal(DUMP_STACKS),
         )
 
     def _on_signal(self, signum: int) -> None:
@@ -534,12 +503,10 @@ class RunningAttempt:
         self._signal_all(signal.SIGCONT)  # a stopped process would not get it
 
     def _stopping(self, signum: int) -> str:
-        is_interrupt = signum == signal.SIGINT
-        again = (
-            "press Ctrl-C" if is_interrupt else f"send {signal.Signals(signum).name}"
-        )
+        again, what = f"send {signal.Signals(signum).name}", "saving a checkpoint"
+        if signum == signal.SIGINT:
+            again = "press Ctrl-C"
         config = self._request.config
-        what = "saving a checkpoint"
         if config.is_script:
             what = f"SIG{config.trainer.stop_signal} to the script"
         return f"stopping: {what}, at most {self._grace_seconds:g} s; {again} again to kill"

@@ -103,7 +103,7 @@ class RunFolder:
         self._file = StateFile(run_dir, state)
         self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
-        self.pruned: str | None = None  # why a sweep has stopped the job
+        self.pruned = ""  # why a sweep has stopped the job
         self._next_poll = 0.0
 
     @property
@@ -161,12 +161,10 @@ class RunFolder:
     ) -> None:
         if not self.state.is_final:
             is_stop = isinstance(error, KeyboardInterrupt)
-            code = getattr(error, "exit_code", None)
-            reason = str(error) or type(error).__name__
             self.ended(
                 "interrupted" if is_stop else "failed",
-                reason,
-                code,
+                str(error) or type(error).__name__,
+                getattr(error, "exit_code", None),
             )
         for suffix in (TAKEN, NEW):
             for request in find_requests(self._run_dir, suffix):
@@ -190,10 +188,8 @@ class RunFolder:
             if request.verb == LAUNCHERS_VERB:
                 self._stop(request)
             elif state not in _TAKING_REQUESTS and request.take():
-                problem = (
-                    f"no attempt runs that could do that: the run is {state}; try later"
-                )
-                request.answer({"error": problem})
+                what = f"the run is {state}; try later"
+                request.answer({"error": f"no attempt runs that could do that: {what}"})
         if self._signals.received is None and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
@@ -288,29 +284,26 @@ class RunFolder:
         failure, path = attempt.failure, attempt.checkpoint or attempt.resumed_from
         if failure is None:
             return attempt
-        cannot_write = os.strerror(errno.EROFS) in failure.message
-        if cannot_write and is_read_only(self._run_dir):
-            return replace(
-                attempt,
-                failure=replace(failure, kind=FailureKind.DISK_FULL),
-            )
         lacks_file = f"No such file or directory: '{path}/" in failure.message
         is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
         has_begun = attempt.end_step is not None or attempt.saves > 1
-        if path is None or not is_damaged or has_begun or attempt.script is None:
-            return attempt
-        found = pass_over_damaged(
-            self._run_dir / "checkpoints",
-            self.beginning.job,
-            Path(path),
-            lacks_file=lacks_file,
-        )
-        evidence = replace(
-            failure.evidence,
-            has_checkpoint=found,
-            clue=Clue.DAMAGED,
-        )
-        return replace(attempt, failure=replace(failure, evidence=evidence))
+        is_read = attempt.script is not None and not has_begun
+        if os.strerror(errno.EROFS) in failure.message and is_read_only(self._run_dir):
+            failure = replace(failure, kind=FailureKind.DISK_FULL)
+        elif path is not None and is_damaged and is_read:
+            found = pass_over_damaged(
+                self._run_dir / "checkpoints",
+                self.beginning.job,
+                Path(path),
+                lacks_file=lacks_file,
+            )
+            evidence = replace(
+                failure.evidence,
+                has_checkpoint=found,
+                clue=Clue.DAMAGED,
+            )
+            failure = replace(failure, evidence=evidence)
+        return replace(attempt, failure=failure)
 
     def ended(
         self,
@@ -334,25 +327,17 @@ class RunFolder:
 
     def _is_users_stop(self, status: str) -> bool:
         """Return whether a person has ended the job, by all that is known, not a scheduler."""
-        if status != "interrupted":
-            return False
-        is_users_signal = self._signals.received in (None, signal.SIGINT, signal.SIGHUP)
-        return is_users_signal or self._was_asked_to_stop or self._sweep_is_stopped()
+        by_user = self._signals.received in (None, signal.SIGINT, signal.SIGHUP)
+        was_asked = by_user or self._was_asked_to_stop or self._sweep_is_stopped()
+        return status == "interrupted" and was_asked
 
     def _sweep_is_stopped(self) -> bool:
         sweep = self._sweep_folder
         return sweep is not None and sweep_stop_requested(sweep)
 
     def _detach(self) -> None:
-        state = self.state
-        detach.has_begun(
-            self._run_dir,
-            detach.job_text(
-                state.id,
-                state.name,
-                self._run_dir,
-            ),
-        )
+        state, folder = self.state, self._run_dir
+        detach.has_begun(folder, detach.job_text(state.id, state.name, folder))
 
     def _change(self, **changes: Any) -> None:
         self._update(lambda state: replace(state, **changes))
@@ -371,21 +356,18 @@ class RunFolder:
         """Stop the job as SIGTERM does."""
         if not request.take():
             return
-        problem = None
-        if not self._signals.watches(signal.SIGTERM):
+        problem, signals = "", self._signals
+        is_stopping = signals.received is not None and not signals.is_pausing
+        if not signals.watches(signal.SIGTERM):
             problem = (
                 "this job takes no signals (it is under a scheduler, or not in its process's "
                 "main thread); stop it where it was started"
             )
-        elif (
-            self._signals.received is not None
-            and not self._signals.is_pausing
-            and not request.options.get("now")
-        ):
+        elif is_stopping and not request.options.get("now"):
             problem = (
                 "it is stopping already; --now ends it without waiting for a checkpoint"
             )
-        if problem is not None:
+        if problem:
             request.answer({"error": problem})
             return
         answer = {
@@ -395,8 +377,7 @@ class RunFolder:
             "exit_code": 143,
         }
         self._was_asked_to_stop = True
-        if (reason := request.options.get("pruned")) is not None:
-            self.pruned = str(reason)
+        self.pruned = str(request.options.get("pruned", self.pruned))
         self._change(state="stopping")
         request.answer({"answer": answer})
         # to the main thread: sent to another one, it would not wake a sleeping job

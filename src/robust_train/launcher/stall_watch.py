@@ -69,7 +69,7 @@ class _Glance:
     at: float
     cpu_seconds: float
     moved_bytes: int  # read and written: a download or a copy needs little CPU time
-    pids: frozenset[int]
+    pids: set[int]
     stopped: int  # of these, how many are stopped
 
     def shows_life_since(self, before: _Glance) -> bool:
@@ -97,10 +97,8 @@ class StallWatch:
         self._pulse = Pulse(longest=request.longest_pause)
         self._known = request.longest_pause
         self._ticked = time.monotonic()
-        tick_seconds = (self._limit_seconds or SHORTEST_SECONDS) / 10
-        self._longest_tick = min(
-            max(tick_seconds, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT
-        )
+        tick = (self._limit_seconds or SHORTEST_SECONDS) / 10
+        self._longest_tick = min(max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT)
         self._next_look = 0.0
         self._glance: _Glance | None = None  # None after an event
         self._is_suspended = self._has_warned = False
@@ -110,8 +108,7 @@ class StallWatch:
         self._let_time_pass()
         pulse = self._pulse
         has_begun = pulse.reported is not None
-        is_of_loop = has_begun and isinstance(event, _OF_THE_LOOP)
-        if isinstance(event, Progress) or is_of_loop:
+        if isinstance(event, _OF_THE_LOOP if has_begun else Progress):
             pulse = pulse.after_progress()
         elif isinstance(event, TrainingStarted) and not has_begun:
             pulse = replace(pulse, begun=pulse.now)
@@ -160,7 +157,7 @@ class StallWatch:
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def _take_glance(self) -> _Glance:
-        cpu_seconds, moved_bytes, stopped, pids = 0.0, 0, 0, set()
+        cpu_seconds, moved_bytes, stopped, pids = 0.0, 0, 0, set[int]()
         for process in _trainers_processes(self._pids, self._request):
             with contextlib.suppress(psutil.Error), process.oneshot():
                 status = process.status()
@@ -175,7 +172,7 @@ class StallWatch:
             time.monotonic(),
             cpu_seconds,
             moved_bytes,
-            frozenset(pids),
+            pids,
             stopped,
         )
 
@@ -185,10 +182,8 @@ class StallWatch:
             return False
         found = read_inventory(processes=False).gpus
         close_session()  # an open one blocks a reset of any GPU
-        return any(
-            gpu.uuid in uuids and (gpu.utilization_percent or 0) >= _GPU_PERCENT
-            for gpu in found
-        )
+        percents = (gpu.utilization_percent or 0 for gpu in found if gpu.uuid in uuids)
+        return max(percents, default=0) >= _GPU_PERCENT
 
     def _warn(self, found: Standstill) -> None:
         if found.share < WARNING_SHARE:
@@ -268,18 +263,16 @@ def dump_stacks(
             if request.ranks > 1:
                 status = _status(psutil.Process(pid))
                 print(f"rank {rank} (process {pid}, {status})", file=file)
-            size = request.stacks_file.stat().st_size
+            size = os.fstat(file.fileno()).st_size
             have_it_write(rank)
             if request.ranks > 1:  # one after the other; a stopped one writes nothing
-                _await_growth(request.stacks_file, size)
+                until = time.monotonic() + _OF_A_RANK_SECONDS
+                while size == os.fstat(file.fileno()).st_size:
+                    if time.monotonic() >= until:
+                        break
+                    time.sleep(_OF_A_RANK_SECONDS / 10)
+                time.sleep(_OF_A_RANK_SECONDS / 10)
     return _NCCL_DUMP_SECONDS if has_nccl else _OWN_STACKS_SECONDS
-
-
-def _await_growth(path: Path, size: int) -> None:
-    until = time.monotonic() + _OF_A_RANK_SECONDS
-    while path.stat().st_size == size and time.monotonic() < until:
-        time.sleep(_OF_A_RANK_SECONDS / 10)
-    time.sleep(_OF_A_RANK_SECONDS / 10)
 
 
 def _status(process: psutil.Process) -> str:
@@ -310,8 +303,11 @@ def _threads(process: psutil.Process) -> Iterator[str]:
 
 # --- NCCL's flight recorder -----------------------------------------------------------------------
 
-_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-_FILES = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
+_FILES = (
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_FR_DUMP_TEMP_FILE",
+)
 # recent versions record anyway; 2,000 is their size of the record
 _RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
@@ -327,16 +323,13 @@ def nccl_variables(
     where the disk has no pipes, which would end the ranks.
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
-    names = (_PIPE, *_FILES)
-    try:
+    own = {name: value for name, value in _RECORD.items() if name not in environ}
+    with contextlib.suppress(OSError):
         os.mkfifo(probe := f"{stem}.pipe")
         os.unlink(probe)
-    except OSError:
-        return {}
-    if any(name in environ for name in names):
-        return {}
-    own = {name: value for name, value in _RECORD.items() if name not in environ}
-    return {**own, **dict.fromkeys(names, stem)}
+        if not any(name in environ for name in _FILES):
+            return own | dict.fromkeys(_FILES, stem)
+    return {}
 
 
 def _request_nccl_dumps(request: AttemptRequest) -> bool:

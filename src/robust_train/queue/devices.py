@@ -107,11 +107,7 @@ class Devices:
         if visible.warning is not None and visible.gpus:  # else it is the reason below
             log.warning("%s", visible.warning)
         if not visible.gpus:
-            if config.needs_gpu:
-                why = visible.why_none
-                raise ConfigError(f"device={config.device}: no such GPU here: {why}")
-            has_gpus = visible.inventory.may_have_gpus and not visible.hidden_on_purpose
-            return self._cpu_or_nothing(visible.why_none, has_gpus=has_gpus)
+            return self._without_gpus(visible)
         self._named = _named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)
         # an unreadable GPU may have more, and an administrator may open a prohibited one
@@ -239,12 +235,12 @@ class Devices:
         counts: Sequence[int],
     ) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
-        waits, why = request.wait, NoGpu("no GPU is wanted")
-        for number, count in enumerate(counts):
-            asked = replace(request, count=count, wait=waits)
+        why: NoGpu | None = None
+        for count in counts:
+            request = replace(request, count=count)
             found = wait_for_gpus(
                 self.queue,
-                asked,
+                request,
                 self._on_wait,
                 self._sleep,
             )
@@ -252,10 +248,11 @@ class Devices:
                 slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
                 self._slice_ends = time.monotonic() + slice_seconds
                 return found
-            if number == 0 or found.timed_out:
+            if why is None or found.timed_out:
                 why = found
-            waits = waits and not found.timed_out
-        return why
+            if found.timed_out:
+                request = replace(request, wait=False)
+        return why or NoGpu("no GPU is wanted")
 
     def _request(
         self,
@@ -307,6 +304,15 @@ class Devices:
                 return now
             self._sleep(0.05)
 
+    def _without_gpus(self, visible: Visible) -> Group:
+        """Return no GPU for the CPU where none is visible; raise ConfigError or NoDevice."""
+        why = visible.why_none
+        if self._config.needs_gpu:
+            device = self._config.device
+            raise ConfigError(f"device={device}: no such GPU here: {why}")
+        has_gpus = visible.inventory.may_have_gpus and not visible.hidden_on_purpose
+        return self._cpu_or_nothing(why, has_gpus=has_gpus)
+
     def _cpu_or_nothing(
         self,
         reason: str,
@@ -324,10 +330,8 @@ class Devices:
                 asked,
             )
         elif has_gpus:
-            log.warning(
-                "%s: training on the CPU, which may take many times as long",
-                reason,
-            )
+            text = "%s: training on the CPU, which may take many times as long"
+            log.warning(text, reason)
         else:
             why = "no GPU here" if reason == NO_DRIVER else reason
             log.info("%s: training on the CPU (details: robust-train doctor)", why)
@@ -377,13 +381,10 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
     if not config.gpu_queue:
         return None
     owner = allocated_by(environ)
-    if owner is not None:
-        log.info(
-            "the GPUs are allocated by %s: the host's own queue is not used",
-            owner,
-        )
-        return None
-    return directory_for(config.gpu_queue_dir, environ)
+    if owner is None:
+        return directory_for(config.gpu_queue_dir, environ)
+    log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
+    return None
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

@@ -209,16 +209,14 @@ class HostQueue:
             return True
         before = reservation.job
         # a job that moves keeps what it has until it has the other
-        both = dict.fromkeys((*before.gpus, *uuids))
+        both = dict.fromkeys(before.gpus + tuple(uuids))
         most = max(need_bytes, before.reserved_bytes)
         reservation.update(before.on(tuple(both), reserved_bytes=most))
-        others, limit = self.others(), self.gpu_limit()
-        visible = self.read()
-        only = tuple(gpu.uuid for gpu in visible.gpus)
+        others, limit, visible = self.others(), self.gpu_limit(), self.read()
         wanted = before.on(
             uuids,
             reserved_bytes=need_bytes,
-            only=only,
+            only=tuple(gpu.uuid for gpu in visible.gpus),
         )
         is_mine = has_room(
             wanted,
@@ -239,17 +237,15 @@ class HostQueue:
             self.do_without(problem)
             return self.read().gpus
         visible = self.read()
-        only = tuple(gpu.uuid for gpu in visible.gpus)
         me = replace(
             self._reservation.job,
             reserved_bytes=0,
-            only=only,
+            only=tuple(gpu.uuid for gpu in visible.gpus),
         )
-        machine = visible.machine
         return open_to(
             me,
             others,
-            machine,
+            visible.machine,
             time.monotonic(),
             limit,
         )
@@ -266,9 +262,8 @@ class HostQueue:
             others, limit = self.others(), self.gpu_limit()
             # to read the GPUs costs the driver more
             if any(not one.gpus and one.owner != me.owner for one in others):
-                visible = self.read()
+                gpus = self.read().machine
                 close_session()
-                gpus = visible.machine
                 return waits_for(
                     me,
                     others,
@@ -297,10 +292,8 @@ class HostQueue:
                 return self.announce(uuids, need_bytes)
             here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
             room = min(here) if len(here) == len(uuids) else before.reserved_bytes
-            if self._reservation is not None and not self.announce(
-                uuids,
-                min(need_bytes, room),
-            ):
+            has_room_here = self.announce(uuids, min(need_bytes, room))
+            if self._reservation is not None and not has_room_here:
                 self._reservation.update(before.on(uuids))
         except QueueProblem as problem:
             self.do_without(problem)
@@ -329,9 +322,7 @@ class HostQueue:
         rank: int = 0,
     ) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
-        if self._reservation is None:
-            return
-        taken = [*self._reservation.job.taken_bytes]
+        taken = list(self._reservation.job.taken_bytes if self._reservation else ())
         if 0 <= rank < len(taken):
             taken[rank] = taken_bytes
             self._show(taken_bytes=tuple(taken))

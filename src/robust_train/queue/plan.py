@@ -120,8 +120,7 @@ class Plan:
         for usable in (sound, found):
             apart = [state for state in usable if not self._first_could(state)]
             for states in (apart, usable):
-                group = choose_group([state.gpu for state in states], job.count)
-                if group:
+                if group := choose_group([state.gpu for state in states], job.count):
                     return [self._states[gpu.uuid] for gpu in group]
         return ()
 
@@ -137,7 +136,11 @@ class Plan:
         possible = [
             state for state in self._states.values() if state.could_ever_suit(job)
         ]
-        healthy = sum(not state.is_unhealthy() for state in possible)
+        # those that do not stay unusable when their jobs end: an exclusive one's owner may end
+        healthy = sum(
+            state.gpu.unusable is None or state.gpu.compute_mode.startswith("exclusive")
+            for state in possible
+        )
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
@@ -210,20 +213,21 @@ def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     """
     jobs = list(jobs)
     held = {user: len(gpus) for user, gpus in _held(jobs).items()}
-    # by user, the last one first
     queues: defaultdict[int, list[QueuedJob]] = defaultdict(list)
-    places: defaultdict[int, list[tuple[int, float, str]]] = defaultdict(list)
-    waiting = [job for job in jobs if not job.gpus]
-    for job in sorted(waiting, key=lambda job: job.order, reverse=True):
-        places[job.owner].append(job.order)
-    for job in sorted(waiting, key=lambda job: (-job.urgency, job.order), reverse=True):
-        queues[job.owner].append(job)
-    ordered = []
+    for job in sorted(jobs, key=lambda job: job.order):
+        if not job.gpus:
+            queues[job.owner].append(job)
+    # each user's, and the places that they have among all
+    urgent = {
+        user: sorted(queue, key=lambda job: -job.urgency)
+        for user, queue in queues.items()
+    }
+    ordered: list[QueuedJob] = []
     while any(queues.values()):
         users = (user for user in queues if queues[user])
-        user = min(users, key=lambda user: (held[user], places[user][-1]))
-        places[user].pop()
-        ordered.append(queues[user].pop())
+        user = min(users, key=lambda user: (held[user], queues[user][0].order))
+        del queues[user][0]
+        ordered.append(urgent[user].pop(0))
         held[user] += ordered[-1].count
     return ordered
 
@@ -253,12 +257,9 @@ class GpuState:
             self.limit = 0
         # what NVML reports as free less what is reserved and not taken yet; and all reservations
         # together never exceed the GPU
-        outstanding = committed = 0
-        for job in jobs:
-            taken_bytes = self.taken(job) or 0
-            outstanding += max(job.reserved_bytes - taken_bytes, 0)
-            committed += max(job.reserved_bytes, taken_bytes)
-        self.usable = min(gpu.free_bytes - outstanding, gpu.total_bytes - committed)
+        taken = sum(self.taken(job) or 0 for job in jobs)
+        committed = sum(max(job.reserved_bytes, self.taken(job) or 0) for job in jobs)
+        self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
     def taken(self, job: QueuedJob) -> int | None:
         """Return the least that a job has allocated here; None if unknown."""
@@ -288,23 +289,18 @@ class GpuState:
         """Return whether the GPU's compute mode allows one process only."""
         return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
-    def is_unhealthy(self) -> bool:
-        """Return whether it stays unusable when its jobs end; an exclusive one's owner may end."""
-        may_end = self.gpu.compute_mode.startswith("exclusive")
-        return self.gpu.unusable is not None and not may_end
-
     def as_gpu(self) -> GpuInfo:
         """Return the GPU with the memory that a new job can count on as free."""
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
     def in_use(self) -> int:
         """Return what will be free when its jobs end: an estimate, which never grants a GPU."""
-        used = 0
-        for job in self.jobs:
-            taken = self.taken(job)
-            guess = min(job.reserved_bytes, self.gpu.used_bytes)
-            used += guess if taken is None else taken
-        return used
+        known = {job: self.taken(job) for job in self.jobs}
+        guess = self.gpu.used_bytes
+        return sum(
+            min(job.reserved_bytes, guess) if taken is None else taken
+            for job, taken in known.items()
+        )
 
     def distance(self, job: QueuedJob) -> tuple[Any, ...]:
         """Return a sort key; the GPU that suits the job soonest comes first.
@@ -332,13 +328,12 @@ class GpuState:
         It keeps the set of kept GPUs stable: a kept one gets no such job.
         """
         later = [one for one in self.jobs if one.ticket > job.ticket]
-        if not later:
-            return 0.0
-        reserved = sum(one.reserved_bytes for one in (*later, job))
-        most = min(one.jobs_per_device for one in (*later, job))
+        together = (*later, job)
+        reserved = sum(one.reserved_bytes for one in together)
+        most = min(one.jobs_per_device for one in together)
         if reserved <= self.gpu.total_bytes and len(later) < most:
             return 0.0
-        return max(one.since for one in later)
+        return max((one.since for one in later), default=0.0)
 
 
 def gpu_states(
@@ -380,39 +375,45 @@ def why_waiting(
     if job.id in decided.capped:
         return shortened(decided.capped[job.id], LONGEST)
     promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
-    if decided.first != job.id:
-        promised |= dict.fromkeys(decided.kept, decided.first)
+    promised |= dict.fromkeys(decided.kept, decided.first)
     found: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
-    available = 0
     for state in gpu_states(others, gpus).values():
-        if state.gpu.uuid not in job.only:
-            continue
-        obstacle = _obstacle(state, job, promised.get(state.gpu.uuid, job.id))
-        if obstacle is None:
-            available += 1
-        else:
-            found[obstacle].append(state)
+        if state.gpu.uuid in job.only:
+            promised_to = promised.get(state.gpu.uuid, job.id)
+            found[_obstacle(state, job, promised_to)].append(state)
+    available = len(found.pop(_NONE, ()))
     awaited = decided.kept[: job.count] if decided.first == job.id else ()
 
-    def nearness(obstacle: tuple[int, str]) -> tuple[bool, int]:
-        is_awaited = any(state.gpu.uuid in awaited for state in found[obstacle])
-        return not is_awaited, obstacle[0]
-
+    nearest = sorted(
+        found.items(),
+        key=lambda item: (
+            not any(state.gpu.uuid in awaited for state in item[1]),
+            item[0][0],
+        ),
+    )
     parts = [
-        _sentence(obstacle[1], found[obstacle], job, holders)
-        for obstacle in sorted(found, key=nearness)
+        _sentence(
+            text,
+            states,
+            job,
+            holders,
+        )
+        for (_, text), states in nearest
     ]
     if job.count > 1:
         parts.insert(0, f"{available} of {job.count} GPUs available")
     return shortened("; ".join(parts) or "its driver shows none of its GPUs", LONGEST)
 
 
+_NONE = 0, ""
+
+
 def _obstacle(
     state: GpuState,
     job: QueuedJob,
     promised_to: str,
-) -> tuple[int, str] | None:
-    """Return how far away a GPU is, for sorting, and why; None if the job could have it."""
+) -> tuple[int, str]:
+    """Return how far away a GPU is, for sorting, and why; ``_NONE`` if the job could have it."""
     if state.gpu.unusable is not None:
         return 4, state.gpu.unusable
     most = state.most(job)
@@ -427,7 +428,7 @@ def _obstacle(
         return (2, "ours") if is_ours else (3, "others")
     if promised_to != job.id:
         return 0, f"kept for job {promised_to}, which is ahead in the queue"
-    return None
+    return _NONE
 
 
 def _sentence(
@@ -461,7 +462,7 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
         ]
         for job in state.jobs:
             who = f"{job.name}, {user_name(job.owner)}"
-            leaving = ", which is leaving" if job.draining else ""
+            leaving = ", which is leaving" * job.draining
             parts.append(
                 f"{mib(job.reserved_bytes)} reserved by job {job.id} ({who}){leaving}"
             )

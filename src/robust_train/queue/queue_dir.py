@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -142,7 +143,7 @@ class QueueDir:
         found = [match for match in named if match]
         if len(found) <= MOST_FILES_PER_USER:
             return found
-        by_owner: dict[int, list[re.Match[str]]] = {}
+        own, kept = Counter[int](), []
         for match in found:
             with contextlib.suppress(OSError):
                 status = os.stat(
@@ -150,10 +151,10 @@ class QueueDir:
                     dir_fd=self.fd,
                     follow_symlinks=False,
                 )
-                owner = status.st_uid
-                by_owner.setdefault(owner, []).append(match)
-        own = by_owner.values()
-        return [match for each in own for match in each[:MOST_FILES_PER_USER]]
+                own[status.st_uid] += 1
+                if own[status.st_uid] <= MOST_FILES_PER_USER:
+                    kept.append(match)
+        return kept
 
     def open(self, name: str) -> int | None:
         """Return a descriptor of a regular file, for reading; None if there is none."""
@@ -196,17 +197,19 @@ class QueueDir:
         A mistake in the file is one line in the log and means no limit.
         """
         path = self.base / LIMITS_FILE
-        mistake, limit = self._read_limit() if os.path.lexists(path) else ("", NO_LIMIT)
-        line = f"{path} is ignored: {mistake}"
-        if mistake and line not in _warned:
+        try:
+            return self._read_limit() if os.path.lexists(path) else NO_LIMIT
+        except ValueError as mistake:
+            line = f"{path} is ignored: {mistake}"
+        if line not in _warned:
             log.warning("%s", line)
             _warned.add(line)
-        return limit
+        return NO_LIMIT
 
     def exclusions(self) -> list[GpuFault]:
         """Return the last fault of each GPU that is excluded now."""
         faults = (one for jobs in self.faults().values() for one in jobs)
-        return [*{one.uuid: one for one in faults if one.seconds_left}.values()]
+        return list({one.uuid: one for one in faults if one.seconds_left}.values())
 
     def clear(self, uuid: str) -> bool:
         """Use a GPU as any other again; return False if the caller has nothing against it. Root
@@ -253,18 +256,18 @@ class QueueDir:
         match = _FAULTS_FILE.fullmatch(f"faults.{uuid}.{os.geteuid()}")
         if match is None:
             return False
-        text = reason[: _MOST_TEXT // 2]
+        text, job = reason[: _MOST_TEXT // 2], job[-_MOST_TEXT:]
         new = GpuFault(
             "",
             "",
-            job[-_MOST_TEXT:],
+            job,
             time.time(),
             text,
         )
         for folder in ("../", ""):
             before = self._faults_in(match, folder)
-            kept = [one for one in before if one.job != new.job][1 - _MOST_FAULTS :]
-            content = json.dumps([asdict(one) for one in (*kept, new)])
+            kept = [one for one in before if one.job != job][1 - _MOST_FAULTS :]
+            content = json.dumps([asdict(one) for one in [*kept, new]])
             temporary = f"{folder}new.{os.urandom(8).hex()}"
             with contextlib.suppress(OSError):
                 with os.fdopen(self.create(temporary, 0o644), "w") as file:
@@ -310,24 +313,23 @@ class QueueDir:
             data = file.read(_MOST_BYTES + 1)
             return data, os.fstat(fd) if len(data) <= _MOST_BYTES else None
 
-    def _read_limit(self) -> tuple[str, int]:
-        """Return the first mistake in the limits, and the limit."""
+    def _read_limit(self) -> int:
+        """Return the limit in the file. Raises ValueError: the first mistake in it."""
         data, status = self._read(f"../{LIMITS_FILE}")
         if status is None:
-            return f"it is not a regular file of at most {_MOST_BYTES} bytes", NO_LIMIT
+            raise ValueError(f"it is not a regular file of at most {_MOST_BYTES} bytes")
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
-            return f"{who} or others may write it (chown root, chmod 644)", NO_LIMIT
-        try:
+            raise ValueError(f"{who} or others may write it (chown root, chmod 644)")
+        found = None
+        with contextlib.suppress(yaml.YAMLError, ValueError):
             found = yaml.safe_load(data) or {}
-        except (yaml.YAMLError, ValueError):
-            found = None
         if not isinstance(found, dict) or found.keys() - {"max_gpus_per_user"}:
-            return "its only key is max_gpus_per_user", NO_LIMIT
+            raise ValueError("its only key is max_gpus_per_user")
         limit = found.get("max_gpus_per_user", NO_LIMIT)
         if type(limit) is not int or limit < 1:
-            return "max_gpus_per_user is a number of GPUs from 1", NO_LIMIT
-        return "", limit
+            raise ValueError("max_gpus_per_user is a number of GPUs from 1")
+        return limit
 
 
 # --- where it is, and whether it can be trusted ----------------------------------------------
@@ -406,9 +408,8 @@ def _checked_owner(path: Path) -> int:
 
 
 def _everyone_may_create_in(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         mode = folder.lstat().st_mode
-    except OSError:
-        return False
-    is_shared = stat.S_ISDIR(mode) and mode & _SHARED_MODE == _SHARED_MODE
-    return is_shared and os.access(folder, os.W_OK | os.X_OK)
+        is_shared = stat.S_ISDIR(mode) and mode & _SHARED_MODE == _SHARED_MODE
+        return is_shared and os.access(folder, os.W_OK | os.X_OK)
+    return False

@@ -20,7 +20,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,13 @@ class QueuedJob:
         """Whether this process numbers processes as its launcher does."""
         return self.pid_namespace == own_pid_namespace()
 
+    def lives_on(
+        self,
+        marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+    ) -> bool:
+        """Return whether processes of it are left on its GPUs."""
+        return bool(self.gpus and processes_of(self.id, self.owner, marked))
+
     def is_polling(self, now: float) -> bool:
         """Return whether it would take GPUs if it got some."""
         return now - self.polled_at < UNSEEN_SECONDS
@@ -166,16 +173,11 @@ def decode(
         and min(job.count, job.jobs_per_device) >= 1
         and job.pid < 2**31
         and max(job.count, len(job.only), len(job.gpus)) <= _MOST_GPUS
-        and all(_UUID.fullmatch(uuid) for uuid in (*job.only, *job.gpus))
+        and all(_UUID.fullmatch(uuid) for uuid in job.only + job.gpus)
         and len(job.gpus) == len(set(job.gpus)) == len(job.taken_bytes)
     )
-    if not is_possible:
-        return None
-    return replace(
-        job,
-        name=job.name[:_MOST_TEXT],
-        run_dir=job.run_dir[:_MOST_TEXT],
-    )
+    name, run_dir = job.name[:_MOST_TEXT], job.run_dir[:_MOST_TEXT]
+    return replace(job, name=name, run_dir=run_dir) if is_possible else None
 
 
 class Registry(QueueDir):
@@ -204,9 +206,7 @@ class Registry(QueueDir):
             try:
                 owner = os.fstat(fd).st_uid
                 job = _read(fd, match, owner) or known.get(match[0])
-                if is_locked(fd) or (
-                    job and job.gpus and processes_of(job.id, owner, marked)
-                ):
+                if is_locked(fd) or (job and job.lives_on(marked)):
                     self._known[match[0]] = job
                 else:
                     self._dead.add(match[0])
@@ -258,14 +258,13 @@ def _read(
     """Return the job in a record; read it once more if its owner writes it just now."""
     for _ in range(2):
         with contextlib.suppress(OSError):
-            data = os.pread(fd, _MOST_BYTES + 1, 0)
-            job = decode(
+            data, ticket = os.pread(fd, _MOST_BYTES + 1, 0), int(match[1])
+            if job := decode(
                 data,
-                f"{int(match[1])}-{match[2]}",
-                int(match[1]),
+                f"{ticket}-{match[2]}",
+                ticket,
                 owner,
-            )
-            if job is not None:
+            ):
                 return job
     return None
 
@@ -315,10 +314,7 @@ class Reservation:
         os.close(fd)
         again = self.registry.open(self._name)
         if again is not None:
-            job = self.job
-            if not is_locked(again) and not (
-                job.gpus and processes_of(job.id, job.owner)
-            ):
+            if not is_locked(again) and not self.job.lives_on():
                 self.registry.remove(self._name)
             os.close(again)
 

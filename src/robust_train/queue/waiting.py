@@ -164,9 +164,8 @@ class Waiting:
             self._queue.requeue(self._request, self._me.only)
         if self._queue.is_shared:
             pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (self._position - 1)
-            pause = max(
-                min(pause, _LONGEST_PAUSE_SECONDS), _LISTING_FACTOR * cost_seconds
-            )
+            pause = min(pause, _LONGEST_PAUSE_SECONDS)
+            pause = max(pause, _LISTING_FACTOR * cost_seconds)
             self._pause_seconds = pause * random.uniform(0.5, 1.0)
         else:
             self._pause_seconds = min(_STATUS_SECONDS, self._next_read - started)
@@ -222,13 +221,13 @@ class Waiting:
             return (
                 visible.inventory.problem or visible.warning or "the GPUs have vanished"
             )
-        decided = Plan((), gpus, 0.0)
+        holders = find_holders(gpus)
         return why_waiting(
             self._me,
             (),
             gpus,
-            decided,
-            find_holders(gpus),
+            Plan((), gpus, 0.0),
+            holders,
         )
 
     def _in_vain(self) -> NoGpu:

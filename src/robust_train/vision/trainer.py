@@ -171,7 +171,7 @@ class Training:
         self.epoch_loss = LossAverage()
         run.passes_over = True
         self.folder = CheckpointFolder(
-            run,
+            run.saving,
             keep=training.keep_checkpoints,
             write_folder=sharding.folder_writer() if self.is_sharded else None,
             copies=run.world_size if self.is_sharded else 1,
@@ -231,7 +231,7 @@ class Training:
         """Resume from the last intact checkpoint, if there is one."""
         run = self.run
         if run.is_main:
-            self.folder.remove_leftovers()
+            self.folder.remove_leftovers(self.run.resume_checkpoint)
         if run.resume_checkpoint is not None:
             found = read_newest(
                 run.resume_checkpoint,

@@ -94,7 +94,12 @@ def train(cfg: DictConfig, run: Run) -> Json:
     """
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
-    run.declared = _features(config)
+    # any may have workers, and read their number from its environment; activations are recomputed
+    # by those whose command line asks for the setting
+    remedies = (
+        {WORKERS, CHECKPOINTING} if _asks_for(CHECKPOINTING, config) else {WORKERS}
+    )
+    run.declared = frozenset(remedies)
     run.reads_lr = _asks_for("learning_rate", config)
     # nothing is held here, and what is logged here would be read as the end of the output
     run.memory_keeper = MemoryKeeper()
@@ -119,9 +124,17 @@ def train(cfg: DictConfig, run: Run) -> Json:
         raise Interrupted("asked to stop before the script was started")
     run.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
+    environ = {
+        # or what a Python script prints would be seen when a buffer is full, and lost at a kill
+        "PYTHONUNBUFFERED": "1",
+        **shared_machine_environment(os.environ),
+        "PATH": users_path(os.environ),
+        **values.environment(),
+        EVENTS_VARIABLE: str(attempt.events),
+    }
     program = Program(
         argv,
-        _environment(values, attempt.events),
+        environ,
         cwd,
         stop_signal,
     )
@@ -142,13 +155,6 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # what comes next in this folder starts afresh
     (run.run_dir / _BEFORE).unlink(missing_ok=True)
     return attempt.result
-
-
-def _features(config: RobustConfig) -> frozenset[str]:
-    """Return which remedies reach the script: any may have workers, and read their number from its
-    environment; activations are recomputed by those whose command line asks for the setting."""
-    asks = _asks_for(CHECKPOINTING, config)
-    return frozenset({WORKERS, CHECKPOINTING} if asks else {WORKERS})
 
 
 def _asks_for(name: str, config: RobustConfig) -> bool:
@@ -179,72 +185,48 @@ class _Attempt:
         self._known = _newest(checkpoint, newest)
         # one that looked damaged at the last look, and its step: it may be being written over
         self._doubted: tuple[Path, Stamped | None, int | None] | None = None
-        self._complained = False
+        self._complained = self._has_ended = False
         self._resumed = checkpoint and checkpoint[0]
         if self._resumed is not None and self._resumed != run.resume_checkpoint:
             run.checkpoint_saved(self._resumed, run.last_step)
 
-    def poll(
-        self,
-        *,
-        at_rest: bool = False,
-        reported: Collection[str] | None = None,
-    ) -> None:
+    def poll(self, reported: Collection[str] | None = None) -> None:
         """Pass on what the script has reported and saved."""
         if self._doubted is not None:
-            self._saved(
-                self._doubted[0],
-                self._doubted[2],
-                at_rest=at_rest,
-            )
-        for line in self._lines.read(to_the_end=at_rest):
+            path, _, step = self._doubted
+            self._saved(path, step)
+        for line in self._lines.read(to_the_end=self._has_ended):
             try:
-                self._take(line, at_rest)
+                self._take(line)
             except Spoiled:
                 raise
             # as of a path that is none: no other line ends the script
             except Exception as problem:
                 if not self._complained:
                     self._complained = True
-                    log.warning(
-                        "%s: %r: %s",
-                        self.events.name,
-                        line[:200],
-                        problem,
-                    )
-        newest = self._watch.newest(at_rest=at_rest, reported=reported)
-        self._found(newest, at_rest)
-
-    def finish(self, *, was_killed: bool) -> None:
-        """Pass on the rest after the script has ended; remove an empty file of messages."""
-        known = () if self._known is None else (str(self._known[0]),)
-        self.poll(at_rest=True, reported=known if was_killed else None)
-        with contextlib.suppress(OSError):  # the script may have removed it
-            if self.events.stat().st_size == 0:
-                self.events.unlink()
-
-    def _found(
-        self,
-        newest: Stamped | None,
-        at_rest: bool,
-    ) -> None:
+                    name = self.events.name
+                    log.warning("%s: %r: %s", name, line[:200], problem)
+        newest = self._watch.newest(at_rest=self._has_ended, reported=reported)
         known = self._known
         if newest is None or newest == known:
             return
         # while the newest is written over, the newest at rest is an older one
         if known is None or newest[1][0] >= known[1][0]:
-            self._saved(
-                newest[0],
-                self._run.last_step,
-                at_rest=at_rest,
-            )
+            self._saved(newest[0], self._run.last_step)
+
+    def finish(self, *, was_killed: bool) -> None:
+        """Pass on the rest after the script has ended; remove an empty file of messages."""
+        known = () if self._known is None else (str(self._known[0]),)
+        self._has_ended = True
+        self.poll(known if was_killed else None)
+        with contextlib.suppress(OSError):  # the script may have removed it
+            if self.events.stat().st_size == 0:
+                self.events.unlink()
 
     def _saved(
         self,
         path: Path,
         step: int | None,
-        *,
-        at_rest: bool,
     ) -> None:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
@@ -255,20 +237,17 @@ class _Attempt:
         self._known = _stamped(path)
         damage = self._run.saving.damage_in(path)
         seen, before = (path, self._known, step), self._doubted
-        self._doubted = None if damage is None or at_rest or seen == before else seen
+        is_final = self._has_ended or seen == before
+        self._doubted = seen if damage and not is_final else None
         if self._doubted is None:
-            checked = self._run.position if damage is None else None
+            checked = None if damage else self._run.position
             self._run.checkpoint_saved(
                 path,
                 step,
                 checked,
             )
 
-    def _take(
-        self,
-        line: str,
-        at_rest: bool,
-    ) -> None:
+    def _take(self, line: str) -> None:
         match parse(line):
             case Progress(step=step, total_steps=total, metrics=metrics):
                 self._run.progress(
@@ -280,17 +259,13 @@ class _Attempt:
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
                 step = self._run.last_step if step is None else step
-                self._saved(
-                    self._cwd / os.path.expanduser(path),
-                    step,
-                    at_rest=at_rest,
-                )
+                where = self._cwd / os.path.expanduser(path)
+                self._saved(where, step)
             case Result(value=value):
                 self.result = value
-            case SpeedMeasured() as event:
-                self._run.speed.stop()
-                self._run.send(event)
             case event:
+                if isinstance(event, SpeedMeasured):
+                    self._run.speed.stop()
                 self._run.send(event)
 
 
@@ -313,17 +288,6 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),
     )
-
-
-def _environment(values: ScriptValues, events: Path) -> dict[str, str]:
-    return {
-        # or what a Python script prints would be seen when a buffer is full, and lost at a kill
-        "PYTHONUNBUFFERED": "1",
-        **shared_machine_environment(os.environ),
-        "PATH": users_path(os.environ),
-        **values.environment(),
-        EVENTS_VARIABLE: str(events),
-    }
 
 
 def _watch(
@@ -369,31 +333,30 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     elif reported is not None:
         log.warning("checkpoint %s is missing or torn and is skipped", reported)
     while True:
-        found = watch.newest(
-            at_rest=True,
-            but=bad,
-            reported=known,
+        newest = _newest(
+            watch.newest(
+                at_rest=True,
+                but=bad,
+                reported=known,
+            ),
+            given,
         )
-        newest = _newest(found, given)
         # what is given was read by the launcher
         if newest is None or newest == given:
             return newest
-        if (damage := _damage_in(newest[0])) is None:
+        try:
+            damage = damage_in(newest[0], reads=True)
+        except OSError as error:
+            damage = str(error)
+        if not damage:
             return newest
         log.warning("checkpoint %s is damaged (%s) and is skipped", newest[0], damage)
         bad.add(str(newest[0]))
 
 
-def _damage_in(path: Path) -> str | None:
-    try:
-        return damage_in(path, reads=True)
-    except OSError as error:
-        return str(error)
-
-
-def _newest(*candidates: Stamped | None) -> Stamped | None:
-    found = [one for one in candidates if one is not None]
-    return max(found, key=lambda one: one[1][0], default=None)
+def _newest(one: Stamped | None, other: Stamped | None) -> Stamped | None:
+    is_later = other is None or (one is not None and one[1][0] >= other[1][0])
+    return one if is_later else other
 
 
 def _number(path: Path) -> list[int]:
@@ -436,15 +399,18 @@ def check_command(config: RobustConfig) -> Path:
             "trainer.argv: must name a program, as in "
             "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
         )
-    for word in trainer.argv:
-        _refuse_near_misses("trainer.argv", word)
-    for word in trainer.resume_argv:
-        _refuse_near_misses(
-            "trainer.resume_argv",
-            word,
-            every=True,
-        )
-    _refuse_near_misses("trainer.checkpoint_glob", trainer.checkpoint_glob or "")
+    # {batchsize} would reach the script unchanged; of resume_argv also a name that is like none
+    for key, words in (
+        ("argv", trainer.argv),
+        ("resume_argv", trainer.resume_argv),
+        ("checkpoint_glob", [trainer.checkpoint_glob or ""]),
+    ):
+        for word in words:
+            if miss := near_miss_in(word, every=key == "resume_argv"):
+                raise ConfigError(
+                    f"trainer.{key}: {{{miss[0]}}} is not a placeholder; did you mean "
+                    f"{{{miss[1]}}}? robust-train run --help lists all"
+                )
     cwd = Path(os.path.expanduser(trainer.cwd or ".")).absolute()
     if not cwd.is_dir():
         raise ConfigError(f"trainer.cwd={cwd}: no such folder")
@@ -479,21 +445,6 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
             )
             hint = f"; did you mean {near[0]}?" if near else f" in {cwd}"
             raise ConfigError(f"trainer.argv: {script}: no such file{hint}")
-
-
-def _refuse_near_misses(
-    key: str,
-    text: str,
-    *,
-    every: bool = False,
-) -> None:
-    """Refuse ``{batchsize}``, which would reach the script unchanged; ``every``: also a name that
-    is like none of ours."""
-    if miss := near_miss_in(text, every=every):
-        raise ConfigError(
-            f"{key}: {{{miss[0]}}} is not a placeholder; did you mean {{{miss[1]}}}? "
-            "robust-train run --help lists all"
-        )
 
 
 class CheckpointWatch:
@@ -571,7 +522,7 @@ def stamp_of(path: Path) -> Stamp:
     if not path.is_dir():
         return status.st_mtime_ns, status.st_size
     inside = [file.stat() for file in files_in(path)]
-    changed = max(one.st_mtime_ns for one in (status, *inside))
+    changed = max([status.st_mtime_ns] + [one.st_mtime_ns for one in inside])
     return changed, sum(one.st_size for one in inside)
 
 

@@ -105,22 +105,9 @@ def parse(line: str) -> events.Event | Result:
         with contextlib.suppress(events.MalformedEvent):
             return events.parse({"event": name, **fields})
     if name == "user" and isinstance(fields.get("event_name"), str):
-        own = fields.get("fields")
-        return events.UserEvent(
-            fields["event_name"],
-            own if isinstance(own, dict) else {},
-        )
+        name, own = fields["event_name"], fields.get("fields")
+        fields = own if isinstance(own, dict) else {}
     return events.UserEvent(name, fields)
-
-
-def _metrics(fields: Mapping[str, events.Json]) -> dict[str, float]:
-    nested = fields.get("metrics")
-    given = {**fields, **(nested if isinstance(nested, Mapping) else {})}
-    return {
-        key: value
-        for key, value in given.items()
-        if key not in ("step", "total_steps") and isinstance(value, (int, float))
-    }
 
 
 def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
@@ -128,9 +115,13 @@ def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
     if isinstance(step, int) and step < 0:
         raise NotUnderstood(f"{name}: step must be an integer of 0 or more")
     if name == "progress":
-        fields |= {
-            "total_steps": fields.get("total_steps") or None,
-            "metrics": _metrics(fields),
+        nested = fields.get("metrics")
+        given = fields | (nested if isinstance(nested, dict) else {})
+        fields["total_steps"] = fields.get("total_steps") or None
+        fields["metrics"] = {
+            key: value
+            for key, value in given.items()
+            if key not in ("step", "total_steps") and isinstance(value, (int, float))
         }
     elif name == "checkpoint":
         fields = {
@@ -160,7 +151,15 @@ class LineReader:
     def read(self, *, to_the_end: bool = False) -> Iterator[str]:
         """Yield the lines since the last call, of one that is too long only a part; ``to_the_end``:
         a torn last one included."""
-        self._release()
+        # one block of what was passed on is kept: some of it may still be on its way
+        old = self._offset - self._block - self._released
+        if old >= self._block:
+            release_blocks(
+                self._path,
+                self._released,
+                old,
+            )
+            self._released += old
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             # no end is in sight where a script is faster
             size = os.fstat(file.fileno()).st_size
@@ -174,17 +173,6 @@ class LineReader:
             yield from _texts([self._rest])
             self._rest = b""
 
-    def _release(self) -> None:
-        """Keep one block of what was passed on: some of it may still be on its way."""
-        old = self._offset - self._block
-        if old - self._released >= self._block:
-            release_blocks(
-                self._path,
-                self._released,
-                old - self._released,
-            )
-            self._released = old
-
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     return (text for line in lines if (text := line.decode(errors="replace").strip()))
@@ -196,14 +184,14 @@ class ScriptRun(Run):
     def __init__(
         self,
         environ: Mapping[str, str],
-        report_line: ReportLine | None,
+        report_line: ReportLine = lambda line: None,
     ) -> None:
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
             run_dir=Path(value_from(environ, "run_dir") or Path.cwd()),
             attempt=int(value_from(environ, "attempt") or 1),
             resume_checkpoint=Path(checkpoint) if checkpoint else None,
-            report=report_line and (lambda event: report_line(event.as_json())),
+            report=lambda event: report_line(event.as_json()),
             # of torchrun, where that is what the launcher has started
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
@@ -215,7 +203,7 @@ class ScriptRun(Run):
             every_seconds=None if minutes in (None, "", AUTO) else 60 * float(minutes),
             every_steps=_number(environ, "checkpoint_every_steps") or None,
         )
-        self._report_line = report_line or (lambda line: None)
+        self._report_line = report_line
         self._split = {name: _number(environ, name) for name in _SPLIT}
         self._has_read: set[str] = set()
         # `cuda:0` or `cpu`, None without the launcher
@@ -264,12 +252,15 @@ def current_run() -> ScriptRun:
     reports.
     """
     path = os.environ.get(EVENTS_VARIABLE)
-    reports = path is not None and os.environ.get("RANK", "0") == "0"
-    run = ScriptRun(os.environ, appending_to(Path(path)) if path and reports else None)
-    if reports:
+    if path is None:
+        return ScriptRun(os.environ)
+    if os.environ.get("RANK", "0") == "0":
+        run = ScriptRun(os.environ, appending_to(Path(path)))
         atexit.register(run.send_last_progress)
         atexit.register(run.speed.send)
-    if path is not None and threading.current_thread() is threading.main_thread():
+    else:
+        run = ScriptRun(os.environ)
+    if threading.current_thread() is threading.main_thread():
         _stop_on_sigterm(run)
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shlex
 import signal
@@ -85,13 +86,14 @@ class Program:
         after ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends
         them.
         """
-        kill_at: float | None = None
+        kill_at = math.inf
         try:
             while True:
                 running = self._running()
                 if run.stop_requested:
-                    kill_at = kill_at or time.monotonic() + stop_grace_seconds
-                    if not running or time.monotonic() >= kill_at:
+                    now = time.monotonic()
+                    kill_at = min(kill_at, now + stop_grace_seconds)
+                    if not running or now >= kill_at:
                         break
                     self._ask_to_stop(running)
                 elif self._process.returncode is not None:
