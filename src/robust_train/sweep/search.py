@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from hydra.core.override_parser.types import (
@@ -47,7 +47,9 @@ from robust_train.sweep.record import (
     read_row,
     storage_in,
 )
-from robust_train.sweep.sweeper import SweeperSettings
+
+if TYPE_CHECKING:
+    from robust_train.sweep.sweeper import SweeperSettings
 
 log = logging.getLogger("robust_train")
 
@@ -129,11 +131,11 @@ class Search(Jobs):
         with self._alone():
             trials = self._trials()
             left = [one for one in trials if not one.state.is_finished()]
-            mine = [one for one in left if one.number not in self._had]
-            known = next((one for one in mine if self._claims.take(one.number)), None)
+            others = [one for one in left if one.number not in self._had]
+            known = next((one for one in others if self._claims.take(one.number)), None)
             if known is None and len(trials) >= self._settings.n_trials:
                 # those that others have end with them, or are left
-                self._is_over = not mine
+                self._is_over = not others
                 return None
             self._study.sampler = self._sampler(known.number if known else len(trials))
             trial = running_trial(self._study, known) if known else self._study.ask()
