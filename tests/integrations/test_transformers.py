@@ -1,5 +1,7 @@
 """transformers' Trainer as an attempt."""
 
+import importlib
+
 import pytest
 import torch
 from running_out import recorded
@@ -137,3 +139,19 @@ def test_what_the_trainer_logs_is_recorded(tmp_path):
     assert {e["total_steps"] for e in run.of("progress")} == {9}
     milestones = {e["milestone"] for e in run.of("memory")}
     assert {"training begins", "first step done"} <= milestones
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_whether_a_stop_in_an_evaluation_saves_is_what_rank_0_finds_on_the_disk(
+    tmp_path, monkeypatch, is_whole
+):
+    """What this rank finds there is the other way round."""
+    module = importlib.import_module("robust_train.integrations.transformers")
+    of_rank_0 = lambda own: [is_whole if isinstance(own, bool) else own]  # noqa: E731
+    monkeypatch.setattr(module, "of_all_ranks", of_rank_0)
+    cfg = framework_config(8)
+    cfg.training.checkpoint_every_steps = None if is_whole else 1
+    run = WatchedRun(tmp_path)
+    with pytest.raises(Interrupted):
+        _fit(tmp_path, cfg, run=run, callbacks=[_AsksToStop(run)], eval_strategy="epoch")
+    assert [e["step"] for e in run.of("checkpoint")] == ([] if is_whole else [1, 2, 3, 3])
