@@ -5,8 +5,6 @@
 prints a line of JSON for each: what was raised, and what the classification says of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -17,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,42 +26,45 @@ from torch.utils.data import DataLoader, Dataset
 from robust_train.failures import classify_failure
 
 MIB = 1024**2
+SECOND = timedelta(seconds=1)
 
 
 class Samples(Dataset):
-    """A data set whose one sample is what ``action`` does in the worker."""
+    """A data set whose samples are what ``action`` does in the worker."""
 
-    def __init__(self, action: Callable[[], object]) -> None:
+    def __init__(self, action):
         self.action = action
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         self.action()
         return torch.zeros(1)
 
 
-def in_worker(action: Callable[[], object]) -> None:
-    for _ in DataLoader(Samples(action), num_workers=1):
-        pass
+def in_worker(action):
+    return lambda: list(DataLoader(Samples(action), num_workers=1))
 
 
-@contextlib.contextmanager
-def memory_limit(megabytes: int) -> Iterator[None]:
-    """No more than this beyond what the process has already."""
-    with open("/proc/self/statm") as statm:
-        data_pages = int(statm.read().split()[5])
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data_pages * resource.getpagesize() + megabytes * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+def limited(megabytes, action):
+    """The action, with no more memory than this beyond what the process has already."""
+
+    def run():
+        with open("/proc/self/statm") as statm:
+            data_pages = int(statm.read().split()[5])
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = data_pages * resource.getpagesize() + megabytes * MIB
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        try:
+            action()
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    return run
 
 
-def read_beyond_the_end_of_a_mapped_file() -> None:
+def read_beyond_the_end_of_a_mapped_file():
     with tempfile.TemporaryFile() as file:
         file.truncate(mmap.PAGESIZE)
         mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
@@ -72,159 +72,34 @@ def read_beyond_the_end_of_a_mapped_file() -> None:
         mapped[0]
 
 
-# --- scenarios ----------------------------------------------------------------------------------
+def torch_backward():
+    loss = (torch.ones(16 * MIB, requires_grad=True) * 2).sum()
+    limited(16, loss.backward)()
 
 
-def torch_allocation() -> None:
-    with memory_limit(64):
-        torch.ones(256 * MIB)
-
-
-def torch_backward() -> None:
-    weight = torch.ones(16 * MIB, requires_grad=True)
-    loss = (weight * 2).sum()
-    with memory_limit(16):
-        loss.backward()
-
-
-def torch_more_than_the_address_space() -> None:
-    torch.empty(10**15)
-
-
-def numpy_allocation() -> None:
-    with memory_limit(64):
-        np.ones(128 * MIB)
-
-
-def python_allocation() -> None:
-    with memory_limit(64):
-        bytearray(256 * MIB)
-
-
-def mapping_without_memory() -> None:
-    mmap.mmap(-1, 1 << 60)
-
-
-def allocation_in_worker() -> None:
-    in_worker(lambda: bytearray(1 << 62))
-
-
-def torch_allocation_in_worker() -> None:
-    in_worker(lambda: torch.empty(10**15))
-
-
-def numpy_allocation_in_worker() -> None:
-    in_worker(lambda: np.empty(10**15))
-
-
-def worker_is_killed() -> None:
-    in_worker(lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def worker_segfaults() -> None:
-    in_worker(lambda: ctypes.string_at(0))
-
-
-def worker_has_a_bus_error() -> None:
-    in_worker(read_beyond_the_end_of_a_mapped_file)
-
-
-def worker_aborts() -> None:
-    in_worker(os.abort)
-
-
-def worker_leaves() -> None:
-    in_worker(lambda: os._exit(3))
-
-
-def key_error_in_worker() -> None:
-    in_worker(lambda: {}["CUDA out of memory"])
-
-
-def index_error_in_worker() -> None:
-    in_worker(lambda: [][3])
-
-
-def file_missing_in_worker() -> None:
-    in_worker(lambda: Path("/nowhere/cannot allocate memory.jpg").read_bytes())
-
-
-def shapes_differ() -> None:
-    torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-def wrong_view() -> None:
-    torch.ones(4, 4).t().view(16)
-
-
-def label_out_of_range() -> None:
-    torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7]))
-
-
-def size_overflows() -> None:
-    torch.empty(2**40, 2**40)
-
-
-def cuda_is_absent() -> None:
-    torch.zeros(1).cuda()
-
-
-def backend_is_not_built() -> None:
-    torch.zeros(1, device="xpu")
-
-
-def torn_checkpoint() -> None:
+def torn_checkpoint():
     with tempfile.NamedTemporaryFile() as file:
         torch.save(torch.zeros(1000), file.name)
         os.truncate(file.name, 900)
         torch.load(file.name)
 
 
-def peer_answers_too_late() -> None:
-    with two_ranks(leave=False):
-        dist.all_reduce(torch.zeros(1))
-
-
-def peer_is_gone() -> None:
-    with two_ranks(leave=True):
-        for _ in range(100):
-            dist.all_reduce(torch.zeros(1))
-
-
-def peers_do_not_come() -> None:
-    dist.TCPStore(
-        "127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=True
-    )
-
-
-def store_is_not_there() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))
-
-
-@contextlib.contextmanager
-def two_ranks(leave: bool) -> Iterator[None]:
+def reduce_with_a_peer(*, leaves, times):
     """This process is rank 0; rank 1 joins, and then leaves or does nothing until the end."""
     reading, writing = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         is_peer = os.fork() == 0
         with contextlib.suppress(BaseException) if is_peer else contextlib.nullcontext():
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/store",
-                rank=int(is_peer),
-                world_size=2,
-                timeout=timedelta(seconds=1),
-            )
+            where = {"init_method": f"file://{folder}/store", "rank": int(is_peer), "world_size": 2}
+            dist.init_process_group("gloo", timeout=SECOND, **where)
         if is_peer:
             os.close(writing)
-            if not leave:
+            if not leaves:
                 os.read(reading, 1)
             os._exit(0)
         try:
-            yield
+            for _ in range(times):
+                dist.all_reduce(torch.zeros(1))
         finally:
             os.close(writing)
             os.close(reading)
@@ -232,22 +107,77 @@ def two_ranks(leave: bool) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def main(names: list[str]) -> None:
+def store(port=0, **more):
+    return dist.TCPStore("127.0.0.1", port, 2, timeout=SECOND, **more)
+
+
+def store_is_not_there():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store(free.getsockname()[1], is_master=False)
+
+
+SCENARIOS = {
+    "host_oom": {
+        "torch_allocation": limited(64, lambda: torch.ones(256 * MIB)),
+        "torch_backward": torch_backward,
+        "torch_more_than_the_address_space": lambda: torch.empty(10**15),
+        "numpy_allocation": limited(64, lambda: np.ones(128 * MIB)),
+        "python_allocation": limited(64, lambda: bytearray(256 * MIB)),
+        "mapping_without_memory": lambda: mmap.mmap(-1, 1 << 60),
+        "allocation_in_worker": in_worker(lambda: bytearray(1 << 62)),
+        "torch_allocation_in_worker": in_worker(lambda: torch.empty(10**15)),
+        "numpy_allocation_in_worker": in_worker(lambda: np.empty(10**15)),
+    },
+    "worker_death": {
+        "worker_is_killed": in_worker(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "worker_segfaults": in_worker(lambda: ctypes.string_at(0)),
+        "worker_has_a_bus_error": in_worker(read_beyond_the_end_of_a_mapped_file),
+        "worker_aborts": in_worker(os.abort),
+        "worker_leaves": in_worker(lambda: os._exit(3)),
+    },
+    "setup": {
+        "cuda_is_absent": lambda: torch.zeros(1).cuda(),
+        "backend_is_not_built": lambda: torch.zeros(1, device="xpu"),
+    },
+    "comm": {
+        "peer_answers_too_late": lambda: reduce_with_a_peer(leaves=False, times=1),
+        "peer_is_gone": lambda: reduce_with_a_peer(leaves=True, times=100),
+        "peers_do_not_come": lambda: store(is_master=True, wait_for_workers=True),
+        "store_is_not_there": store_is_not_there,
+    },
+    "bug": {
+        "key_error_in_worker": in_worker(lambda: {}["CUDA out of memory"]),
+        "index_error_in_worker": in_worker(lambda: [][3]),
+        "file_missing_in_worker": in_worker(Path("/nowhere/cannot allocate memory.jpg").read_bytes),
+        "shapes_differ": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
+        "wrong_view": lambda: torch.ones(4, 4).t().view(16),
+        "label_out_of_range": lambda: torch.nn.functional.cross_entropy(
+            torch.zeros(2, 3), torch.tensor([1, 7])
+        ),
+        "size_overflows": lambda: torch.empty(2**40, 2**40),
+        "torn_checkpoint": torn_checkpoint,
+    },
+}
+"""What happens, by what it is called and by its kind of failure."""
+
+
+def main(names):
+    scenarios = {name: act for named in SCENARIOS.values() for name, act in named.items()}
     for name in names:
+        told = {"name": name, "kind": None}
         try:
-            globals()[name]()
+            scenarios[name]()
         except BaseException as error:
             failure = classify_failure(error)
-            told = {
+            told |= {
                 "kind": failure.kind.value,
                 "message": failure.message,
                 "requested_bytes": failure.evidence.requested_bytes,
                 "library": failure.evidence.library,
                 "raised": type(error).__name__,
             }
-        else:
-            told = {"kind": None}
-        print(json.dumps({"name": name, **told}), flush=True)
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The figures of a failure, in bytes, and the advice that follows from them."""
 
-from __future__ import annotations
-
 import pytest
 
 from robust_train.failures import classify_failure
@@ -13,7 +11,7 @@ from robust_train.model.spec import AttemptSpec
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
-def evidence_of(message: str, kind: type[BaseException] = RuntimeError) -> Evidence:
+def evidence_of(message, kind=RuntimeError):
     return classify_failure(kind(message)).evidence
 
 
@@ -23,7 +21,22 @@ TORCH_2 = (
     "the allocated memory 20.86 GiB is allocated by PyTorch, and 1.47 GiB is reserved by PyTorch "
     "but unallocated."
 )
+OWN_LIMIT = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+    "which 70.20 GiB is free. Including non-PyTorch memory, this process has 8.90 GiB memory in "
+    "use. 8.00 GiB allowed; Of the allocated memory 7.90 GiB is allocated by PyTorch, and 12.00 "
+    "MiB is reserved by PyTorch but unallocated."
+)
+
+
+PREEMPTED = (
+    "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+    "per_process_memory_fraction limit. Requested size: 2147483648"
+)
+# others left less than was asked for, and the limit would have refused it all the same
+LEFT_BY_OTHERS = OWN_LIMIT.replace("70.20 GiB is free", "1.20 GiB is free")
 MESSAGES = {
+    "our own limit": (OWN_LIMIT, (2 * GIB, 7.9 * GIB, 12 * MIB, 70.2 * GIB, 79.15 * GIB)),
     "torch 1.0": (
         "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; "
         "8.57 MiB already allocated; 9.28 GiB free; 4.68 MiB cached)",
@@ -49,6 +62,15 @@ MESSAGES = {
         "(e.g., CUDA Graphs), and 402.93 MiB is reserved by PyTorch but unallocated.",
         (2 * GIB, 42.08 * GIB, 402.93 * MIB, 1.37 * GIB, 44.52 * GIB),
     ),
+    **{
+        f"{unused} unused of 1 GiB": (
+            "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
+            " of which 1.00 MiB is free. Of the allocated memory 6.00 GiB is allocated by PyTorch, "
+            f"and {unused} is reserved by PyTorch but unallocated.",
+            (GIB, 6 * GIB, size, MIB, 8 * GIB),
+        )
+        for unused, size in (("1.00 GiB", GIB), ("1023.00 MiB", 1023 * MIB), ("0 bytes", 0))
+    },
     "MPS": (
         "MPS backend out of memory (MPS allocated: 5.50 GB, other allocations: 14.76 GB, max "
         "allowed: 20.40 GB). Tried to allocate 147.24 MB on private pool.",
@@ -58,7 +80,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize(("message", "figures"), MESSAGES.values(), ids=MESSAGES)
-def test_reads_the_figures_of_a_message(message: str, figures: tuple[float | None, ...]) -> None:
+def test_reads_the_figures_of_a_message(message, figures):
     """Requested, allocated, reserved but unused, free, total."""
     found = evidence_of(message)
     assert (
@@ -93,64 +115,30 @@ def test_reads_the_figures_of_a_message(message: str, figures: tuple[float | Non
         ),
         ("Failed to allocate memory for requested buffer of size 285081600", 285081600),
         ("XPU out of memory. Tried to allocate 512.00 KiB.", 512 * KIB),
-        (
-            "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
-            "per_process_memory_fraction limit. Requested size: 2147483648",
-            2 * GIB,
-        ),
+        (PREEMPTED, 2 * GIB),
     ],
 )
-def test_reads_what_was_asked_for_in_every_librarys_words(message: str, requested: int) -> None:
+def test_reads_what_was_asked_for_in_every_librarys_words(message, requested):
     assert evidence_of(message).requested_bytes == requested
 
 
-def test_a_message_without_figures_has_none() -> None:
+def test_a_message_without_figures_has_none():
     assert evidence_of("CUDA error: out of memory") == Evidence(library="torch")
 
 
 @pytest.mark.parametrize(
-    ("requested", "unused", "fragmented"),
+    ("message", "is_ours"),
     [
-        ("1.00 GiB", "1.00 GiB", True),
-        ("1.00 GiB", "1023.00 MiB", False),
-        ("2.00 MiB", "0 bytes", False),
+        (OWN_LIMIT, True),
+        (LEFT_BY_OTHERS, True),
+        (LEFT_BY_OTHERS.replace("8.00 GiB allowed", "9.95 GiB allowed"), False),
+        (PREEMPTED, True),
+        ("CUDA error: out of memory", False),
     ],
 )
-def test_fragmented_is_as_much_unused_as_was_asked_for(
-    requested: str, unused: str, fragmented: bool
-) -> None:
-    evidence = evidence_of(
-        f"CUDA out of memory. Tried to allocate {requested}. GPU 0 has a total capacity of 8.00 "
-        f"GiB of which 1.00 MiB is free. Of the allocated memory 6.00 GiB is allocated by "
-        f"PyTorch, and {unused} is reserved by PyTorch but unallocated."
-    )
-
-    assert evidence.fragmented is fragmented
-
-
-OWN_LIMIT = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
-    "which 70.20 GiB is free. Including non-PyTorch memory, this process has 8.90 GiB memory in "
-    "use. 8.00 GiB allowed; Of the allocated memory 7.90 GiB is allocated by PyTorch, and 12.00 "
-    "MiB is reserved by PyTorch but unallocated."
-)
-
-
-def test_more_free_than_requested_is_our_own_limit() -> None:
-    evidence = evidence_of(OWN_LIMIT)
-
-    assert evidence.own_limit
-    assert evidence.allowed_bytes == 8 * GIB
-    assert evidence.free_bytes == int(70.2 * GIB)
-    # others left less than was asked for, and the limit would have refused it all the same
-    left_by_others = OWN_LIMIT.replace("70.20 GiB is free", "1.20 GiB is free")
-    assert evidence_of(left_by_others).own_limit
-    assert not evidence_of(left_by_others.replace("8.00 GiB allowed", "9.95 GiB allowed")).own_limit
-    assert evidence_of(
-        "CUDA out of memory. Allocation was preemptively rejected because it would exceed "
-        "per_process_memory_fraction limit. Requested size: 2147483648"
-    ).own_limit
-    assert not evidence_of("CUDA error: out of memory").own_limit
+def test_more_free_than_requested_is_our_own_limit(message, is_ours):
+    assert evidence_of(message).own_limit is is_ours
+    assert evidence_of(OWN_LIMIT).allowed_bytes == 8 * GIB
 
 
 @pytest.mark.parametrize(
@@ -174,127 +162,102 @@ def test_more_free_than_requested_is_our_own_limit() -> None:
         ("Connection reset by peer", None),
     ],
 )
-def test_the_words_tell_what_else_there_is_to_know(message: str, clue: str | None) -> None:
+def test_the_words_tell_what_else_there_is_to_know(message, clue):
     assert evidence_of(message).clue == clue
 
 
-# --- advice ---------------------------------------------------------------------------------------
+CROWDED = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 80.00 GiB of "
+    "which 36.25 MiB is free. Process 7 has 60.00 GiB memory in use. Of the allocated memory 18.00 "
+    "GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+)
 
 
-def advice_of(message: str) -> tuple[str, ...]:
+@pytest.mark.parametrize(
+    ("message", "order", "never"),
+    [
+        (
+            "CUDA out of memory",
+            [
+                "training.batch_size",
+                "training.gradient_accumulation_steps",
+                "training.mixed_precision",
+                "training.gradient_checkpointing",
+                "model.lora_r",
+            ],
+            "pin less",
+        ),
+        (
+            "std::bad_alloc",
+            ["training.num_workers", "training.prefetch_factor", "training.batch_size"],
+            "GPU",
+        ),
+        (MESSAGES["1.00 GiB unused of 1 GiB"][0], ["memory.expandable_segments"], "pin less"),
+        (CROWDED, ["who else holds memory"], "pin less"),
+        (OWN_LIMIT, ["memory.fraction"], "who else"),
+        (
+            "failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY",
+            ["pin less"],
+            "GPU",
+        ),
+        (
+            "Error while creating shared memory segment /dev/shm/nccl-a (size 9)",
+            ["--shm-size"],
+            "GPU",
+        ),
+        ("CUDA error: uncorrectable ECC error encountered", [], "CUDA_LAUNCH_BLOCKING"),
+        ("CUDA error: misaligned address", ["CUDA_LAUNCH_BLOCKING"], "who else"),
+    ],
+)
+def test_advice_comes_in_the_order_of_what_costs_least_and_fits_the_evidence(message, order, never):
     failure = classify_failure(RuntimeError(message))
-    return advice_for(failure.kind, failure.evidence)
-
-
-def position(advice: tuple[str, ...], words: str) -> int:
-    return next(number for number, sentence in enumerate(advice) if words in sentence)
-
-
-def test_a_device_oom_is_advised_in_the_order_of_what_costs_least() -> None:
-    advice = advice_of("CUDA out of memory")
-    order = [
-        position(advice, words)
-        for words in (
-            "training.batch_size",
-            "training.gradient_accumulation_steps",
-            "training.mixed_precision",
-            "training.gradient_checkpointing",
-            "model.lora_r",
-        )
-    ]
-
-    assert order == sorted(order)
-    assert order[0] == 0
-
-
-def test_a_host_oom_is_advised_fewer_workers_before_a_smaller_batch() -> None:
-    advice = advice_of("std::bad_alloc")
-
-    assert position(advice, "training.num_workers") == 0
-    assert position(advice, "training.prefetch_factor") < position(advice, "training.batch_size")
-    assert not any("GPU" in sentence for sentence in advice)
-
-
-def test_fragmentation_is_advised_expandable_segments_first() -> None:
-    advice = advice_of(
-        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of "
-        "which 1.00 MiB is free. Of the allocated memory 6.00 GiB is allocated by PyTorch, and "
-        "1.50 GiB is reserved by PyTorch but unallocated."
-    )
-
-    assert "memory.expandable_segments" in advice[0]
-
-
-def test_memory_that_others_hold_is_advised_to_be_looked_at_first() -> None:
-    advice = advice_of(
-        "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
-        "of which 36.25 MiB is free. Process 7 has 60.00 GiB memory in use. Of the allocated "
-        "memory 18.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch "
-        "but unallocated."
-    )
-
-    assert "who else holds memory" in advice[0]
+    advice = advice_for(failure.kind, failure.evidence)
+    places = [next(n for n, one in enumerate(advice) if words in one) for words in order]
+    assert places == sorted(places)
+    assert places[:1] in ([], [0])
+    assert not any(never in one for one in advice)
     assert len(set(advice)) == len(advice)
 
 
-def test_pinned_memory_is_advised_to_pin_less() -> None:
-    advice = advice_of("failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY")
-
-    assert "pin less" in advice[0]
-
-
-def test_advice_fits_the_clue() -> None:
-    shared = advice_of("Error while creating shared memory segment /dev/shm/nccl-a (size 9)")
-    assert "--shm-size" in shared[0]
-    hardware = advice_of("CUDA error: uncorrectable ECC error encountered")
-    assert not any("CUDA_LAUNCH_BLOCKING" in sentence for sentence in hardware)
-    assert "CUDA_LAUNCH_BLOCKING" in advice_of("CUDA error: misaligned address")[0]
-    own = advice_of(OWN_LIMIT)
-    assert "memory.fraction" in own[0]
-    assert not any("who else" in sentence for sentence in own)
-
-
-def fitting(
-    error: BaseException, *, num_workers: int = 2, end_step: int | None = 3, **trainer: bool
-) -> str:
+def fitting(error, *, num_workers=2, end_step=3, **trainer):
     spec = AttemptSpec((), 8, 1, num_workers=num_workers)
     attempt = Attempt(1, spec, failure=classify_failure(error), end_step=end_step)
     given = {"is_script": False, "is_built_in": True, **trainer}
-    failure = with_advice(attempt, **given).failure
-    assert failure is not None
-    return "; ".join(failure.advice)
+    return "; ".join(with_advice(attempt, **given).failure.advice)
 
 
-def test_advice_about_workers_is_for_trainers_that_have_them() -> None:
-    error = MemoryError()
-    assert "num_workers" in fitting(error)
-    assert "num_workers" not in fitting(error, num_workers=0)
-    assert "num_workers" not in fitting(error, is_script=True, is_built_in=False)
+OOM = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+OWN = {"is_built_in": False}
+SCRIPT = {"is_script": True, "is_built_in": False}
 
 
-def test_advice_names_the_keys_that_a_trainer_has() -> None:
-    error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    assert "training.mixed_precision" in fitting(error)
-    own = fitting(error, is_built_in=False)
-    assert "training.batch_size" in own
-    assert "training.mixed_precision" not in own
-    script = fitting(error, is_script=True, is_built_in=False)
-    assert "--batch-size" in script
-    assert "training." not in script
-
-
-def test_before_the_first_step_no_smaller_batch_is_advised() -> None:
-    assert "batch" not in fitting(MemoryError(), end_step=None, num_workers=0)
+@pytest.mark.parametrize(
+    ("error", "trainer", "has", "lacks"),
+    [
+        (MemoryError(), {}, "num_workers", "pin less"),
+        (MemoryError(), {"num_workers": 0}, "", "num_workers"),
+        (MemoryError(), SCRIPT, "", "num_workers"),
+        (OOM, {}, "training.mixed_precision", "--batch-size"),
+        (OOM, OWN, "training.batch_size", "training.mixed_precision"),
+        (OOM, SCRIPT, "--batch-size", "training."),
+        # before the first step
+        (MemoryError(), {"end_step": None, "num_workers": 0}, "", "batch"),
+    ],
+)
+def test_advice_names_what_a_trainer_has(error, trainer, has, lacks):
+    advice = fitting(error, **trainer)
+    assert has in advice
+    assert lacks not in advice
 
 
 @pytest.mark.parametrize("error", [KeyError("lr"), KeyboardInterrupt()])
-def test_bugs_and_interruptions_need_no_advice(error: BaseException) -> None:
+def test_bugs_and_interruptions_need_no_advice(error):
     failure = classify_failure(error)
     assert advice_for(failure.kind, failure.evidence) == ()
 
 
 @pytest.mark.parametrize(("free", "is_ours"), [("0 bytes", False), ("6.00 GiB", True)])
-def test_the_asynchronous_allocator_names_a_limit_that_may_be_the_gpus(free: str, is_ours: bool):
+def test_the_asynchronous_allocator_names_a_limit_that_may_be_the_gpus(free, is_ours):
     text = (
         "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
         "Currently allocated     : 15.16 GiB\nRequested               : 512.00 MiB\n"

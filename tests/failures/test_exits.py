@@ -1,7 +1,6 @@
 """Processes that ended without a report: real ones, by their exit status and last words."""
 
-from __future__ import annotations
-
+import signal
 import subprocess
 import sys
 
@@ -10,52 +9,71 @@ import pytest
 from robust_train.failures import classify_exit
 from robust_train.failures.advice import advice_for
 from robust_train.failures.stack import native_stack_in
-from robust_train.model.failure import Clue, Failure, FailureKind
+from robust_train.model.failure import Clue, FailureKind
 
-KILL_ME = "import os, signal; os.kill(os.getpid(), signal.{})"
+SEGFAULT = "import ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
+BUS_ERROR = """
+import mmap, tempfile
+file = tempfile.TemporaryFile()
+file.truncate(mmap.PAGESIZE)
+mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+file.truncate(0)
+mapped[0]
+"""
+OVERCOME = """
+try:
+    bytearray(1 << 62)
+except MemoryError as error:
+    print('MemoryError: Unable to allocate 4 EiB, trying less')
+raise TypeError('no')
+"""
+ONLY_LOGGED = """
+import logging, sys
+logging.basicConfig(format='%(asctime)s %(levelname)s %(message)s')
+logging.warning('CUDA out of memory. Trying half the batch')
+print('bad checkpoint')
+sys.exit(3)
+"""
 
 
-def run(program: str, *options: str) -> tuple[int, str]:
-    """A Python process that runs the program: its return code and all it printed."""
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", FailureKind.INTERRUPTED, "SIGKILL"),
+        (
+            SEGFAULT,
+            FailureKind.BUG,
+            'ended by SIGSEGV: Segmentation fault at "<string>", line 3 in reads_nothing',
+        ),
+        ("import os; os.abort()", FailureKind.BUG, "SIGABRT"),
+        (BUS_ERROR, FailureKind.WORKER_DEATH, "SIGBUS"),  # a full shared memory
+        (OVERCOME, FailureKind.BUG, "TypeError"),
+        (ONLY_LOGGED, FailureKind.BUG, "exit code 3"),
+    ],
+)
+def test_a_real_end_is_told_by_its_status_and_last_words(program, kind, message):
     done = subprocess.run(
-        [sys.executable, *options, "-c", program],
+        [sys.executable, "-X", "faulthandler", "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=60,
     )
-    return done.returncode, done.stdout
+    failure = classify_exit(done.returncode, done.stdout)
+    assert failure.kind is kind
+    assert message in failure.message
 
 
-def ended(program: str, *options: str, oom_killed: bool | None = None) -> Failure:
-    return classify_exit(*run(program, *options), oom_killed=oom_killed)
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_sigkill_is_the_hosts_memory_only_where_the_kernel_counted_it(code):
+    """137 is a shell's word for it."""
+    bare, counted = classify_exit(code), classify_exit(code, oom_killed=True)
+    assert (bare.kind, bare.evidence.clue) == (FailureKind.INTERRUPTED, Clue.KILLED)
+    assert (counted.kind, counted.evidence.library) == (FailureKind.HOST_OOM, "kernel")
+    assert "num_workers" in advice_for(counted.kind, counted.evidence)[0]
 
 
-def test_a_bare_sigkill_is_an_interruption() -> None:
-    failure = ended(KILL_ME.format("SIGKILL"))
-
-    assert failure.kind is FailureKind.INTERRUPTED
-    assert failure.evidence.clue == Clue.KILLED
-    assert "SIGKILL" in failure.message
-
-
-def test_a_sigkill_that_the_cgroup_counted_is_the_hosts_memory() -> None:
-    failure = ended(KILL_ME.format("SIGKILL"), oom_killed=True)
-
-    assert failure.kind is FailureKind.HOST_OOM
-    assert failure.evidence.library == "kernel"
-    assert "num_workers" in advice_for(failure.kind, failure.evidence)[0]
-
-
-def test_a_shells_word_for_sigkill_is_understood() -> None:
-    done = subprocess.run(["sh", "-c", "sh -c 'kill -9 $$'; exit $?"], timeout=60)
-
-    assert done.returncode == 137
-    assert classify_exit(done.returncode).kind is FailureKind.INTERRUPTED
-    assert classify_exit(done.returncode, oom_killed=True).kind is FailureKind.HOST_OOM
-
-
-def test_of_torchruns_failures_the_root_cause_is_shown() -> None:
+def test_of_torchruns_failures_the_root_cause_is_shown():
     output = (
         'Traceback (most recent call last):\n  File "run.py", line 3, in <module>\n'
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n"
@@ -65,33 +83,18 @@ def test_of_torchruns_failures_the_root_cause_is_shown() -> None:
         "  exitcode  : -9 (pid: 18)  (SIGKILL)\n  error_file: <N/A>\n"
         "  traceback : Signal 9 (SIGKILL) received by PID 18\n=====\n"
     )
-
     failure = classify_exit(1, output)
-
     assert failure.message.endswith(": ChildFailedError: rank 1: exit code -9 (pid: 18) (SIGKILL)")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGXCPU"])
-def test_signals_that_ask_to_stop_are_interruptions(name: str) -> None:
-    program = f"import signal; signal.signal(signal.{name}, signal.SIG_DFL)\n"
-
-    failure = ended(program + KILL_ME.format(name))
-
+def test_signals_that_ask_to_stop_are_interruptions(name):
+    failure = classify_exit(-signal.Signals[name])
     assert failure.kind is FailureKind.INTERRUPTED
     assert name in failure.message
 
 
-def test_a_segmentation_fault_is_a_bug_and_said_where() -> None:
-    program = "import ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
-    failure = ended(program, "-X", "faulthandler")
-
-    assert failure.kind is FailureKind.BUG
-    assert failure.message == (
-        'ended by SIGSEGV: Segmentation fault at "<string>", line 3 in reads_nothing'
-    )
-
-
-def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames() -> None:
+def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames():
     stack = native_stack_in(
         "epoch 1: loss 0.1\nFatal Python error: Segmentation fault\n\n"
         "Thread 0x1 (most recent call first):\n"
@@ -103,76 +106,16 @@ def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames
         '  File "<frozen runpy>", line 198 in _run_module_as_main\n\n'
         "Extension modules: yaml._yaml (total: 1)\n"
     )
-
-    assert stack is not None
     assert stack.headline == 'Segmentation fault at "/home/me/my.py", line 3 in train'
     assert len(stack.frames) == 2
     assert "psutil" not in str(stack)
     assert native_stack_in("Killed") is None
 
 
-def test_an_abort_is_a_bug() -> None:
-    failure = ended("import os; os.abort()", "-X", "faulthandler")
-
-    assert failure.kind is FailureKind.BUG
-    assert "SIGABRT" in failure.message
+def test_a_crash_after_words_of_a_kill_is_named_by_its_own_signal():
+    assert "SIGSEGV" in classify_exit(-signal.SIGSEGV, "saw an OOMKilled pod\n").message
 
 
-def test_a_bus_error_is_a_full_shared_memory() -> None:
-    program = (
-        "import mmap, tempfile\n"
-        "file = tempfile.TemporaryFile()\n"
-        "file.truncate(mmap.PAGESIZE)\n"
-        "mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)\n"
-        "file.truncate(0)\n"
-        "mapped[0]\n"
-    )
-
-    failure = ended(program)
-
-    assert failure.kind is FailureKind.WORKER_DEATH
-    assert "SIGBUS" in failure.message
-
-
-@pytest.mark.parametrize("code", [1, 2, 3, 255])
-def test_leaving_with_a_code_is_a_bug(code: int) -> None:
-    failure = classify_exit(code)
-
-    assert failure.kind is FailureKind.BUG
-    assert str(code) in failure.message
-
-
-def test_an_oom_that_was_overcome_does_not_count() -> None:
-    program = (
-        "try:\n"
-        "    bytearray(1 << 62)\n"
-        "except MemoryError as error:\n"
-        "    print('MemoryError: Unable to allocate 4 EiB, trying less')\n"
-        "raise TypeError('no')\n"
-    )
-
-    assert ended(program).kind is FailureKind.BUG
-
-
-def test_what_is_only_logged_is_no_reason_to_end() -> None:
-    program = (
-        "import logging, sys\n"
-        "logging.basicConfig(format='%(asctime)s %(levelname)s %(message)s')\n"
-        "logging.warning('CUDA out of memory. Trying half the batch')\n"
-        "print('bad checkpoint')\n"
-        "sys.exit(3)\n"
-    )
-
-    assert ended(program).kind is FailureKind.BUG
-
-
-def test_a_trainer_that_only_writes_of_a_kill_and_fails_otherwise_is_not_killed() -> None:
-    failure = ended("import ctypes; print('saw an OOMKilled pod'); ctypes.string_at(0)")
-
-    assert "SIGSEGV" in failure.message
-
-
-def test_a_long_log_is_read_from_its_end() -> None:
+def test_a_long_log_is_read_from_its_end():
     log = "step\n" * 100_000 + "Traceback (most recent call last):\n  File x\nMemoryError\n"
-
     assert classify_exit(1, log).kind is FailureKind.HOST_OOM

@@ -1,7 +1,5 @@
 """What holds for every message, whatever it says."""
 
-from __future__ import annotations
-
 import builtins
 import signal
 
@@ -41,9 +39,8 @@ anything = settings(max_examples=200)
 
 @anything
 @given(texts, st.sampled_from(EXCEPTIONS))
-def test_never_raises_and_says_it_on_one_line(text: str, kind: type[Exception]) -> None:
+def test_never_raises_and_says_it_on_one_line(text, kind):
     failure = classify_failure(kind(text))
-
     assert isinstance(failure.kind, FailureKind)
     assert "\n" not in failure.message
     assert len(failure.message) <= 400
@@ -55,9 +52,8 @@ def test_never_raises_and_says_it_on_one_line(text: str, kind: type[Exception]) 
     texts,
     st.sampled_from([None, True, False]),
 )
-def test_never_raises_on_what_a_process_left(code: int, log: str, killed: bool | None) -> None:
+def test_never_raises_on_what_a_process_left(code, log, killed):
     failure = classify_exit(code, log, oom_killed=killed)
-
     assert isinstance(failure.kind, FailureKind)
     if killed and code in (-9, 137):
         assert failure.kind is FailureKind.HOST_OOM
@@ -65,32 +61,23 @@ def test_never_raises_on_what_a_process_left(code: int, log: str, killed: bool |
 
 @anything
 @given(texts, st.sampled_from(MISTAKES))
-def test_a_mistake_of_the_program_is_a_bug_whatever_its_message(
-    text: str, kind: type[Exception]
-) -> None:
+def test_a_mistake_of_the_program_is_a_bug_whatever_its_message(text, kind):
     assume("Traceback" not in text)  # a message that quotes another error's is that error's
-
     assert classify_failure(kind(text)).kind is FailureKind.BUG
 
 
 @anything
 @given(texts, texts, st.sampled_from(MISTAKES))
-def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(
-    logged: str, message: str, kind: type[Exception]
-) -> None:
+def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(logged, message, kind):
     assume("Traceback" not in logged + message and not KERNEL_OOM.words.search(logged + message))
     end = f"{kind.__name__}: {' '.join(message.split())}"
 
     failure = classify_exit(1, f"{logged}\nTraceback (most recent call last):\n  File x\n{end}")
-
     assert failure.kind is FailureKind.BUG
 
 
 @anything
 @given(texts, st.sampled_from([s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT")]))
-def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(
-    text: str, stop: signal.Signals
-) -> None:
+def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(text, stop):
     assume(not KERNEL_OOM.words.search(text))  # these words are evidence against the signal
-
     assert classify_exit(-stop, text).kind is FailureKind.INTERRUPTED

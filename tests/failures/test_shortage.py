@@ -3,15 +3,11 @@
 The limits are real (RLIMIT_DATA); only oneDNN's message is raised on purpose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,19 +20,18 @@ from robust_train.failures.shortage import with_shortage
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
-from world import World
 
 MIB = 1024**2
 
 
 @pytest.fixture(autouse=True)
-def onednn() -> Iterator[None]:
+def onednn():
     yield
     torch.backends.mkldnn.set_flags(True)
 
 
 @contextlib.contextmanager
-def room_of(bytes_left: int) -> Iterator[None]:
+def room_of(bytes_left):
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = psutil.Process().memory_info().data + bytes_left
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -49,12 +44,12 @@ def room_of(bytes_left: int) -> Iterator[None]:
 class Fails(torch.nn.Linear):
     """Raises what oneDNN does above ``most`` samples, after ``first`` if that is an error."""
 
-    def __init__(self, most: int, first: Exception | None = None) -> None:
+    def __init__(self, most, first=None):
         super().__init__(4, 1)
         self.most, self.first = most, first
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.sizes.append(len(x))
         if self.first is not None:
             error, self.first = self.first, None
@@ -64,11 +59,11 @@ class Fails(torch.nn.Linear):
         return super().forward(x)
 
 
-def step(model: Fails) -> None:
+def step(model):
     MicroBatcher().backward(lambda part: model(part).mean(), torch.ones(16, 4), model)
 
 
-def kind_of(message: str) -> str:
+def kind_of(message):
     return classify_failure(RuntimeError(message)).kind.value
 
 
@@ -83,7 +78,7 @@ def kind_of(message: str) -> str:
         "could not execute sdpa backward primitive on cpu",
     ],
 )
-def test_the_message_is_host_memory_with_little_room_and_a_bug_with_much(message: str) -> None:
+def test_the_message_is_host_memory_with_little_room_and_a_bug_with_much(message):
     assert kind_of(message) == "bug"
     with room_of(8 * MIB):
         assert kind_of(message) == "host_oom"
@@ -94,32 +89,32 @@ def test_the_message_is_host_memory_with_little_room_and_a_bug_with_much(message
     assert classify_failure(error) == first, "also when memory is free again"
 
 
-def test_the_step_is_repeated_with_smaller_parts_where_memory_is_short() -> None:
+def test_the_step_is_repeated_with_smaller_parts_where_memory_is_short():
     model = Fails(most=4)
     with room_of(32 * MIB):
         step(model)
     assert model.sizes == [16, 8, *[4] * 4]
 
 
-def test_the_step_is_repeated_after_memory_has_run_out_in_it() -> None:
+def test_the_step_is_repeated_after_memory_has_run_out_in_it():
     model = Fails(most=4, first=MemoryError("no memory"))
     step(model)
     assert model.sizes == [16, 8, *[4] * 4]
 
 
-def test_without_a_limit_it_is_raised_at_once() -> None:
+def test_without_a_limit_it_is_raised_at_once():
     model = Fails(most=4)
     with pytest.raises(RuntimeError, match="primitive"):
         step(model)
     assert model.sizes == [16]
 
 
-def handled(model: Fails) -> None:
+def handled(model):
     OOMHandler(16, 1).run(lambda batch_size: model(torch.ones(batch_size, 4)))
 
 
 @pytest.mark.parametrize("run", [step, handled])
-def test_it_ends_with_its_own_traceback_where_no_size_helps(run: Callable[[Fails], None]) -> None:
+def test_it_ends_with_its_own_traceback_where_no_size_helps(run):
     model = Fails(most=0)
     with room_of(32 * MIB), pytest.raises(RuntimeError, match="primitive") as raised:
         run(model)
@@ -127,39 +122,33 @@ def test_it_ends_with_its_own_traceback_where_no_size_helps(run: Callable[[Fails
     assert raised.traceback[-1].name == "forward"
 
 
-def test_a_job_that_no_size_helps_ends_as_a_bug(tmp_path: Path) -> None:
-    sizes = []
+def launched(folder, model, seen):
+    """Run the model on a job's batch in this process, and note each attempt's size and kernels."""
 
     def train(cfg):
-        sizes.append(cfg.training.batch_size)
-        Fails(most=0)(torch.ones(cfg.training.batch_size, 4))
-
-    cfg = {
-        "isolation": "none",
-        "device": "cpu",
-        "auto_device": False,
-        "training": {"batch_size": 8, "num_workers": 0},
-    }
-    with room_of(64 * MIB), pytest.raises(RuntimeError, match="primitive"):
-        launch(train, cfg, run_dir=tmp_path)
-    assert sizes == [8, 4]
-    attempts = json.loads((tmp_path / "summary.json").read_text())["attempts"]
-    assert [attempt["outcome"] for attempt in attempts] == ["host_oom", "bug"]
-
-
-def test_in_one_process_the_next_attempt_does_without_onednn(tmp_path: Path) -> None:
-    """As its compiler would find no memory there either."""
-    seen = []
-
-    def train(cfg):
-        seen.append(torch.backends.mkldnn.enabled)
-        Fails(most=4)(torch.ones(cfg.training.batch_size, 4))
+        seen.append((cfg.training.batch_size, torch.backends.mkldnn.enabled))
+        model(torch.ones(cfg.training.batch_size, 4))
 
     training = {"batch_size": 8, "num_workers": 0}
     cfg = {"isolation": "none", "device": "cpu", "auto_device": False, "training": training}
     with room_of(64 * MIB):
-        launch(train, cfg, run_dir=tmp_path)
-    assert seen == [True, False]
+        launch(train, cfg, run_dir=folder)
+
+
+def test_a_job_that_no_size_helps_ends_as_a_bug(tmp_path):
+    seen = []
+    with pytest.raises(RuntimeError, match="primitive"):
+        launched(tmp_path, Fails(most=0), seen)
+    assert [size for size, _ in seen] == [8, 4]
+    attempts = json.loads((tmp_path / "summary.json").read_text())["attempts"]
+    assert [attempt["outcome"] for attempt in attempts] == ["host_oom", "bug"]
+
+
+def test_in_one_process_the_next_attempt_does_without_onednn(tmp_path):
+    """As its compiler would find no memory there either."""
+    seen = []
+    launched(tmp_path, Fails(most=4), seen)
+    assert [enabled for _, enabled in seen] == [True, False]
 
 
 COMPILER_WITHOUT_MEMORY = """
@@ -195,22 +184,21 @@ print(sizes, torch.backends.mkldnn.enabled)
 """
 
 
-def test_a_step_goes_on_after_onednns_compiler_found_no_memory() -> None:
+def test_a_step_goes_on_after_onednns_compiler_found_no_memory():
     """For the rest of the thread the compiler finds none, even without a limit."""
     ended = preloaded.run(COMPILER_WITHOUT_MEMORY)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "[8, 4, 4] False", ended.stderr
 
 
-def bug(message: str, **exit_: int) -> Attempt:
+def bug(message, **exit_):
     failure = Failure(FailureKind.BUG, f"ended with exit code 1: RuntimeError: {message}")
     return Attempt(2, AttemptSpec((), 8, 1), exit=Exit(returncode=1, **exit_), failure=failure)
 
 
-def test_an_attempts_end_is_host_memory_at_its_limit_or_after_one_that_ran_out() -> None:
+def test_an_attempts_end_is_host_memory_at_its_limit_or_after_one_that_ran_out():
     message = "could not create a primitive"
     ran_out = replace(bug(""), failure=Failure(FailureKind.HOST_OOM, "MemoryError"))
-
     assert with_shortage(bug(message), []) == bug(message)
     assert with_shortage(bug("no such file"), [ran_out]) == bug("no such file")
     after = with_shortage(bug(message), [ran_out])
@@ -234,13 +222,9 @@ if size > 4:
 """
 
 
-def test_a_script_gets_half_the_batch_again_after_memory_ran_out(world: World) -> None:
+def test_a_script_gets_half_the_batch_again_after_memory_ran_out(world):
     (world.folder / "train.py").write_text(SCRIPT_OF_TWO_ERRORS)
-
-    ended = CommandWorld(world).run(
-        "--batch-size", "16", "--", sys.executable, "train.py", "{batch_size}"
-    )
-
-    assert ended.returncode == 0, ended
+    program = (sys.executable, "train.py", "{batch_size}")
+    ended = CommandWorld(world).run("--batch-size", "16", "--", *program).with_code(0)
     outcomes = [one["outcome"] for one in ended.summary["attempts"]]
     assert outcomes == ["host_oom", "host_oom", "completed"]
