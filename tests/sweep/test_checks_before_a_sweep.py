@@ -1,7 +1,5 @@
 """What is checked before the first job of a sweep, and what is left to the jobs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

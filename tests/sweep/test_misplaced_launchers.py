@@ -1,10 +1,6 @@
 """A launcher chosen where Hydra would silently ignore it: one line, exit code 2, nothing run."""
 
-from __future__ import annotations
-
 import pytest
-
-from sweep_world import SweepWorld
 
 SWEPT = "training.seed=1,2"
 IN_A_FILE = "# @package _global_\ndefaults:\n  - override {}hydra/launcher: gpu_queue\n"
@@ -18,7 +14,7 @@ IN_A_FILE = "# @package _global_\ndefaults:\n  - override {}hydra/launcher: gpu_
         ([SWEPT], "train_robust.py", [SWEPT, "-m"]),
     ],
 )
-def test_without_m(sweeps: SweepWorld, arguments, script, words):
+def test_without_m(sweeps, arguments, script, words):
     trainer = "trainer._target_=sweep_trainers.objective"
     sweeps.world.run(trainer, *arguments, script=script).was_refused(words)
     assert sweeps.ran == []
@@ -51,7 +47,7 @@ def test_without_m(sweeps: SweepWorld, arguments, script, words):
         ),
     ],
 )
-def test_in_a_file(sweeps: SweepWorld, file, content, more, words):
+def test_in_a_file(sweeps, file, content, more, words):
     folder = sweeps.world.folder / "conf"
     for name in {file, file.replace("one", "two")}:
         path = folder / f"{name}.yaml"

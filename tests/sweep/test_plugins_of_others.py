@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from robust_train.sweep.session import remember_mask, restore_mask

@@ -1,7 +1,5 @@
 """``hydra/sweeper=robust_optuna`` and ``robust_grid``: no barrier, one study, one owner a trial."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -17,8 +15,7 @@ from robust_train.folder.journal import Journal
 from robust_train.model.events import ValueReported
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import SweepJob
-from sweep_world import SweepWorld
-from world import Ended, wait_until
+from world import wait_until
 
 optuna = pytest.importorskip("optuna", "4", reason="the extra [sweep]")
 
@@ -26,90 +23,82 @@ SEARCH = ["hydra/sweeper=robust_optuna", "hydra.sweeper.sampler.seed=1"]
 SPACE = "training.lr=tag(log,interval(1e-4,1e-2))"
 
 
-def _search(
-    sweeps: SweepWorld, trainer: str, trials: int, *more: str, n_jobs: int = 2
-) -> list[str]:
+def _arguments(sweeps, trainer, trials, *more, n_jobs=1):
     numbers = [f"hydra.sweeper.n_trials={trials}", f"hydra.sweeper.n_jobs={n_jobs}"]
     return sweeps.arguments(trainer, *SEARCH, *numbers, SPACE, *more, n_jobs=None)
 
 
-def _study(sweeps: SweepWorld) -> list[optuna.trial.FrozenTrial]:
+def _study(sweeps):
     backend = optuna.storages.journal.JournalFileBackend(str(sweeps.folder / "study.jsonl"))
     storage = optuna.storages.JournalStorage(backend)
     return optuna.load_study(study_name="sweep", storage=storage).trials
 
 
-def _params(sweeps: SweepWorld) -> list[dict[str, float]]:
+def _params(sweeps):
     return [trial.params for trial in _study(sweeps)]
 
 
 @pytest.mark.parametrize(
     "sweeper", ["robust_optuna", pytest.param("robust_grid", marks=pytest.mark.slow)]
 )
-def test_a_job_starts_as_soon_as_another_ends(sweeps: SweepWorld, sweeper: str):
+def test_a_job_starts_as_soon_as_another_ends(sweeps, sweeper):
     """The first job ends only after the third has: in batches of two it would wait for ever."""
-    values = SPACE if sweeper == "robust_optuna" else "training.lr=1e-4,1e-3,1e-2"
-    trials = ["hydra.sweeper.n_trials=3"] if sweeper == "robust_optuna" else []
-    ended = sweeps.sweep(
-        "first_waits_for_the_third",
-        f"hydra/sweeper={sweeper}",
-        "hydra.sweeper.n_jobs=2",
-        *trials,
-        values,
-        n_jobs=None,
+    trainer = "first_waits_for_the_third"
+    grid = ("hydra/sweeper=robust_grid", "hydra.sweeper.n_jobs=2", "training.lr=1e-4,1e-3,1e-2")
+    arguments = (
+        _arguments(sweeps, trainer, 3, n_jobs=2)
+        if sweeper == "robust_optuna"
+        else sweeps.arguments(trainer, *grid, n_jobs=None)
     )
-    assert ended.returncode == 0, ended.output
+    ended = sweeps.world.run(*arguments, code=0)
     assert sweeps.column("result") == [0.0, 1.0, 2.0]
     assert "Warning" not in ended.output
 
 
-def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps: SweepWorld):
-    arguments = _search(sweeps, "works_until_told_in_every_third", 4, n_jobs=1)
+def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps):
+    arguments = _arguments(sweeps, "works_until_told_in_every_third", 4)
     launcher = sweeps.world.start(*arguments)
     wait_until(lambda: (sweeps.place / "working-2").exists(), "the third trial is at work")
-    before = _params(sweeps)
+    before = [trial.params for trial in _study(sweeps)]
     launcher.kill()
     launcher.communicate()
     with (sweeps.folder / "study.jsonl").open("a") as file:
         file.write('{"op_code":4,"worker')  # as a power cut leaves it
-    ended = sweeps.world.run(*arguments)
-    assert ended.returncode == 0, ended.output
+    sweeps.world.run(*arguments, code=0)
     assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0], "the third went on where it was"
     assert sweeps.column("reused") == [True, True, False, False]
     assert len(before) == 3
-    assert _params(sweeps)[:3] == before
-    more = sweeps.world.run(*_search(sweeps, "works_until_told_in_every_third", 5, n_jobs=1))
-    assert more.returncode == 0, more.output
+    assert [trial.params for trial in _study(sweeps)][:3] == before
+    sweeps.world.run(*_arguments(sweeps, "works_until_told_in_every_third", 5), code=0)
     assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0, 4.0], "n_trials is the total"
     assert _study(sweeps)[2].value == 102.0
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_ten_kills_at_random_change_nothing(sweeps: SweepWorld):
+def test_ten_kills_at_random_change_nothing(sweeps):
     """Serially, so that a seeded sampler sees the same results before each trial."""
     found, rng = [], random.Random(7)
     for kills in (0, 10):
         sweeps.folder = sweeps.world.folder / f"killed-{kills}"
-        arguments = _search(sweeps, "counts_to_20", 6, "max_launches=0", n_jobs=1)
+        arguments = _arguments(sweeps, "counts_to_20", 6, "max_launches=0")
         for _ in range(kills):
             launcher = sweeps.world.start(*arguments)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(rng.uniform(1, 6))
             launcher.kill()
             launcher.communicate()
-        ended = sweeps.world.run(*arguments)
-        assert ended.returncode == 0, ended.output
+        sweeps.world.run(*arguments).with_code(0)
         assert sweeps.column("status") == ["completed"] * 6
         found.append([(trial.params, trial.value) for trial in _study(sweeps)])
         assert len(found[-1]) == 6, "as many as asked"
     assert found[0] == found[1]
 
 
-def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps: SweepWorld):
+def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
     """The second reports a third of what the first did, at each step."""
-    ended = sweeps.sweep("reports_its_rate", "training.lr=3,1", "sweep_patience=3", n_jobs=1)
-    assert ended.returncode == 0, ended.output
+    patience = ("training.lr=3,1", "sweep_patience=3")
+    sweeps.sweep("reports_its_rate", *patience, n_jobs=1, code=0)
     assert sweeps.column("status") == ["completed", "pruned"]
     assert sweeps.column("exit_code") == [0, 0]
     assert sweeps.jobs[1]["reason"] == "worse than another job at 3 reports in a row"
@@ -118,25 +107,20 @@ def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps: SweepWorld)
     assert sweeps.jobs[1]["step"] < 40
 
 
-def _share(sweeps: SweepWorld, *arguments: str) -> tuple[Ended, Ended]:
-    """Two launchers; the jobs of the first wait until the second has one."""
-    first = sweeps.world.start(*arguments)
-    wait_until(lambda: (sweeps.place / "here-0").exists(), "a first job is at work")
-    second = sweeps.world.run(*arguments)
-    return sweeps.end(first), second
-
-
 @pytest.mark.parametrize(
     "sweeper", ["robust_optuna", pytest.param("basic", marks=pytest.mark.slow)]
 )
-def test_two_launchers_in_one_folder_share_the_jobs(sweeps: SweepWorld, sweeper: str):
+def test_two_launchers_in_one_folder_share_the_jobs(sweeps, sweeper):
+    """The jobs of the first wait until the second has one."""
     arguments = (
-        _search(sweeps, "waits_for_two_at_work", 4, n_jobs=1)
+        _arguments(sweeps, "waits_for_two_at_work", 4)
         if sweeper == "robust_optuna"
         else sweeps.arguments("waits_for_two_at_work", "training.lr=1,2,3,4", n_jobs=1)
     )
-    for ended in _share(sweeps, *arguments):
-        assert ended.returncode == 0, ended.output
+    first = sweeps.world.start(*arguments)
+    wait_until(lambda: (sweeps.place / "here-0").exists(), "a first job is at work")
+    second = sweeps.world.run(*arguments, code=0)
+    for ended in (sweeps.world.end(first, 0), second):
         assert "4 of 4 completed" in ended.stdout
     assert sorted(sweeps.ran) == ["0", "1", "2", "3"], "none twice"
     assert sweeps.column("status") == ["completed"] * 4
@@ -144,12 +128,9 @@ def test_two_launchers_in_one_folder_share_the_jobs(sweeps: SweepWorld, sweeper:
 
 
 @pytest.mark.slow
-def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps: SweepWorld):
-    arguments = _search(
-        sweeps, "fails_at_2", 4, "training.seed=range(1,3)", "hydra.sweeper.sampler.seed=3"
-    )
-    ended = sweeps.world.run(*arguments)
-    assert ended.returncode == 1, ended.output
+def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps):
+    drawn = ("training.seed=range(1,3)", "hydra.sweeper.sampler.seed=3")
+    sweeps.world.run(*_arguments(sweeps, "fails_at_2", 4, *drawn, n_jobs=2), code=1)
     trials = _study(sweeps)
     assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
     failed = next(trial for trial in trials if trial.state.name == "FAIL")
@@ -157,31 +138,30 @@ def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps: SweepWorld):
 
 
 @pytest.mark.slow
-def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(sweeps: SweepWorld):
-    ended = sweeps.world.run(
-        *_search(sweeps, "objective", 2, "hydra.sweeper.repeat=2", "training.seed=7")
-    )
-    assert ended.returncode == 0, ended.output
+def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(sweeps):
+    repeated = ("hydra.sweeper.repeat=2", "training.seed=7")
+    ended = sweeps.world.run(*_arguments(sweeps, "objective", 2, *repeated, n_jobs=2), code=0)
     assert sorted(sweeps.ran) == ["7", "7", "8", "8"]
     assert [trial.value for trial in _study(sweeps)] == [11.25, 11.25]
     assert sweeps.column("job") == [0, 1, 2, 3]
     assert "11.25 ± 1.06  2 of 2" in ended.stdout
 
 
-def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps: SweepWorld):
+def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
     arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "training.seed=1"]
-    ended = sweeps.sweep("saves_and_fails_at_2", "training.lr=1,3,2", *arguments, n_jobs=None)
-    assert ended.returncode == 1, ended.output
+    lr = "training.lr=1,3,2"
+    ended = sweeps.sweep("saves_and_fails_at_2", lr, *arguments, n_jobs=None, code=1)
     trials = [line.split() for line in ended.stdout.splitlines() if " of 3" in line]
     assert [line[0] for line in trials] == ["1", "2", "0"]
     shown = " ".join(trials[0][1:])
     assert shown == "4 ± 1.41 2 of 3 training.lr=3 without training.seed=2"
-    best = warm.robust_train("sweep", "best", str(sweeps.folder), environ=sweeps.world.environ)
-    assert "training.lr=3 training.seed=3" in best.stdout
-    saved = warm.robust_train(
-        "sweep", "best", "--checkpoint", str(sweeps.folder), environ=sweeps.world.environ
-    )
-    assert saved.stdout.strip() == str(sweeps.folder / "5" / "checkpoints" / "last"), saved.stderr
+
+    def best(*words):
+        words = ("sweep", "best", *words, str(sweeps.folder))
+        return warm.robust_train(*words, environ=sweeps.world.environ).stdout
+
+    assert "training.lr=3 training.seed=3" in best()
+    assert best("--checkpoint").strip() == str(sweeps.folder / "5" / "checkpoints" / "last")
 
 
 @pytest.mark.parametrize(
@@ -194,11 +174,8 @@ def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps: 
         (["hydra/launcher=joblib"], "hydra/launcher=joblib: this sweeper runs its jobs itself"),
     ],
 )
-def test_a_mistake_is_one_line(sweeps: SweepWorld, given: list[str], line: str):
-    ended = sweeps.world.run(*_search(sweeps, "objective", 1, *given))
-    assert ended.returncode == 2, ended.output
-    assert line in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+def test_a_mistake_is_one_line(sweeps, given, line):
+    sweeps.world.run(*_arguments(sweeps, "objective", 1, *given)).was_refused([line])
     assert not sweeps.ran
 
 
@@ -216,24 +193,17 @@ def test_a_mistake_is_one_line(sweeps: SweepWorld, given: list[str], line: str):
         ("x=[1,2],null", "CategoricalDistribution(choices=('[1,2]', 'null'))"),
     ],
 )
-def test_the_search_space_has_hydras_syntax(override: str, expected: str):
+def test_the_search_space_has_hydras_syntax(override, expected):
     from robust_train.sweep.search import distribution
 
     assert str(distribution(OverridesParser.create().parse_override(override))) == expected
 
 
-def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(sweeps: SweepWorld):
+def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(sweeps):
     """Values are drawn by a seed: later ones are worse than the first, which all come to know."""
-    arguments = _search(
-        sweeps,
-        "reports_its_rate",
-        5,
-        "hydra/sweeper/pruner=median",
-        "hydra.sweeper.pruner.n_startup_trials=1",
-        n_jobs=1,
-    )
-    ended = sweeps.world.run(*arguments)
-    assert ended.returncode == 0, ended.output
+    pruner = ("hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=1")
+    arguments = _arguments(sweeps, "reports_its_rate", 5, *pruner)
+    sweeps.world.run(*arguments, code=0)
     trials = _study(sweeps)
     pruned = [trial.number for trial in trials if trial.state.name == "PRUNED"]
     assert pruned
@@ -244,8 +214,7 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
         assert "(MedianPruner)" in sweeps.jobs[number]["reason"]
     assert trials[0].state.name == "COMPLETE"
     assert trials[0].intermediate_values[40] == trials[0].value
-    again = sweeps.world.run(*arguments)
-    assert again.returncode == 0, again.output
+    again = sweeps.world.run(*arguments, code=0)
     assert sweeps.column("reused") == [True] * 5, "a pruned trial is over"
     assert " starts" not in again.output
 
@@ -276,33 +245,27 @@ def test_who_is_out_of_patience(tmp_path, own, others, behind):
 def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog, mode, seen):
     SweepJob(4, ()).write(tmp_path)
     journal = Journal(tmp_path / "journal.jsonl")
-    for event in (
-        ValueReported(0.9, 1, "max"),
-        ValueReported(0.8, 2, "min"),
-        ValueReported(0.7, 3),
-    ):
-        journal.write(event)
+    for values in ((0.9, 1, "max"), (0.8, 2, "min"), (0.7, 3)):
+        journal.write(ValueReported(*values))
     reports = Reports(tmp_path, mode)
     assert reports.values == {4: seen or {1: 0.9, 2: 0.8, 3: 0.7}}
     assert ("is not looked at" in caplog.text) is (mode is not None)
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_stopped_leaves_what_the_other_one_runs(sweeps: SweepWorld):
+def test_a_launcher_that_is_stopped_leaves_what_the_other_one_runs(sweeps):
     """The other one takes the table over, and goes on with what was left."""
-    arguments = _search(sweeps, "works_until_told_at_1", 3, n_jobs=1)
+    arguments = _arguments(sweeps, "works_until_told_at_1", 3)
     first = sweeps.world.start(*arguments)
     wait_until(lambda: (sweeps.place / "working-0").exists(), "the first trial is at work")
     second = sweeps.world.start(*arguments)
     wait_until(lambda: (sweeps.place / "working-1").exists(), "the second launcher has a trial")
     first.send_signal(signal.SIGINT)
-    stopped = sweeps.end(first)
-    assert stopped.returncode == 130, stopped.output
+    stopped = sweeps.end(first).with_code(130)
     assert " running " in stopped.stdout
     wait_until(lambda: sweeps.table["status"] == "running", "the other has the table")
     (sweeps.place / "go-on").touch()
-    ended = sweeps.end(second)
-    assert ended.returncode == 0, ended.output
+    sweeps.end(second).with_code(0)
     assert sweeps.table["status"] == "ended"
     assert sweeps.column("status") == ["completed"] * 3
     assert sweeps.column("result") == [100.0, 1.0, 2.0]

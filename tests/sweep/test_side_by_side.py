@@ -1,65 +1,58 @@
 """``hydra/launcher=gpu_queue``: jobs side by side, each in a process of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 import warm
-from sweep_world import RECORDING, SweepWorld
+from sweep_world import RECORDING
 from world import wait_until
 
 
-def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps: SweepWorld):
+def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
     process = sweeps.start("meets_the_other", "training.seed=1,2", n_jobs=1)
     wait_until(lambda: (sweeps.place / "here-1").exists(), "the first waits for the second")
     assert not (sweeps.place / "here-2").exists(), "n_jobs caps how many run at once"
-    changed = warm.robust_train(
-        "sweep", "max-jobs", str(sweeps.folder), "2", environ=sweeps.world.environ
-    )
+    words = ("sweep", "max-jobs", str(sweeps.folder), "2")
+    changed = warm.robust_train(*words, environ=sweeps.world.environ)
     assert changed.stdout == f"{sweeps.folder}: at most 2 jobs at once from now on\n"
-    ended = sweeps.end(process)
-    assert ended.returncode == 0, ended.output
+    sweeps.end(process).with_code(0)
     assert sweeps.column("result") == [1, 2]
 
 
-def test_the_sweeper_gets_results_in_order_whichever_job_ends_first(sweeps: SweepWorld):
+def test_the_sweeper_gets_results_in_order_whichever_job_ends_first(sweeps):
     sweeps.world.environ["SWEEP_JOBS"] = "3"
-    ended = sweeps.sweep("ends_in_reverse_order", "training.seed=1,2,3", RECORDING, n_jobs=3)
-    assert ended.returncode == 0, ended.output
+    seeds = "training.seed=1,2,3"
+    sweeps.sweep("ends_in_reverse_order", seeds, RECORDING, n_jobs=3, code=0)
     assert sweeps.returned() == ["1.0", "2.0", "3.0"]
 
 
-def test_on_a_terminal_a_table_shows_how_far_each_job_is(sweeps: SweepWorld):
-    shown = sweeps.world.run_in_terminal(
-        *sweeps.arguments("objective", "training.seed=1,2", n_jobs=1)
-    )
+def test_on_a_terminal_a_table_shows_how_far_each_job_is(sweeps):
+    arguments = sweeps.arguments("objective", "training.seed=1,2", n_jobs=1)
+    shown = sweeps.world.run_in_terminal(*arguments)
     assert "overrides" in shown
     assert "0 of 2 completed, 1 not started, 1 " in shown
     assert "starting" in shown or "waiting" in shown or "running" in shown
     assert "2 of 2 completed" in shown
 
 
+OF_ITS_OWN = """
+import hydra
+from robust_train import launch
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg):
+    return launch("sweep_trainers.fails_at_2", cfg).result
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.mark.slow
-def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps: SweepWorld):
+def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps):
     project = sweeps.world.folder / "project"
     (project / "conf").mkdir(parents=True)
     (project / "conf" / "config.yaml").write_text("defaults: [robust, _self_]\nisolation: none\n")
-    (project / "main.py").write_text(
-        "import hydra\n"
-        "from robust_train import launch\n"
-        "@hydra.main(version_base='1.3', config_path='conf', config_name='config')\n"
-        "def main(cfg):\n"
-        "    return launch('sweep_trainers.fails_at_2', cfg).result\n"
-        "if __name__ == '__main__':\n"
-        "    main()\n"
-    )
-    ended = sweeps.world.run(
-        "-m",
-        "training.seed=1,2,3",
-        "hydra/launcher=gpu_queue",
-        f"hydra.sweep.dir={sweeps.folder}",
-        script=str(project / "main.py"),
-    )
-    assert ended.returncode == 1, ended.output
+    (project / "main.py").write_text(OF_ITS_OWN)
+    folder = f"hydra.sweep.dir={sweeps.folder}"
+    arguments = ("-m", "training.seed=1,2,3", "hydra/launcher=gpu_queue", folder)
+    sweeps.world.run(*arguments, script=str(project / "main.py"), code=1)
     assert sweeps.column("status") == ["completed", "failed", "completed"]
     assert sweeps.column("result") == [1.0, None, 3.0]

@@ -1,35 +1,32 @@
 """However a sweep ends: each job has its checkpoint, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from sweep_world import SweepWorld, processes_mentioning
+from sweep_world import processes_mentioning
 from world import is_running, wait_until
 
 # the environment of forks is not seen in /proc
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def both_at_work(sweeps: SweepWorld) -> bool:
+def both_at_work(sweeps):
     return bool(sweeps.pid_at_work(1) and sweeps.pid_at_work(2))
 
 
-def left_behind(sweeps: SweepWorld) -> list:
+def left_behind(sweeps):
     # every process of this sweep has the place in its environment
     return processes_mentioning(str(sweeps.place))
 
 
-def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld):
+def test_a_signal_ends_every_job_with_a_checkpoint(sweeps):
     process = sweeps.start("works_until_told", "training.seed=1,2,3", start_new_session=True)
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    ended = sweeps.end(process)
-    assert ended.returncode == 130, ended.output
+    ended = sweeps.end(process).with_code(130)
     assert "Traceback" not in ended.output
     assert sweeps.column("status") == ["interrupted", "interrupted", "not_started"]
     assert sweeps.column("exit_code") == [130, 130, None]
@@ -38,7 +35,7 @@ def test_a_signal_ends_every_job_with_a_checkpoint(sweeps: SweepWorld):
     assert left_behind(sweeps) == []
 
 
-def test_a_second_signal_kills(sweeps: SweepWorld):
+def test_a_second_signal_kills(sweeps):
     process = sweeps.start("never_stops", "training.seed=1,2")
     wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
     process.send_signal(signal.SIGINT)
@@ -50,13 +47,12 @@ def test_a_second_signal_kills(sweeps: SweepWorld):
             "the signal is taken",
         )
         process.send_signal(signal.SIGINT)
-    ended = sweeps.end(process)
-    assert ended.returncode == 130, ended.output
+    sweeps.end(process).with_code(130)
     assert sweeps.column("status") == ["died", "died"]
     wait_until(lambda: not left_behind(sweeps), "nothing is left behind")
 
 
-def pending(pid: int, signum: int) -> bool:
+def pending(pid, signum):
     """Whether a signal was sent that the process has not yet taken."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()

@@ -1,13 +1,10 @@
 """What a sweep decides, as pure functions."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -26,9 +23,8 @@ from world import wait_until
 
 RECORD = SweepJob(0, ("training.lr=1e-3", "model=cnn"), "first")
 SAME = RECORD.overrides
-
-
 DONE = replace(RECORD, status="completed", exit_code=0, result=0.5)
+PRUNED = replace(DONE, status="pruned")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +33,7 @@ DONE = replace(RECORD, status="completed", exit_code=0, result=0.5)
         (None, ["a=1"], "second", True, "resumed"),
         (None, ["a=1"], "second", False, "afresh"),
         (DONE, SAME, "second", True, "reused"),
-        (replace(DONE, status="pruned"), SAME, "second", True, "reused"),
+        (PRUNED, SAME, "second", True, "reused"),
         (RECORD, SAME, "second", True, "resumed"),
         (DONE, SAME, "second", False, "afresh"),
         (DONE, ["training.lr=1e-2", "model=cnn"], "second", True, "afresh"),
@@ -54,14 +50,9 @@ def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
     own = SweepJob(3, tuple(overrides), sweep)
     record, stays = begun(own, earlier, resume=resume)
     assert stays is (starts != "afresh")
-    is_reused = starts == "reused"
-    assert record == (replace(own, **END_OF[earlier.status]) if is_reused else own)
-
-
-END_OF = {
-    status: {"status": status, "exit_code": 0, "result": 0.5, "reused": True}
-    for status in ("completed", "pruned")
-}
+    if starts == "reused":
+        own = replace(own, status=earlier.status, exit_code=0, result=0.5, reused=True)
+    assert record == own
 
 
 @pytest.mark.parametrize(
@@ -104,31 +95,37 @@ def test_a_driver_that_hangs_does_not_hold_a_sweep_up(machine_with):
         machine.hang("nvmlInit")
 
 
-@pytest.mark.parametrize("first_forwarded", [False, True])
-def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_too(first_forwarded):
-    received: list[int] = []
-    signals = SignalWatch()
+@pytest.fixture
+def watched():
+    """A watch of signals, and those that it has handed on."""
+    received, signals = [], SignalWatch()
     with signals, signals.handed_to(received.append):
-        for signum in sorted((signal.SIGTERM, forwarded(signal.SIGTERM)), reverse=first_forwarded):
-            os.kill(os.getpid(), signum)
-        assert received == [signal.SIGTERM]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
+        yield signals, received
+
+
+@pytest.mark.parametrize("first_forwarded", [False, True])
+def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_too(
+    watched, first_forwarded
+):
+    _, received = watched
+    for signum in sorted((signal.SIGTERM, forwarded(signal.SIGTERM)), reverse=first_forwarded):
+        os.kill(os.getpid(), signum)
+    assert received == [signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 2, "a second one of its own is impatience"
 
 
 @pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, forwarded(signal.SIGTERM)])
-def test_a_paused_job_goes_on_unless_a_signal_ends_it_meanwhile(ends_it):
-    received: list[int] = []
-    signals = SignalWatch()
-    with signals, signals.handed_to(received.append):
-        signals.pause()
-        if ends_it is not None:
-            os.kill(os.getpid(), ends_it)
-        assert received == [signal.SIGTERM], "it is stopping already"
-        assert signals.goes_on() is (ends_it is None)
-        assert signals.received == (None if ends_it is None else signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGTERM] * 2, "a later one counts"
+def test_a_paused_job_goes_on_unless_a_signal_ends_it_meanwhile(watched, ends_it):
+    signals, received = watched
+    signals.pause()
+    if ends_it is not None:
+        os.kill(os.getpid(), ends_it)
+    assert received == [signal.SIGTERM], "it is stopping already"
+    assert signals.goes_on() is (ends_it is None)
+    assert signals.received == (None if ends_it is None else signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 2, "a later one counts"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), PermissionError("a bug")])
@@ -172,7 +169,7 @@ def test_a_job_of_which_only_the_process_is_known_has_an_end(
     assert reason is None or reason in found.reason
 
 
-def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_ignored(tmp_path: Path):
+def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_ignored(tmp_path):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         job = start_job(lambda: 3, tmp_path / "output.log", lambda: None)
@@ -181,12 +178,9 @@ def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_igno
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_the_tally_names_each_end():
+def test_the_tally_names_each_end_and_the_table_only_in_what_the_jobs_differ():
     rows = [replace(RECORD, status=status) for status in ("died", "completed", "not_started")]
     assert tally(rows) == "1 of 3 completed, 1 died, 1 not started"
-
-
-def test_the_table_shows_only_in_what_the_jobs_differ():
     first, second = (SweepJob(n, ("model=cnn", f"lr={n}", "seed=1")) for n in (0, 1))
     assert differing([first, second]) == ["lr=0", "lr=1"]
     assert differing([first]) == ["model=cnn lr=0 seed=1"]
@@ -194,15 +188,13 @@ def test_the_table_shows_only_in_what_the_jobs_differ():
 
 def test_the_live_table_has_the_jobs_that_run():
     statuses = {4: ("failed", 1), 7: ("running", None)}
-    rows = [
-        SweepJob(n, (f"lr=0.{n}", "seed=1"), "", *statuses.get(n, ("completed", 0)))
-        for n in range(10)
-    ]
+    ends = [statuses.get(n, ("completed", 0)) for n in range(10)]
+    rows = [SweepJob(n, (f"lr=0.{n}", "seed=1"), "", *end) for n, end in enumerate(ends)]
     _, line = screen_table(rows, {7: 0.5})
     assert line.split() == ["7", "running", "-", "-", "-", "-", "0.5", "-", "lr=0.7"]
 
 
-def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
+def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path):
     for name in ("journal.jsonl", "attempt-1.log", "train_robust.log", "output.log"):
         (tmp_path / name).touch()
     for name in (".hydra", "checkpoints"):
@@ -214,6 +206,6 @@ def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"sweep": 1}', '{"overrides": 7}'])
-def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str):
+def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "sweep_job.json").write_text(text)
     assert read_record(tmp_path) is None
