@@ -1,12 +1,9 @@
 """What every command of ``robust-train`` does with right and wrong arguments, and odd streams."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +20,7 @@ COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """An empty working directory of a user without runs, on a machine with an empty queue."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -36,14 +33,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_function_and_help_of_80_columns(name: str):
+def test_every_command_has_a_function_and_help_of_80_columns(name):
     command = COMMANDS[name]
     assert callable(load(command.function))
-    for line in parser_of(command).format_help().splitlines():
-        assert len(line) <= 80, line
+    assert max(map(len, parser_of(command).format_help().splitlines())) <= 80
 
 
-def test_help_lists_every_command_within_80_columns(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_help_lists_every_command_within_80_columns(here, capsys):
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -71,11 +67,7 @@ def test_help_and_the_package_import_no_framework():
 MISTAKES = [
     ("stauts", 2, ["stauts: no such command", "did you mean status?"]),
     ("xyz", 2, ["xyz: no such command", "there are train, run, resume, init, ps, status, "]),
-    (
-        "plan model=lora",
-        2,
-        ["plan is gone: training.batch_size=auto", "accelerate estimate-memory"],
-    ),
+    ("plan model=lora", 2, ["plan is gone: training.batch_size=auto", "estimate-memory"]),
     ("gpus extra", 2, ["gpus: unrecognized arguments: extra"]),
     ("ps --al", 2, ["ps: unrecognized arguments: --al"]),
     # the program of `run`
@@ -97,6 +89,8 @@ MISTAKES = [
     ("run training.batch_size=x -- ls", 2, ["training.batch_size=x", "an integer"]),
     ("run device=gpu7 -- ls", 2, ["device=gpu7", "cuda:<number>"]),
     ("run -- no_such_program", 2, ["no_such_program", "PATH"]),
+    ("run -- ./no_such_file", 2, ["PROGRAM: ./no_such_file: no such file in "]),
+    ("run --resume-argv {last} -- ls", 2, ["--resume-argv: {last} is not a placeholder"]),
     ("run --batch-size 8 -- ls {batchsize}", 2, ["did you mean {batch_size}?"]),
     # runs
     ("status", 1, ["status: no run of yours is alive"]),
@@ -144,9 +138,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(line, code, words, here, capsy
     assert ended == code, shown
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1, shown.err
-    (only,) = shown.err.splitlines()
-    for word in words:
-        assert word in only
+    assert [word for word in words if word not in shown.err] == []
     assert list(here.iterdir()) == []
 
 
@@ -208,7 +200,7 @@ def test_the_output_of_each_command_that_has_json_is_checked():
 
 
 @pytest.mark.parametrize("line", KEYS)
-def test_json_has_the_documented_keys(line: str, here: Path, capsys: pytest.CaptureFixture[str]):
+def test_json_has_the_documented_keys(line, here, capsys):
     run_dir = here / "run"
     run_dir.mkdir()
     with SignalWatch() as signals, RunFolder(run_dir, "a job", signals) as folder:
@@ -235,7 +227,7 @@ def test_json_has_the_documented_keys(line: str, here: Path, capsys: pytest.Capt
         ("> /dev/null", 0, b""),
     ],
 )
-def test_output_that_cannot_be_shown_gets_no_traceback(stdout: str, code: int, error: bytes):
+def test_output_that_cannot_be_shown_gets_no_traceback(stdout, code, error):
     # the help has characters that ASCII lacks
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = ["sh", "-c", f'exec "$@" {stdout}', "sh", *COMMAND, "--help"]
@@ -244,7 +236,7 @@ def test_output_that_cannot_be_shown_gets_no_traceback(stdout: str, code: int, e
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "doctor", "gpus", "completion"])
-def test_a_reader_that_has_seen_enough_gets_no_traceback(words: str):
+def test_a_reader_that_has_seen_enough_gets_no_traceback(words):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
@@ -252,6 +244,6 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(words: str):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
+def test_the_version_is_printed(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"robust-train {robust_train.__version__}\n"

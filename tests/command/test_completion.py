@@ -1,7 +1,5 @@
 """Shell completion, in a real bash."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 
@@ -17,6 +15,12 @@ while read -r line; do
     echo "${COMPREPLY[*]}"
 done
 """
+
+
+def shown_by(*command, **given):
+    ended = subprocess.run(command, capture_output=True, text=True, **given)
+    assert ended.stderr == "" or command[0] == "zsh"
+    return ended.stdout.splitlines()
 
 
 def test_bash_completes_commands_keys_choices_and_jobs(capsys, tmp_path, monkeypatch):
@@ -39,15 +43,9 @@ def test_bash_completes_commands_keys_choices_and_jobs(capsys, tmp_path, monkeyp
         "robust-train status 0-a": "0-abcdef ",
         "robust-train stop --n": "--now ",
     }
-    script = capsys.readouterr().out + _ASKS
-    ended = subprocess.run(
-        ["bash", "-euc", script],
-        input="".join(f"{line}\n" for line in expected),
-        capture_output=True,
-        text=True,
-    )
-    assert ended.stderr == ""
-    assert dict(zip(expected, ended.stdout.splitlines(), strict=True)) == expected
+    asked = "".join(f"{line}\n" for line in expected)
+    completed = shown_by("bash", "-euc", capsys.readouterr().out + _ASKS, input=asked)
+    assert dict(zip(expected, completed, strict=True)) == expected
 
 
 _ASKS_OTHERS = """
@@ -63,32 +61,24 @@ complete -p
 """
 
 
-def test_python_completes_other_scripts_as_before(capsys: pytest.CaptureFixture[str]):
+def test_python_completes_other_scripts_as_before(capsys):
     assert main(["completion"]) == 0
     script = capsys.readouterr().out
     before = "_theirs() { COMPREPLY=(theirs); }; complete -o filenames -F _theirs python3\n"
     before += "__load_completion() { complete -F _theirs python; }\n"
-    ended = subprocess.run(
-        ["bash", "-c", before + script + script + _ASKS_OTHERS], capture_output=True, text=True
-    )
-    assert ended.stderr == ""
-    *completed, one, two, three = ended.stdout.splitlines()
+    *completed, one, two, three = shown_by("bash", "-c", before + script + script + _ASKS_OTHERS)
     assert completed == 2 * ["theirs", "theirs", "linear_probe "]
     assert sorted([one, two, three]) == [
         "complete -F _robust_train_python python",
         "complete -o default -o nospace -F _robust_train robust-train",
         "complete -o filenames -F _robust_train_python3 python3",
     ]
-    ended = subprocess.run(
-        ["bash", "-c", f"complete -C other python\n{script}complete -p python"],
-        capture_output=True,
-        text=True,
-    )
-    assert ended.stdout == "complete -C 'other' python\n", "not a function, so left alone"
+    found = shown_by("bash", "-c", f"complete -C other python\n{script}complete -p python")
+    assert found == ["complete -C 'other' python"], "not a function, so left alone"
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_completes_other_scripts_as_before(capsys: pytest.CaptureFixture[str]):
+def test_zsh_completes_other_scripts_as_before(capsys):
     assert main(["completion"]) == 0
     script = capsys.readouterr().out
     begins = "autoload -Uz compinit bashcompinit && compinit -D && bashcompinit\n"
@@ -100,9 +90,6 @@ def test_zsh_completes_other_scripts_as_before(capsys: pytest.CaptureFixture[str
     words=(python3 train_robust.py mod) PREFIX=
     $_comps[python3]
     """
-    ended = subprocess.run(
-        ["zsh", "-fc", begins + script + script + asks], capture_output=True, text=True
-    )
-    others, *ours = ended.stdout.splitlines()
+    others, *ours = shown_by("zsh", "-fc", begins + script + script + asks)
     assert others == "others python other.py mod"
     assert {line.split()[0] for line in ours} == {"ours"}

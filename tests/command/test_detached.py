@@ -1,7 +1,5 @@
 """Jobs that go on in the background."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,7 @@ from robust_train.children import detach
 from robust_train.cli.main import main
 from robust_train.folder.run_list import choose_run, find_runs
 from terminal import run_at_a_terminal
-from world import World, wait_until
+from world import wait_until
 
 _SCRIPT = """
 import os, sys, time
@@ -82,14 +80,14 @@ def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_in_the_background(world: World, capfd: pytest.CaptureFixture[str]):
+def test_a_sweep_goes_on_in_the_background(world, capfd):
     world.alone = True  # what detaches starts its own command line once more
     folder = world.folder / "sweep"
     sweep = ("-m", "detach=true", f"hydra.sweep.dir={folder}", "device=cpu")
     world.run(*sweep, "training.lr=x,1").was_refused(["training.lr=x"])
     assert not folder.exists()
-    ended = world.run(*sweep, "trainer._target_=trainers.what_it_was_given", "training.lr=1,2")
-    assert ended.returncode == 0, ended.output
+    trainer = "trainer._target_=trainers.what_it_was_given"
+    ended = world.run(*sweep, trainer, "training.lr=1,2", code=0)
     assert f"robust-train wait {folder}" in ended.stdout
     assert main(["wait", str(folder)]) == 0
     jobs = json.loads((folder / "sweep.json").read_text())["jobs"]

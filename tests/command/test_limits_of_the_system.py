@@ -1,7 +1,5 @@
 """Where the system gives no other file or process: one line that names the limit, and code 75."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -42,7 +40,7 @@ def test_each_limit_is_named_and_may_pass(number, words):
 
 @needs_root
 def test_without_room_for_a_thread_no_record_costs_a_job_and_the_limit_is_named(tmp_path):
-    def fill() -> None:
+    def fill():
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
         assert Provenance(tmp_path, ()).short() is None
         with pytest.raises(RuntimeError) as refused:

@@ -1,7 +1,5 @@
 """Projects outside our tree: the one that ``robust-train init`` writes, and the example."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,53 +7,51 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import warm
-from world import ROOT, World
+from world import ROOT
 
 
-def _run(world: World, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _run(world, folder, *words, code=0):
     """Run a command in a project's folder, as on a machine where robust-train is installed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
     environ = {**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path}
-    if words[:2] == (sys.executable, "main.py"):
-        return warm.run((f"{folder}/main.py", *words[2:]), environ, folder)
-    return subprocess.run(
-        words,
-        cwd=folder,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    if words[0] == "main.py":
+        ended = warm.run((f"{folder}/main.py", *words[1:]), environ, folder)
+    else:
+        ended = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended
 
 
-def _init(world: World, folder: str) -> subprocess.CompletedProcess[str]:
-    return _run(world, world.folder, sys.executable, "-m", "robust_train.cli.main", "init", folder)
+def _init(world, folder, code=0):
+    words = (sys.executable, "-m", "robust_train.cli.main", "init", folder)
+    return _run(world, world.folder, *words, code=code)
 
 
-def _summaries(folder: Path) -> list[dict[str, Any]]:
+def _summaries(folder):
     return [json.loads(path.read_text()) for path in folder.glob("outputs/*/*/summary.json")]
 
 
 @pytest.fixture
-def project(world: World) -> Path:
+def just():
+    found = shutil.which("just", path=str(Path(sys.executable).parent))
+    return found or pytest.skip("just is not installed (pip install rust-just)")
+
+
+@pytest.fixture
+def project(world):
     """What ``robust-train init`` writes."""
-    made = _init(world, "deep/mine")
-    assert made.returncode == 0, made.stderr
+    _init(world, "deep/mine")
     return world.folder / "deep" / "mine"
 
 
-def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(world, project):
-    just = shutil.which("just", path=str(Path(sys.executable).parent))
-    if just is None:
-        pytest.skip("just is not installed (pip install rust-just)")
-    ended = _run(world, project, sys.executable, "main.py")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(
+    world, project, just
+):
+    _run(world, project, "main.py")
     (folder,) = project.glob("outputs/*/*")
     assert "_spirals_" in folder.name
     (summary,) = _summaries(project)
@@ -71,50 +67,45 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     assert _run(world, project, just, "--evaluate", "python").stdout == "python"
     recipe = _run(world, project, just, "python=echo", "train", *more)
     assert recipe.stdout.split() == ["main.py", *more]
-    ended = _run(world, project, sys.executable, *recipe.stdout.split())
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    _run(world, project, *recipe.stdout.split())
     (attempt,) = _summaries(project)[0]["attempts"]
     assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)
 
 
-def test_a_project_without_a_guard_runs_once(world: World):
+UNGUARDED = """
+from robust_train import hydra_main, launch
+def train(cfg):
+    return 5
+@hydra_main()
+def main(cfg):
+    launch(train, cfg)
+main()
+"""
+
+
+def test_a_project_without_a_guard_runs_once(world):
     """Its attempt imports it for the trainer, and must not begin another job there."""
     (world.folder / "conf").mkdir()
     (world.folder / "conf" / "config.yaml").write_text("defaults: [robust, _self_]\n")
-    (world.folder / "main.py").write_text(
-        "from robust_train import hydra_main, launch\n"
-        "def train(cfg):\n    return 5\n"
-        "@hydra_main()\n"
-        "def main(cfg):\n    launch(train, cfg)\n"
-        "main()\n"
-    )
-    ended = _run(world, world.folder, sys.executable, "main.py")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (world.folder / "main.py").write_text(UNGUARDED)
+    _run(world, world.folder, "main.py")
     assert [summary["result"] for summary in _summaries(world.folder)] == [5]
     assert len(list(world.folder.glob("outputs/*/*"))) == 1
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "src" / "robust_train" / "project_template"])
-def test_recipes_keep_quotes_and_spaces(folder: Path):
-    just = shutil.which("just", path=str(Path(sys.executable).parent))
-    if just is None:
-        pytest.skip("just is not installed (pip install rust-just)")
+def test_recipes_keep_quotes_and_spaces(world, folder, just):
     words = ["training.lr=tag(log,interval(1e-5,1e-2))", "job_name='two  words'"]
     echoed = "python=python3 -c 'import sys; print(sys.argv[1:])'"
-    ended = subprocess.run(
-        [just, "--justfile", folder / "justfile", echoed, "sweep", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    recipe = (just, "--justfile", str(folder / "justfile"), echoed, "sweep", *words)
+    ended = _run(world, world.folder, *recipe)
     assert ended.stdout.rstrip().endswith(f"{words}"[1:])
 
 
-def test_nothing_is_overwritten(world: World, project: Path):
+def test_nothing_is_overwritten(world, project):
     (project / "main.py").write_text("mine")
     shutil.rmtree(project / "conf")
-    again = _init(world, "deep/mine")
-    assert again.returncode == 2
+    again = _init(world, "deep/mine", code=2)
     assert len(again.stderr.strip().splitlines()) == 1
     assert "exists already" in again.stderr
     assert (project / "main.py").read_text() == "mine"
@@ -122,21 +113,16 @@ def test_nothing_is_overwritten(world: World, project: Path):
 
 
 @pytest.fixture
-def own_project(tmp_path: Path) -> Path:
+def own_project(tmp_path):
     """A copy of ``examples/own_project``, outside of our tree."""
-    copied = tmp_path / "elsewhere"
-    shutil.copytree(
-        ROOT / "examples" / "own_project",
-        copied,
-        ignore=shutil.ignore_patterns("outputs", "multirun", "__pycache__"),
-    )
-    return copied
+    left_out = shutil.ignore_patterns("outputs", "multirun", "__pycache__")
+    example = ROOT / "examples" / "own_project"
+    return shutil.copytree(example, tmp_path / "elsewhere", ignore=left_out)
 
 
-def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project: Path):
+def test_a_hydra_project_of_your_own_builds_on_robust(world, own_project):
     ranks = ("num_gpus=2", "auto_device=false", "device=cpu")
-    ended = _run(world, own_project, sys.executable, "main.py", "training.batch_size=30", *ranks)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    _run(world, own_project, "main.py", "training.batch_size=30", *ranks)
     (summary,) = _summaries(own_project)
     assert summary["result"]["objective"] > 0.9
     (attempt,) = summary["attempts"]
@@ -148,7 +134,7 @@ def test_a_hydra_project_of_your_own_builds_on_robust(world: World, own_project:
 OF_EPOCHS = "did you mean training.epochs? A key of your own takes a plus: +epochs=3"
 
 
-def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world: World, own_project: Path):
+def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world, own_project):
     config = own_project / "conf"
     (config / "net").mkdir()
     for name, text in (("tab", "a:\n\tb: 1\n"), ("twice", "a: 1\na: 2\n"), ("open", "a: {b\n")):
@@ -160,21 +146,18 @@ def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world: World, own_pr
         ("+net=twice", "net/twice.yaml, line 2, column 1: not YAML: found duplicate key a"),
         ("+net=open", "net/open.yaml, line 2, column 1: not YAML: expected ',' or '}'"),
     ):
-        ended = _run(world, own_project, sys.executable, "main.py", word)
-        assert ended.returncode == 2, ended.stdout + ended.stderr
+        ended = _run(world, own_project, "main.py", word, code=2)
         (line,) = ended.stderr.splitlines()
         assert words in line
 
 
 @pytest.fixture
-def foreign(world: World) -> Path:
+def foreign(world):
     """A Hydra project that knows nothing of us, but for the decorator of its ``main``."""
     folder = world.folder / "foreign"
     files = {
         "main.py": """
             import functools
-            from collections import OrderedDict
-
             import robust_train
 
             def task_wrapper(task):
@@ -229,10 +212,9 @@ def foreign(world: World) -> Path:
     return folder
 
 
-def test_a_hydra_project_needs_one_edit(world: World, foreign: Path):
+def test_a_hydra_project_needs_one_edit(world, foreign):
     """Its groups and its batch size stay its own; ours are in ``robust``."""
-    ended = _run(world, foreign, sys.executable, "main.py", "fits=10", "robust.num_gpus=1")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    _run(world, foreign, "main.py", "fits=10", "robust.num_gpus=1")
     folder = foreign / "out" / "train"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["result"] == {"val/acc": 8, "batch": 8, "objective": 8}
@@ -241,34 +223,32 @@ def test_a_hydra_project_needs_one_edit(world: World, foreign: Path):
     assert "attempt 1" in (folder / "train.log").read_text()
 
 
-def test_mistakes_in_the_group_robust_are_one_line(world: World, foreign: Path):
+def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
     (foreign / "configs/data/both.yaml").write_text("{a: {batch_size: 4}, b: {batch_size: 8}}")
-    for words, line in (
-        (["robust.num_gpu=2"], "robust.num_gpu: no such key; did you mean robust.num_gpus?"),
-        (["robust.num_gpus=0"], "robust.num_gpus=0: must be 1 or more"),
+    for word, line in (
+        ("robust.num_gpu=2", "robust.num_gpu: no such key; did you mean robust.num_gpus?"),
+        ("robust.num_gpus=0", "robust.num_gpus=0: must be 1 or more"),
         (
-            ["robust.min_batch_size=90"],
+            "robust.min_batch_size=90",
             "robust.min_batch_size=90: must not be above training.batch_size=32",
         ),
         (
-            ["robust.training.batch_size=8"],
+            "robust.training.batch_size=8",
             "robust.training.batch_size=8: the project has data.batch_size=32; set that",
         ),
         (
-            ["data=both"],
+            "data=both",
             "robust.training.batch_size: there are data.a.batch_size, data.b.batch_size; say "
             "which the training uses: 'robust.training.batch_size=${data.a.batch_size}'",
         ),
     ):
-        ended = _run(world, foreign, sys.executable, "main.py", *words)
-        assert ended.returncode == 2, ended.stdout + ended.stderr
+        ended = _run(world, foreign, "main.py", word, code=2)
         assert ended.stderr.splitlines() == [line]
 
 
 @pytest.mark.slow
-def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world: World, foreign: Path):
-    ended = _run(world, foreign, sys.executable, "main.py", "-m", "data.batch_size=16,8", "fits=20")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign):
+    _run(world, foreign, "main.py", "-m", "data.batch_size=16,8", "fits=20")
     sweep = json.loads((foreign / "out/sweep/sweep.json").read_text())
     assert [job["result"] for job in sweep["jobs"]] == [16, 8]
 
@@ -281,7 +261,7 @@ def test_no_hydra_config_of_ours_has_the_name_of_another_plugins():
 
 
 @pytest.mark.slow
-def test_a_failed_job_of_a_project_has_the_exit_codes_too(world: World, own_project: Path):
+def test_a_failed_job_of_a_project_has_the_exit_codes_too(world, own_project):
     (own_project / "bad.py").write_text(
         "from robust_train import UserError\n"
         "def bug(cfg): return {}['key']\n"
@@ -294,7 +274,6 @@ def test_a_failed_job_of_a_project_has_the_exit_codes_too(world: World, own_proj
         (full, "epochs=3", 2, f"epochs=3: no such key; {OF_EPOCHS}"),
     ):
         world.environ |= environ
-        ended = _run(world, own_project, sys.executable, "main.py", word)
-        assert ended.returncode == code, ended.stdout + ended.stderr
+        ended = _run(world, own_project, "main.py", word, code=code)
         assert ended.stderr.splitlines()[-1] == last
         assert "in run_job" not in ended.stderr, "launch is the last frame of ours"

@@ -1,7 +1,5 @@
 """A script's own checkpoints: found by pattern or told, given to the next attempt."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile
@@ -10,14 +8,13 @@ from pathlib import Path
 import pytest
 
 import warm
-from command_world import CommandWorld, script
-from world import Ended
+from command_world import script
 
 RESUME = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--resume {checkpoint}")
 
 
 @pytest.fixture
-def ckpt(scripts: CommandWorld) -> list[str]:
+def ckpt(scripts):
     """A batch size, the resume arguments, and the script that goes with them."""
     program = ["env", "BATCH_SIZE={batch_size}", *script("resuming.py", "ckpt")]
     return ["--batch-size", "64", *RESUME, "--", *program]
@@ -29,15 +26,13 @@ def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(scripts, ckpt
     (scripts.folder / "ckpt").mkdir(parents=True)
     with zipfile.ZipFile(scripts.folder / "ckpt" / "step-8.pt", "w") as old:
         old.writestr("step", "8")
-    ended = scripts.run(*ckpt)
-    assert ended.returncode == 0, ended.output
+    ended = scripts.run(*ckpt).with_code(0)
     assert [a["outcome"] for a in ended.attempts] == ["host_oom", "completed"]
     assert "from step 0" in (scripts.run_dir / "attempt-1.log").read_text()
     assert "from step 6" in (scripts.run_dir / "attempt-2.log").read_text()
     assert ended.summary["checkpoint"] == str(scripts.folder / "ckpt" / "step-10.pt")
     assert "was written with micro-batch 64 and goes on with 32: a script that" in ended.stdout
-    ended = scripts.run(*ckpt)
-    assert ended.returncode == 0, ended.output
+    ended = scripts.run(*ckpt).with_code(0)
     assert "from step 0" in (scripts.run_dir / "attempt-3.log").read_text()
 
 
@@ -56,54 +51,38 @@ def test_files_that_belong_together_are_handed_over_together_and_the_report_know
     (scripts.folder / "main.py").write_text(GAN)
     both = '${1:+--netD "$1" --netG "$(echo "$1" | sed s/netD/netG/)"}'
     shell = f"exec {sys.executable} main.py {{batch_size}} {{effective_batch_size}} {both}"
-    ended = scripts.run(
-        *("--name", "gan", "--batch-size", "8", "--gradient-accumulation", "4"),
-        *("--checkpoint", "netD_*.pth", "--resume-argv", "{checkpoint}"),
-        *("--", "sh", "-c", f"{shell} # {{gradient_accumulation_steps}}", "sh"),
-    )
-    assert ended.returncode == 0, ended.output
+    batch = ("--batch-size", "8", "--gradient-accumulation", "4")
+    own = ("--name", "gan", "--checkpoint", "netD_*.pth", "--resume-argv", "{checkpoint}")
+    program = ("sh", "-c", f"{shell} # {{gradient_accumulation_steps}}", "sh")
+    ended = scripts.run(*batch, *own, "--", *program).with_code(0)
     d, g = (scripts.folder / f"net{one}_1.pth" for one in "DG")
     assert "sees 8 32\n" in ended.stdout
     assert f"sees 4 32 --netD {d} --netG {g}\n" in ended.stdout
 
-    words = ["-m", "robust_train.cli.main", "report", "gan"]
-    report = scripts.world.end(warm.start(words, scripts.folder, scripts.world.environ))
-    assert report.returncode == 0, report.output
+    report = warm.robust_train("report", "gan", environ=scripts.world.environ)
+    assert report.returncode == 0, report.stderr
     assert report.stdout.strip() == str(scripts.run_dir / "report.html")
 
 
-def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts: CommandWorld):
+def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts):
     code = (
         "echo with $*; [ $ROBUST_TRAIN_ATTEMPT = 2 ] && exit; touch mine; "
         'echo \'{"event": "checkpoint", "path": "mine", "step": 4}\' >> "$ROBUST_TRAIN_EVENTS"; '
         "echo MemoryError: no more; exit 1"
     )
 
-    def run(code: str) -> Ended:
-        return scripts.run(
-            "--batch-size",
-            "8",
-            "--resume-argv",
-            "--from {checkpoint}",
-            "--",
-            "sh",
-            "-c",
-            code,
-            "{batch_size}",
-        )
-
-    ended = run(code)
+    own = ("--batch-size", "8", "--resume-argv", "--from {checkpoint}")
+    ended = scripts.run(*own, "--", "sh", "-c", code, "{batch_size}")
     # an empty file is no checkpoint, whoever says so
     assert "is missing or torn" in ended.output
     code = code.replace("touch mine", "echo 4 > mine")
     scripts.run_dir.rename(scripts.folder / "first")
-    ended = run(code)
-    assert ended.returncode == 0, ended.output
+    ended = scripts.run(*own, "--", "sh", "-c", code, "{batch_size}").with_code(0)
     assert f"with --from {scripts.folder / 'mine'}" in ended.stdout
     assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 4
 
 
-def test_an_older_checkpoint_is_no_news_while_the_newest_is_written_over(scripts: CommandWorld):
+def test_an_older_checkpoint_is_no_news_while_the_newest_is_written_over(scripts):
     """It would count as progress in each attempt, and the job would never end."""
     (scripts.folder / "ckpt").mkdir()
     code = (
@@ -134,15 +113,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_calls_launch_goes_on_by_its_own_command(scripts: CommandWorld):
+def test_a_program_that_calls_launch_goes_on_by_its_own_command(scripts):
     (scripts.folder / "loop.py").write_text(LOOP)
 
-    def run(*words: str) -> str:
-        python = [sys.executable, *words]
-        environ = scripts.world.environ
-        return subprocess.run(
-            python, cwd=scripts.folder, env=environ, capture_output=True, text=True, check=False
-        ).stdout
+    def run(*words):
+        given = {"cwd": scripts.folder, "env": scripts.world.environ, "text": True}
+        return subprocess.run([sys.executable, *words], capture_output=True, **given).stdout
 
     assert "after fixing it: robust-train resume 0-" in run("loop.py")
     assert "from step 3" in run("-m", "robust_train.cli.main", "resume", "loop")
