@@ -1,10 +1,7 @@
 """How the end of an attempt's process, in any form, becomes an outcome. Real processes."""
 
-from __future__ import annotations
-
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,11 +13,8 @@ from robust_train.launcher import process
 from robust_train.launcher.inputs import attempt_environment
 from robust_train.model.failure import FailureKind
 
-if TYPE_CHECKING:
-    from conftest import Attempts
 
-
-def test_the_second_parameter_is_the_run(attempts: Attempts):
+def test_the_second_parameter_is_the_run(attempts):
     assert attempts.run("trainers.uses_run").result == {
         "attempt": 1,
         "resume_checkpoint": None,
@@ -28,68 +22,54 @@ def test_the_second_parameter_is_the_run(attempts: Attempts):
     }
 
 
-def test_an_object_that_can_be_called_is_a_trainer(attempts: Attempts):
+def test_an_object_that_can_be_called_is_a_trainer(attempts):
     assert attempts.run("trainers.instance").result == 8
 
 
-@pytest.mark.parametrize(
-    ("trainer", "kind", "words"),
-    [
-        ("dies_of_segfault", FailureKind.BUG, "SIGSEGV"),
-        ("calls_sys_exit", FailureKind.BUG, "sys.exit(3)"),
-        ("calls_os_exit", FailureKind.BUG, "without returning"),
-        ("dies_of_sigkill", FailureKind.INTERRUPTED, "SIGKILL"),
-    ],
-)
-def test_a_process_that_dies_is_an_outcome(attempts, trainer, kind, words):
-    outcome = attempts.run(f"trainers.{trainer}")
-    assert outcome.failure is not None
-    assert outcome.failure.kind is kind
-    assert words in outcome.failure.message
-    if trainer == "dies_of_segfault":
-        assert "in dies_of_segfault" in str(outcome.traceback)
-        assert "in dies_of_segfault" in (attempts.run_dir / "attempt-1.stacks").read_text()
+SCRIPT = "robust_train.attempt.script.command.train"
+CHILD_KILLED = 'import subprocess; subprocess.check_call(["sh", "-c", "kill -KILL $$"])'
+
+
+def argv(*words):
+    return {"trainer": {"argv": list(words)}}
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "words"),
+    ("trainer", "keys", "kind", "words"),
     [
-        ('rm "$ROBUST_TRAIN_EVENTS"', None, ""),
-        ("exit 3", FailureKind.BUG, "exit code 3"),
-        ("kill -KILL $$", FailureKind.INTERRUPTED, "SIGKILL"),
+        ("trainers.dies_of_segfault", {}, FailureKind.BUG, "SIGSEGV"),
+        ("trainers.calls_sys_exit", {}, FailureKind.BUG, "sys.exit(3)"),
+        ("trainers.calls_os_exit", {}, FailureKind.BUG, "without returning"),
+        ("trainers.dies_of_sigkill", {}, FailureKind.INTERRUPTED, "SIGKILL"),
+        (SCRIPT, argv("sh", "-c", "exit 3"), FailureKind.BUG, "exit code 3"),
+        (SCRIPT, argv("sh", "-c", "kill -KILL $$"), FailureKind.INTERRUPTED, "SIGKILL"),
         (
-            'python3 -c "import subprocess as s; '
-            "s.check_call(['sh', '-c', 'kill -KILL \\$\\$'])\"",
+            SCRIPT,
+            argv("python3", "-c", CHILD_KILLED),
             FailureKind.INTERRUPTED,
             "died with <Signals.SIGKILL",
         ),
     ],
 )
-def test_a_scripts_end_is_classified_by_its_exit_status_and_its_output(attempts, code, kind, words):
-    outcome = attempts.run(
-        "robust_train.attempt.script.command.train", **command("bash", "-c", code)
-    )
-    if kind is None:
-        assert outcome.failure is None
-    else:
-        assert outcome.failure is not None
-        assert outcome.failure.kind is kind
-        assert words in outcome.failure.message
-
-
-def command(*argv: str, **more: Any) -> dict[str, Any]:
-    """Return the keys that run a script."""
-    return {"trainer": {"argv": list(argv), **more}}
+def test_a_process_that_dies_is_an_outcome(attempts, trainer, keys, kind, words):
+    outcome = attempts.run(trainer, **keys)
+    assert outcome.failure.kind is kind
+    assert words in outcome.failure.message
+    if "segfault" in trainer:
+        assert "in dies_of_segfault" in str(outcome.traceback)
+        assert "in dies_of_segfault" in (attempts.run_dir / "attempt-1.stacks").read_text()
 
 
 def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempts, monkeypatch):
+    """Nor does it need the file of its events, which it may have removed."""
     monkeypatch.setattr(interpreters, "subprocess", subprocess)  # as users' start, not as a fork
-    code = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps; true"
-    attempts.run("robust_train.attempt.script.command.train", **command("sh", "-c", code))
+    looks = "test -t 1 || echo pipe; grep -c libtorch /proc/$PPID/maps"
+    removes = 'rm "$ROBUST_TRAIN_EVENTS"'
+    assert attempts.run(SCRIPT, **argv("sh", "-c", f"{looks}; {removes}")).failure is None
     assert (attempts.run_dir / "attempt-1.log").read_text().split() == ["pipe", "0"]
 
 
-def test_a_completed_result_counts_though_its_process_does_not_end(attempts: Attempts):
+def test_a_completed_result_counts_though_its_process_does_not_end(attempts):
     outcome = attempts.run("hard_days.completes_but_does_not_end", stop_grace_seconds=0.3)
     assert (outcome.failure, outcome.result) == (None, "done")
 
@@ -99,7 +79,6 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(attempts, monkeypat
     monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
     started = time.monotonic()
     outcome = attempts.run("hard_days.fails_but_does_not_end", stop_grace_seconds=1000)
-    assert outcome.failure is not None
     assert outcome.failure.kind is FailureKind.BUG
     assert "why it failed" in outcome.failure.message
     assert time.monotonic() - started < 60
@@ -113,16 +92,15 @@ def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monke
 
 
 @pytest.mark.parametrize(
-    ("names", "argv", "by_index"),
+    ("names", "trainer", "by_index"),
     [
-        ("auto", ["vllm"], True),
-        ("auto", None, False),
-        ("index", None, True),
-        ("uuid", ["vllm"], False),
+        ("auto", argv("vllm"), True),
+        ("auto", {}, False),
+        ("index", {}, True),
+        ("uuid", argv("vllm"), False),
     ],
 )
-def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, argv, by_index):
-    trainer = {} if argv is None else {"trainer": {"argv": argv}}
+def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, trainer, by_index):
     config = checked(complete({"cuda_visible_devices": names, **trainer}))
     assert config.gpus_by_index is by_index
 

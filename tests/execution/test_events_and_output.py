@@ -1,7 +1,7 @@
 """The event channel, the screen and the log, at their edges."""
 
-from __future__ import annotations
-
+import contextlib
+import functools
 import logging
 import os
 import re
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     CheckpointSaved,
     EpochEnded,
-    Event,
     Finished,
     MemoryReported,
     Progress,
@@ -46,22 +44,33 @@ from world import wait_until
 
 
 @pytest.fixture
-def channel() -> Iterator[tuple[socket.socket, socket.socket]]:
+def channel():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     with ours, theirs:
         yield ours, theirs
 
 
+@pytest.fixture
+def pipe():
+    """Both ends, of which a test may close one."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
 def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
     result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
     saved = plain(result, "the trainer's result")
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the trainer's result['loss'] is nan, which JSON lacks: it is saved as null",
-        "the trainer's result['best']['model'] is a builtins.object, which is not JSON: it is "
-        "saved as text",
-        "the trainer's result['best']['scores'][1] is inf, which JSON lacks: it is saved as null",
+    lacks = "which JSON lacks: it is saved as null"
+    said = [record.getMessage().removeprefix("the trainer's result") for record in caplog.records]
+    assert said == [
+        f"['loss'] is nan, {lacks}",
+        "['best']['model'] is a builtins.object, which is not JSON: it is saved as text",
+        f"['best']['scores'][1] is inf, {lacks}",
     ]
 
 
@@ -75,22 +84,18 @@ def test_a_result_that_holds_itself_is_saved_once(caplog):
 
 
 class Unprintable:
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise RuntimeError("no repr")
 
 
-def nested(levels: int) -> list[object]:
-    outermost: list[object] = []
-    innermost = outermost
-    for _ in range(levels):
-        innermost.append([])
-        innermost = innermost[0]
-    return outermost
+NESTED = []
+for _ in range(100_000):
+    NESTED = [NESTED]
 
 
 @pytest.mark.parametrize(
     "value",
-    [nested(100_000), Unprintable(), 10**5000, {(1, 2): {3}}],
+    [NESTED, Unprintable(), 10**5000, {(1, 2): {3}}],
     ids=["nested", "unprintable", "long integer", "keys"],
 )
 def test_no_value_costs_the_result_or_an_event(value, tmp_path, channel):
@@ -129,35 +134,34 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     ]
 
 
+def all_until(last, ours, send):
+    """Read events until this one comes."""
+    received = []
+    while last not in received[-1:]:
+        received += read_events(ours)
+        send.flush(0)
+    return received
+
+
 def test_only_progress_is_dropped_where_nobody_reads(channel):
     ours, theirs = channel
     send = EventSender(theirs)
-    for step in range(2000):
-        send(Progress(step))
-    for step in range(2000):
-        send(CheckpointSaved("path", step))
-    received: list[Event] = []
-    while len(received) < 2000 or received[-1] != CheckpointSaved("path", 1999):
-        received += read_events(ours)
-        send.flush(0)
+    for event in [*map(Progress, range(2000)), *(CheckpointSaved("path", n) for n in range(2000))]:
+        send(event)
+    received = all_until(CheckpointSaved("path", 1999), ours, send)
     saved = [event.step for event in received if isinstance(event, CheckpointSaved)]
     assert saved == [*range(2000)]
     assert len(received) < 4000
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 20_000_000])
-def test_an_event_of_any_size_arrives_whole(channel, size: int):
-    ours, theirs = channel
-    EventSender(theirs)(UserEvent("retry", {"event": "failed", "text": "x" * size}))
-    assert list(read_events(ours)) == [UserEvent("retry", {"event": "failed", "text": "x" * size})]
-
-
-def test_a_packet_that_is_no_event_is_dropped(channel):
+def test_an_event_of_any_size_arrives_whole_and_no_packet_that_is_none(channel, size):
     ours, theirs = channel
     for packet in (b"not json", b'{"event": "finished", "step": "one"}', b'{"event": "?"}', b"\0"):
         theirs.send(packet)
-    EventSender(theirs)(Finished(1))
-    assert list(read_events(ours)) == [Finished(1)]
+    event = UserEvent("retry", {"event": "failed", "text": "x" * size})
+    EventSender(theirs)(event)
+    assert list(read_events(ours)) == [event]
 
 
 def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(channel, monkeypatch):
@@ -167,10 +171,7 @@ def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(chan
     for step in range(2000):
         send(UserEvent("note", {"step": step, "text": "x" * 1000}))
     send(Finished("done"))
-    received: list[Event] = []
-    while not received or received[-1] != Finished("done"):
-        received += read_events(ours)
-        send.flush(0)
+    received = all_until(Finished("done"), ours, send)
     steps = [event.fields["step"] for event in received if isinstance(event, UserEvent)]
     assert steps == [*range(len(steps))]
     assert len(steps) < 1000  # of the rest nothing was kept
@@ -230,7 +231,6 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert program.stdout is not None
     worker = int(program.stdout.readline())
     os.kill(worker, signum)
     while _is_pending(worker, signum):  # a second one like it would be lost
@@ -244,7 +244,7 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
     assert shown.strip() == str(ending)
 
 
-def _is_pending(pid: int, signum: int) -> bool:
+def _is_pending(pid, signum):
     found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
 
@@ -284,9 +284,8 @@ def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignor
 
 def test_progress_is_folded_from_events():
     events = [Progress(3), CheckpointSaved("a", 3), Progress(5), Finished("done", step=6)]
-    attempt = fresh = Attempt(1, AttemptSpec((), 8, 1))
-    for event in events:
-        attempt = attempt.after(event)
+    fresh = Attempt(1, AttemptSpec((), 8, 1))
+    attempt = functools.reduce(Attempt.after, events, fresh)
     assert (attempt.end_step, attempt.result) == (6, "done")
     assert (attempt.saved_step, attempt.saves) == (3, 1)
     # a trainer that saves without a step has saved the last one it reported, if any
@@ -298,12 +297,11 @@ def test_a_script_may_report_any_of_the_memory_figures_alone():
     spec = AttemptSpec((), batch_size=8, gradient_accumulation_steps=1)
     attempt = Attempt(1, spec).after(MemoryReported("mine", max_allocated=2**30))
     shown = gpu_memory_summary(attempt)
-    assert shown is not None
     assert "Max Allocated: 1.00 GB" in shown
 
 
-def test_what_cannot_be_shown_is_dropped_and_said_later():
-    read_end, write_end = os.pipe()
+def test_what_cannot_be_shown_is_dropped_and_said_later(pipe):
+    read_end, write_end = pipe
     screen = Screen(write_end)
     for _ in range(300):
         screen.write(b"x" * 10_000)
@@ -314,44 +312,37 @@ def test_what_cannot_be_shown_is_dropped_and_said_later():
         screen.show()
     assert len(shown) < 2_000_000
     assert b"Output truncated: no one was reading" in shown
-    os.close(read_end)
-    os.close(write_end)
 
 
-def test_a_reader_that_does_not_come_is_waited_for_once(monkeypatch: pytest.MonkeyPatch):
-    read_end, write_end = os.pipe()
+def test_a_reader_that_does_not_come_is_waited_for_once(pipe, monkeypatch):
+    read_end, write_end = pipe
     screen = Screen(write_end)
     screen.write(b"x" * 200_000)
     screen.finish(0.01)
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     screen.finish(0.01)
     assert slept == []
     os.read(read_end, 100_000)
     screen.finish(0.01)
     assert slept, "it may be reading again"
-    os.close(read_end)
-    os.close(write_end)
 
 
-def test_log_lines_of_a_program_wait_for_no_reader_either(monkeypatch: pytest.MonkeyPatch):
-    read_end, write_end = os.pipe()
+def test_log_lines_of_a_program_wait_for_no_reader_either(pipe, monkeypatch):
+    read_end, write_end = pipe
+    logger = logging.getLogger("robust_train")
     with os.fdopen(write_end, "w", encoding="latin-1") as stream:
         monkeypatch.setattr("sys.stderr", stream)
         handler = logging.StreamHandler(stream)
-        logging.getLogger("robust_train").addHandler(handler)
-        try:
-            with never_blocking_output():
-                assert handler.stream is sys.stderr is not stream
-                print("8 → 4", file=sys.stderr)
-            assert handler.stream is stream
-        finally:
-            logging.getLogger("robust_train").removeHandler(handler)
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+        with never_blocking_output():
+            assert handler.stream is sys.stderr is not stream
+            print("8 → 4", file=sys.stderr)
+        assert handler.stream is stream
     assert os.read(read_end, 100) == b"8 ? 4\n", "what an encoding lacks ends nothing"
-    os.close(read_end)
 
 
-def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path: Path):
+def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path):
     log = AttemptLog(FileIO(tmp_path / "log", "ab"))
     log.write(b"first line\n")
     tracemalloc.start()
@@ -386,14 +377,12 @@ def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow()
     assert votes.look(STOP, 1)
 
 
-def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path: Path):
-    path = tmp_path / "log"
-    log = AttemptLog(path.open("ab", buffering=0))
-    log.write(b"\rstep 1", 0)
-    log.write(b"a line on stderr\n", 1)
-    log.write(b"\rstep 2\n", 0)
+def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path):
+    log = AttemptLog(FileIO(tmp_path / "log", "ab"))
+    for data, stream in ((b"\rstep 1", 0), (b"a line on stderr\n", 1), (b"\rstep 2\n", 0)):
+        log.write(data, stream)
     log.close()
-    assert path.read_text().splitlines() == ["a line on stderr", "step 2"]
+    assert (tmp_path / "log").read_text().splitlines() == ["a line on stderr", "step 2"]
 
 
 def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(capsys):
@@ -402,7 +391,7 @@ def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(caps
     lose_lines_quietly()
     root.removeHandler(handler)
 
-    def error_after(message: str, *arguments: object) -> str:
+    def error_after(message, *arguments):
         handler.handle(logging.LogRecord("x", logging.INFO, "x.py", 1, message, arguments, None))
         return capsys.readouterr().err
 

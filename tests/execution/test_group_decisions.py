@@ -1,10 +1,7 @@
 """What several ranks of one attempt agree on, and which of their ends is the reason."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,56 +14,48 @@ from robust_train.model.events import Failed, Finished
 from robust_train.model.failure import Failure, FailureKind
 
 
-def failed(rank: int, kind: str, at: float, **more: Any) -> RankEnd:
+def failed(rank, kind, at, **more):
     ending = Failed(Failure(FailureKind(kind), ""), **more)
     return RankEnd(rank, 100 + rank, ending, at, 1)
 
 
-def died(rank: int, at: float, signum: int = signal.SIGKILL, **more: Any) -> RankEnd:
+def died(rank, at, signum=signal.SIGKILL, **more):
     return RankEnd(rank, 100 + rank, None, at, -signum, **more)
 
 
 FINISHED = RankEnd(0, 100, Finished(), 9.0)
 
 
-@pytest.mark.parametrize(
-    ("ends", "rank"),
-    [
-        pytest.param([FINISHED], None, id="none failed"),
-        pytest.param([failed(0, "bug", 2), failed(1, "bug", 1)], 1, id="the first of its kind"),
-        pytest.param(
-            [failed(0, "comm", 1), failed(1, "device_oom", 2)], 1, id="a lost peer is told first"
-        ),
-        pytest.param(
-            [failed(0, "comm", 1), died(1, 2), failed(2, "bug", 1)],
-            1,
-            id="the kernel's kill, which says nothing",
-        ),
-        pytest.param(
-            [died(0, 2, was_killed=True), failed(1, "host_oom", 1)], 1, id="not whom we killed"
-        ),
-        pytest.param(
-            [failed(0, "device_oom", 1, caused_by_rank=1), failed(1, "device_oom", 2)],
-            1,
-            id="not who has heard of it",
-        ),
-        pytest.param(
-            [died(0, 1, signal.SIGABRT), failed(1, "bug", 0)], 1, id="a crash counts by its time"
-        ),
-        pytest.param([failed(0, "comm", 2), failed(1, "comm", 1)], 1, id="only lost connections"),
-    ],
-)
-def test_the_reason_is_what_the_others_follow_from(ends: list[RankEnd], rank: int | None):
+REASONS = {
+    "none failed": ([FINISHED], None),
+    "the first of its kind": ([failed(0, "bug", 2), failed(1, "bug", 1)], 1),
+    "a lost peer is told first": ([failed(0, "comm", 1), failed(1, "device_oom", 2)], 1),
+    "the kernel's kill, which says nothing": (
+        [failed(0, "comm", 1), died(1, 2), failed(2, "bug", 1)],
+        1,
+    ),
+    "not whom we killed": ([died(0, 2, was_killed=True), failed(1, "host_oom", 1)], 1),
+    "not who has heard of it": (
+        [failed(0, "device_oom", 1, caused_by_rank=1), failed(1, "device_oom", 2)],
+        1,
+    ),
+    "a crash counts by its time": ([died(0, 1, signal.SIGABRT), failed(1, "bug", 0)], 1),
+    "only lost connections": ([failed(0, "comm", 2), failed(1, "comm", 1)], 1),
+}
+
+
+@pytest.mark.parametrize(("ends", "rank"), REASONS.values(), ids=REASONS)
+def test_the_reason_is_what_the_others_follow_from(ends, rank):
     root = root_cause(ends)
     assert (None if root is None else root.rank) == rank
 
 
 @given(st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["stop", "checkpoint"])), max_size=80))
-def test_a_flag_is_seen_at_the_same_look_by_all_ranks(happenings: list[int | str]):
+def test_a_flag_is_seen_at_the_same_look_by_all_ranks(happenings):
     """Ranks look in any order, and flags are raised at any moment."""
     votes = Votes(3)
     runs = [Run(run_dir=Path(), rank=rank, world_size=3, flags=votes) for rank in range(3)]
-    seen: list[list[tuple[bool, bool]]] = [[], [], []]
+    seen = [[], [], []]
     raised = False
     for happening in happenings:
         if isinstance(happening, str):

@@ -1,7 +1,5 @@
 """Signals, silence and hangs in the processes of a job, with the real command."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,24 +10,18 @@ import psutil
 import pytest
 
 from hard_days import LARGE_BYTES
-from world import World, is_running, wait_until
+from world import is_running, wait_until
 
 
-def ready(world: World) -> int:
+def ready(world):
     """Wait for the trainer; return its process id."""
     path = Path(world.environ["READY_FILE"])
     return int(wait_until(lambda: path.exists() and path.read_text(), "the trainer runs"))
 
 
-def tree(pid: int) -> list[psutil.Process]:
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
-
-
-def start(world: World, trainer: str, *arguments: str) -> subprocess.Popen[str]:
-    world.environ["READY_FILE"] = str(world.folder / "ready")
-    world.environ["GO_FILE"] = str(world.folder / "go")
-    return world.start(f"trainer._target_=hard_days.{trainer}", *arguments)
+def start(world, trainer):
+    files = {f"{name.upper()}_FILE": str(world.folder / name) for name in ("ready", "go", "steps")}
+    return world.with_environ(files).start(f"trainer._target_={trainer}")
 
 
 @pytest.mark.parametrize(
@@ -37,9 +29,10 @@ def start(world: World, trainer: str, *arguments: str) -> subprocess.Popen[str]:
 )
 def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(world, signum):
     """SIGTERM, and other kinds of trainers: see tests/conformance."""
-    process = start(world, "saves_when_stopped")
+    process = start(world, "hard_days.saves_when_stopped")
     ready(world)
-    for one in reversed(tree(process.pid)):
+    launcher = psutil.Process(process.pid)
+    for one in (*reversed(launcher.children(recursive=True)), launcher):
         one.send_signal(signum)
     ended = world.end(process)
     assert ended.returncode == (129 if signum == signal.SIGHUP else 143), ended.output
@@ -47,8 +40,8 @@ def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoi
     assert Path(ended.summary["checkpoint"]).stat().st_size == 20_000
 
 
-def test_signals_that_come_again_do_not_break_off_a_checkpoint(world: World):
-    process = start(world, "saves_when_stopped")
+def test_signals_that_come_again_do_not_break_off_a_checkpoint(world):
+    process = start(world, "hard_days.saves_when_stopped")
     attempt = ready(world)
     process.send_signal(signal.SIGTERM)
     for _ in range(3):
@@ -57,11 +50,10 @@ def test_signals_that_come_again_do_not_break_off_a_checkpoint(world: World):
     assert Path(ended.summary["checkpoint"]).stat().st_size == 20_000
 
 
-def test_a_stopped_launcher_does_not_hold_training_up(world: World):
+def test_a_stopped_launcher_does_not_hold_training_up(world):
     """Nor is its result lost, whatever its size."""
     steps = world.folder / "steps"
-    world.environ["STEPS_FILE"] = str(steps)
-    process = start(world, "goes_on_alone")
+    process = start(world, "hard_days.goes_on_alone")
     ready(world)
     process.send_signal(signal.SIGSTOP)
     (world.folder / "go").touch()
@@ -71,8 +63,8 @@ def test_a_stopped_launcher_does_not_hold_training_up(world: World):
     assert ended.summary["result"] == {"steps": 3000, "large": "z" * LARGE_BYTES}
 
 
-def test_output_that_nobody_reads_holds_nothing_up(world: World):
-    process = start(world, "prints_a_lot")
+def test_output_that_nobody_reads_holds_nothing_up(world):
+    process = start(world, "hard_days.prints_a_lot")
     ready(world)  # 4 MB were printed, and nobody has read a byte
     process.send_signal(signal.SIGTERM)
     summary = world.run_dir / "summary.json"
@@ -83,7 +75,7 @@ def test_output_that_nobody_reads_holds_nothing_up(world: World):
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_signal_at_the_very_start_prints_no_traceback(world: World):
+def test_a_signal_at_the_very_start_prints_no_traceback(world):
     process = world.start("trainer._target_=hard_days.returns_its_pid")
     wait_until(lambda: _has_handler(process.pid), "signals are handled")
     process.send_signal(signal.SIGINT)
@@ -91,16 +83,14 @@ def test_a_signal_at_the_very_start_prints_no_traceback(world: World):
     assert "Traceback" not in ended.output
 
 
-def _has_handler(pid: int) -> bool:
+def _has_handler(pid):
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
-    world.environ["READY_FILE"] = str(world.folder / "ready")
-    world.environ["GO_FILE"] = str(world.folder / "go")
-    process = world.with_libraries().start("trainer._target_=trainer_of_a_slow_library.train")
+def test_a_request_to_stop_is_seen_while_libraries_are_imported(world):
+    process = start(world.with_libraries(), "trainer_of_a_slow_library.train")
     server = ready(world)
     wait_until((world.run_dir / "state.json").exists, "the run can be found")
     stop = [sys.executable, "-m", "robust_train.cli.main", "stop", str(world.run_dir)]
@@ -109,21 +99,8 @@ def test_a_request_to_stop_is_seen_while_libraries_are_imported(world: World):
     wait_until(lambda: not is_running(server), "the server ends")
 
 
-@pytest.mark.slow
-def test_a_library_that_is_being_imported_ends_with_the_launcher(world: World):
-    world.environ["READY_FILE"] = str(world.folder / "ready")
-    world.environ["GO_FILE"] = str(world.folder / "go")
-    process = world.with_libraries().start("trainer._target_=trainer_of_a_slow_library.train")
-    server = ready(world)
-    process.kill()
-    world.end(process)
-    wait_until(lambda: not is_running(server), "the server ends")
-
-
-def test_libraries_read_the_environment_that_the_job_sets(world: World):
-    ended = world.with_libraries().run(
-        "trainer._target_=trainer_of_libraries.train",
-        "+hydra.job.env_set.READ_AT_IMPORT=by the library",
-    )
-    assert ended.returncode == 0, ended.output
+def test_libraries_read_the_environment_that_the_job_sets(world):
+    sets = "+hydra.job.env_set.READ_AT_IMPORT=by the library"
+    trainer = "trainer._target_=trainer_of_libraries.train"
+    ended = world.with_libraries().run(trainer, sets, code=0)
     assert ended.summary["result"] == "by the library"

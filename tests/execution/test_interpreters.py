@@ -1,40 +1,31 @@
 """Interpreters of a job: what they import and when, and that none outlives the job."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
 
 import warm
-from robust_train.children.interpreters import (
-    Interpreter,
-    Interpreters,
-    preparation,
-)
+from robust_train.children.interpreters import Interpreters, preparation
 from robust_train.host.linux import readable
 from robust_train.launcher.process import has_room_for_standby
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import World, is_running, wait_until
-
-ON_THE_CPU = ("auto_device=false", "device=cpu")
+from world import is_running, wait_until
 
 
 @pytest.fixture
-def interpreters() -> Iterator[Interpreters]:
+def interpreters():
     own = Interpreters()
     yield own
     own.close()
 
 
-def prepared(interpreters: Interpreters, *modules: str) -> Interpreter:
+def prepared(interpreters, *modules):
     one = interpreters.start()
     one.prepare(preparation(modules))
     interpreters.await_prepared([one])
@@ -47,21 +38,25 @@ def test_an_interpreter_that_waits_has_not_imported_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_an_import_that_fails_or_prints_is_left_to_the_attempt(interpreters, tmp_path, monkeypatch):
-    (tmp_path / "prints_and_fails.py").write_text("print('loud', flush=True)\n1 / 0\n")
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Make a module that interpreters can import."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda name, code: (tmp_path / f"{name}.py").write_text(code)
+
+
+def test_an_import_that_fails_or_prints_is_left_to_the_attempt(interpreters, module):
+    module("prints_and_fails", "print('loud', flush=True)\n1 / 0\n")
     one = prepared(interpreters, "prints_and_fails", "no_such_module", "json")
     assert one.is_usable
     interpreters.pump.drain()
     assert "loud" not in interpreters.pump.tail
 
 
-def test_an_import_that_ends_the_process_adds_no_words_of_its_own(
-    interpreters, tmp_path, monkeypatch
-):
-    code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
-    (tmp_path / "falls_over.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_import_that_ends_the_process_adds_no_words_of_its_own(interpreters, module):
+    module(
+        "falls_over", "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
+    )
     one = prepared(interpreters, "falls_over")
     assert not one.is_usable
     assert one.returncode == -signal.SIGABRT
@@ -77,7 +72,7 @@ def test_an_interpreter_is_of_no_use_once_the_environment_has_changed(interprete
     assert not one.is_usable
 
 
-def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters: Interpreters):
+def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters):
     one = prepared(interpreters)
     one.signal(signal.SIGKILL)
     wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
@@ -102,49 +97,40 @@ def test_a_standby_takes_a_small_share_of_the_free_memory():
     assert not has_room_for_standby(available)
 
 
-def _words(trainer: str) -> list[str]:
-    return [f"trainer._target_=interpreter_trainers.{trainer}", "max_retries=1"]
+WORDS = ("trainer._target_=interpreter_trainers.hides_a_helper", "max_retries=1")
 
 
-def _start(world: World, trainer: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+def _start(world):
     """Start a job; return it and the process ids that its trainer writes down."""
     names = world.folder / "pids"
     world.environ["PIDS_FILE"] = str(names)
-    process = world.start(*_words(trainer))
+    process = world.start(*WORDS)
     wait_until(lambda: names.exists() and names.read_text().count("\n") == 2, "it trains")
-    pids = (line.split() for line in names.read_text().splitlines())
-    found = {name: int(pid) for name, pid in pids}
-    (reaper,) = (
-        one.pid for one in psutil.Process(process.pid).children() if one.name() == "job-reaper"
-    )
+    found = {name: int(pid) for name, pid in map(str.split, names.read_text().splitlines())}
+    children = psutil.Process(process.pid).children()
+    (reaper,) = (one.pid for one in children if one.name() == "job-reaper")
     return process, {**found, "launcher": process.pid, "reaper": reaper}
 
 
-def _kill_launcher(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
-    process.kill()
-
-
-def _kill_attempt(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
-    os.kill(pids["attempt"], signal.SIGKILL)
-
-
-def _kill_both(process: subprocess.Popen[str], pids: dict[str, int]) -> None:
-    process.kill()
-    os.kill(pids["attempt"], signal.SIGKILL)
+def _kill(pids, names):
+    for name in names:
+        os.kill(pids[name], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    "kill",
+    "killed",
     [
-        _kill_both,
-        *(pytest.param(kill, marks=pytest.mark.slow) for kill in (_kill_launcher, _kill_attempt)),
+        ("launcher", "attempt"),
+        pytest.param(("launcher",), marks=pytest.mark.slow),
+        pytest.param(("attempt",), marks=pytest.mark.slow),
     ],
+    ids=" ".join,
 )
 def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_the_job(
-    world, kill
+    world, killed
 ):
-    process, pids = _start(world, "hides_a_helper")
-    kill(process, pids)
+    process, pids = _start(world)
+    _kill(pids, killed)
     world.end(process)
     for name, pid in pids.items():
         wait_until(lambda pid=pid: not is_running(pid), f"{name} ends")
@@ -170,9 +156,8 @@ def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended
     world, machine_with, order, ended_by
 ):
     world.with_environ(machine_with(Gpu()).environ)
-    process, pids = _start(world, "hides_a_helper")
-    for name in order:
-        os.kill(pids[name], signal.SIGKILL)
+    process, pids = _start(world)
+    _kill(pids, order)
     world.end(process)
     helper = pids["helper"]
     shown = warm.robust_train("queue", environ=world.environ).stdout
@@ -181,7 +166,7 @@ def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended
     assert f"(pid {pids['launcher']}) has ended and left pid " in shown
     assert f"pid {helper} (sleep)" in shown
     if ended_by == "the next launch":
-        ended = world.end(world.start(*_words("hides_a_helper"), "resume=false"))
+        ended = world.end(world.start(*WORDS, "resume=false"))
         assert f"pid {helper} (sleep)" in ended.output
     else:
         which = job if ended_by == "stop by id" else str(world.run_dir)
@@ -192,10 +177,10 @@ def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended
     assert "no job holds" in warm.robust_train("queue", environ=world.environ).stdout
 
 
-def test_the_reaper_has_neither_the_packages_name_nor_pythons(world: World):
+def test_the_reaper_has_neither_the_packages_name_nor_pythons(world):
     """So ``pkill`` leaves it to clean up after the others."""
     world.alone = True
-    process, pids = _start(world, "hides_a_helper")
+    process, pids = _start(world)
     reaper = psutil.Process(pids["reaper"])
     assert reaper.ppid() == process.pid
     assert reaper.name() == "job-reaper"
@@ -208,27 +193,21 @@ def test_the_reaper_has_neither_the_packages_name_nor_pythons(world: World):
 @pytest.mark.skipif(
     not has_room_for_standby(600 * MIB), reason="too little memory is free for a standby"
 )
-def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world: World):
-    ended = world.run(
-        "trainer._target_=interpreter_trainers.waits_for_the_standby", "max_retries=1"
-    )
-    assert ended.returncode == 0, ended.output
+def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world):
+    trainer = "trainer._target_=interpreter_trainers.waits_for_the_standby"
+    ended = world.run(trainer, "max_retries=1", code=0)
     assert ended.summary["result"] == {"was_there": True}
 
 
-def test_one_foreign_byte_does_not_hang_the_ranks(world: World):
+def test_one_foreign_byte_does_not_hang_the_ranks(world):
     port_file = world.folder / "port"
     world.environ["PORT_FILE"] = str(port_file)
     world.environ["GO_FILE"] = str(world.folder / "go")
-    process = world.start(
-        "trainer._target_=interpreter_trainers.meets_after_a_foreign_byte",
-        "num_gpus=2",
-        *ON_THE_CPU,
-    )
+    trainer = "trainer._target_=interpreter_trainers.meets_after_a_foreign_byte"
+    process = world.start(trainer, "num_gpus=2", "auto_device=false", "device=cpu")
     port = int(wait_until(lambda: port_file.exists() and port_file.read_text(), "the store is up"))
     with socket.create_connection(("127.0.0.1", port)) as foreign:
         foreign.sendall(b"\x01")
         (world.folder / "go").touch()
-        ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+        ended = world.end(process, 0)
     assert ended.summary["result"] == 2

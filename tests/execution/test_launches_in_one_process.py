@@ -1,20 +1,16 @@
 """Several launches in one process, as in a notebook."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
 
 from simulated_nvml import Gpu
 from two_gpu_machine import A, B
-from world import World
 
 _BEGIN = """
-import json, os, sys, threading
+import os, signal, threading
 import psutil
 import robust_train
-from robust_train.host import linux
 
 def launch(number):
     cfg = {"device": "cpu", "auto_device": False, "trainer": {}}
@@ -23,32 +19,27 @@ def launch(number):
 """
 
 
-def run(world: World, code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", _BEGIN + code],
-        cwd=world.folder,
-        env=world.environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def run(world, code):
+    own = {"cwd": world.folder, "env": world.environ, "timeout": 120}
+    program = [sys.executable, "-c", _BEGIN + code]
+    done = subprocess.run(program, capture_output=True, text=True, **own)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
-def test_one_launch_after_the_other_leaves_nothing_behind(world: World):
+def test_one_launch_after_the_other_leaves_nothing_behind(world):
     code = """
-before = [(s, __import__("signal").getsignal(s)) for s in (1, 2, 10, 12, 15)]
+handlers = lambda: [signal.getsignal(s) for s in (1, 2, 10, 12, 15)]
+before = handlers()
 pids = {launch(1), launch(2)}
-assert [(s, __import__("signal").getsignal(s)) for s in (1, 2, 10, 12, 15)] == before
+assert handlers() == before
 assert threading.active_count() == 1, threading.enumerate()
 print(len(pids), psutil.Process().children(recursive=True))
 """
     assert run(world, code) == "2 []"
 
 
-def test_launches_in_two_threads_take_a_gpu_each(world: World, machine_with):
+def test_launches_in_two_threads_take_a_gpu_each(world, machine_with):
     """Each of what a process has once (NVML, the call that hangs) serves both."""
     world.with_environ(machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)
     code = """
@@ -72,7 +63,7 @@ print(*sorted(results.values()))
     assert run(world, code).split() == [A, B]
 
 
-def test_importing_the_package_registers_no_fork_hooks(world: World):
+def test_importing_the_package_registers_no_fork_hooks(world):
     code = """
 import os
 hooks = []

@@ -1,14 +1,11 @@
 """The live status on a terminal: what it says, and that everything else stays whole."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
 import select
 import struct
 import termios
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -54,28 +51,38 @@ def test_the_status_says_everything_about_a_running_attempt():
     ]
 
 
+SLOW = Speed(2, 100.0, 100.0, seconds_per_step_now=120.0)
+WAITS = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
+WAITING = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": WAITS})
+SCRIPT = replace(
+    RunState(*("1-a", "script", "/run", 7, "box", "me", 0.0, 0.0), state="running"),
+    attempt=Attempt(1, AttemptSpec((), 1, 1, has_batch=False)),
+)
+
+
 def test_of_a_trainer_that_reports_no_samples_steps_are_counted():
-    slow = Speed(2, 100.0, 100.0, seconds_per_step_now=120.0)
-    shown = replace(RUNNING, attempt=replace(RUNNING.attempt, speed=(slow,)))
+    shown = replace(RUNNING, attempt=replace(RUNNING.attempt, speed=(SLOW,)))
     assert "0.008333 steps/s · 10:00:00 left" in status_lines(shown, 0.0, 160)[2]
 
 
-def test_a_waiting_job_says_for_what():
-    reason = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
-    waiting = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": reason})
-    assert status_lines(waiting, 5.0, 160) == [
-        "waiting 0:05 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
-    ]
-
-
-def test_a_script_that_knows_no_batch_and_no_steps_has_neither():
-    script = RunState(*("1-a", "script", "/run", 7, "box", "me", 0.0, 0.0), state="running")
-    script = replace(script, attempt=Attempt(1, AttemptSpec((), 1, 1, has_batch=False)))
-    assert status_lines(script, 1.0, 80) == ["running 0:01 · attempt 1 on the CPU"]
+@pytest.mark.parametrize(
+    ("state", "lines"),
+    [
+        (
+            WAITING,
+            ["waiting 0:01 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"],
+        ),
+        # it knows no batch and no steps
+        (SCRIPT, ["running 0:01 · attempt 1 on the CPU"]),
+        (replace(RUNNING, state="completed"), []),
+    ],
+)
+def test_a_status_has_what_is_known(state, lines):
+    assert status_lines(state, 1.0, 160) == lines
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 160])
-def test_no_line_of_the_status_is_wider_than_the_terminal(columns: int):
+def test_no_line_of_the_status_is_wider_than_the_terminal(columns):
     for state in ("starting", "waiting", "running", "between attempts", "stopping"):
         shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
         lines = status_lines(shown, 90.0, columns)
@@ -83,12 +90,13 @@ def test_no_line_of_the_status_is_wider_than_the_terminal(columns: int):
         assert max(map(len, lines)) <= columns
 
 
-def test_a_job_that_has_ended_has_no_status():
-    assert status_lines(replace(RUNNING, state="completed"), 0.0, 80) == []
+@pytest.fixture(autouse=True)
+def xterm(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
 
 
 @pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
+def terminal():
     """Both ends of a terminal: the one that a person reads, and ours."""
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
@@ -97,11 +105,11 @@ def terminal() -> Iterator[tuple[int, int]]:
     os.close(theirs)
 
 
-def resize(terminal: int, columns: int) -> None:
+def resize(terminal, columns):
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
 
-def shown_on(terminal: int) -> str:
+def shown_on(terminal):
     written = b""
     while True:
         screen.show_waiting()
@@ -111,8 +119,7 @@ def shown_on(terminal: int) -> str:
             return written.decode()
 
 
-def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(terminal):
     reads, descriptor = terminal
     resize(descriptor, 80)
     with LiveArea(descriptor) as area:
@@ -130,8 +137,7 @@ def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(terminal, 
 
 
 @pytest.mark.parametrize("columns", [80, 120, 160])
-def test_output_scrolls_above_the_status_and_bars_stay_whole(terminal, monkeypatch, columns):
-    monkeypatch.setenv("TERM", "xterm")
+def test_output_scrolls_above_the_status_and_bars_stay_whole(terminal, columns):
     reads, descriptor = terminal
     resize(descriptor, columns)
     area = LiveArea(descriptor)
@@ -152,8 +158,7 @@ def test_output_scrolls_above_the_status_and_bars_stay_whole(terminal, monkeypat
     assert "\x1b[?25l" not in seen, "who is killed cannot bring the cursor back"
 
 
-def test_a_terminal_that_became_narrower_keeps_its_lines(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_terminal_that_became_narrower_keeps_its_lines(terminal):
     reads, descriptor = terminal
     area = LiveArea(descriptor)
     with area:
@@ -167,8 +172,7 @@ def test_a_terminal_that_became_narrower_keeps_its_lines(terminal, monkeypatch):
     assert lines_shown(reflowed + seen, 40) == ["a line", "", "s" * 30]
 
 
-def test_the_status_goes_on_where_somebody_reads_again(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
+def test_the_status_goes_on_where_somebody_reads_again(terminal):
     reads, descriptor = terminal
     with LiveArea(descriptor) as area:
         screen.show(descriptor, b"z" * 30_000 + b"\n")
@@ -179,8 +183,7 @@ def test_the_status_goes_on_where_somebody_reads_again(terminal, monkeypatch):
             seen += os.read(reads, 1 << 16)
 
 
-def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_terminal_that_is_gone_ends_nothing():
     reads, descriptor = pty.openpty()
     try:
         with LiveArea(descriptor) as area:
@@ -193,19 +196,18 @@ def test_a_terminal_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
     reads, descriptor = terminal
+    of_the_shell = ("os.tcgetpgrp", lambda descriptor: 1)
     with LiveArea(descriptor) as area:
         area.show([Text("running"), Text("step 1")])
         shown_on(reads)
-        monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
-        screen.show(descriptor, b"a line\n")
-        area.show([Text("running"), Text("step 2")])
-        assert shown_on(reads) == "a line\r\n"
-        monkeypatch.undo()
-        monkeypatch.setenv("TERM", "xterm")
+        with monkeypatch.context() as patch:
+            patch.setattr(*of_the_shell)
+            screen.show(descriptor, b"a line\n")
+            area.show([Text("running"), Text("step 2")])
+            assert shown_on(reads) == "a line\r\n"
         area.show([Text("step 3")])
         seen = shown_on(reads)
         assert lines_shown("$ fg\r\n" + seen, 80) == ["$ fg", "", "step 3"]
-        monkeypatch.setattr("os.tcgetpgrp", lambda descriptor: 1)
+        monkeypatch.setattr(*of_the_shell)
     assert "\x1b" not in shown_on(reads)

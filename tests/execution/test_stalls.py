@@ -1,12 +1,9 @@
 """When an attempt counts as hanging, and what is said of where it stands."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.config.attempt import AttemptRequest
-from robust_train.config.composition import complete
-from robust_train.config.schema import RobustConfig
-from robust_train.config.trainers import TrainerRef
+from attempts import attempt_request
 from robust_train.failures.stack import where_it_stands
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import stall_watch
@@ -26,7 +20,6 @@ from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
     STARTUP_SECONDS,
     Pulse,
-    Standstill,
     standstill,
 )
 from robust_train.launcher.stall_watch import (
@@ -36,7 +29,6 @@ from robust_train.launcher.stall_watch import (
     remove_nccl_pipes,
 )
 from robust_train.model.events import (
-    Event,
     JobStarted,
     MemoryReported,
     PauseLearned,
@@ -44,35 +36,29 @@ from robust_train.model.events import (
     StallWarning,
     TrainingStarted,
 )
-from robust_train.model.spec import AttemptSpec
 from simulated_nvml import Gpu
+from world import SUPPORT
 
 times = st.floats(0, 1e6)
 
 
 @st.composite
-def pulses(draw: st.DrawFn) -> Pulse:
+def pulses(draw):
     now = draw(times)
     reported = draw(st.none() | st.floats(0, now))
     alive = draw(st.floats(reported or 0, now))
     return Pulse(now, 0.0, reported, alive, draw(st.floats(0, 1e4)))
 
 
-def share(limit: float | None, pulse: Pulse) -> float:
-    stands = standstill(limit, pulse)
-    assert stands is not None
-    return stands.share
-
-
-@given(pulses())
-def test_zero_is_never(pulse: Pulse):
-    assert standstill(0, pulse) is None
+def share(limit, pulse):
+    return standstill(limit, pulse).share
 
 
 @given(pulses(), st.floats(1, 1e5))
 def test_a_number_counts_from_the_last_progress_or_before_it_from_the_last_sign_of_life(
     pulse, limit
 ):
+    assert standstill(0, pulse) is None, "never"
     since = pulse.alive if pulse.reported is None else pulse.reported
     assert (share(limit, pulse) >= 1) == ((pulse.now - since) / limit >= 1)
 
@@ -80,7 +66,6 @@ def test_a_number_counts_from_the_last_progress_or_before_it_from_the_last_sign_
 @given(pulses())
 def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_the_start(pulse):
     stands = standstill(None, pulse)
-    assert stands is not None
     least = STARTUP_SECONDS if pulse.reported is None else SHORTEST_SECONDS
     assert stands.limit_seconds >= max(least, 5 * pulse.longest)
     if stands.share >= 1 and pulse.now - pulse.alive < least:
@@ -116,48 +101,29 @@ class Clock:
 
     now = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
-def request_in(folder: Path) -> AttemptRequest:
-    return AttemptRequest(
-        trainer=TrainerRef("trainers.any"),
-        cfg=complete({}),
-        hydra_cfg=None,
-        config=RobustConfig(),
-        spec=AttemptSpec((), 8, 1),
-        attempt=1,
-        run_dir=folder,
-        resume_checkpoint=None,
-        environ={},
-        cwd="/",
-    )
-
-
 class Watched:
-    """Two processes, under a shell, and who watches them.
+    """Two processes under a shell, and who watches them; polls are five seconds apart."""
 
-    Five seconds pass between two polls.
-    """
-
-    def __init__(self, folder: Path, clock: Clock, runs: str = "sleep 1000") -> None:
+    def __init__(self, folder, clock, runs="sleep 1000"):
         code = f"{runs} & echo $!; sleep 1000 & echo $!; wait"
         self.shell = subprocess.Popen(["sh", "-c", code], stdout=subprocess.PIPE, text=True)
-        assert self.shell.stdout is not None
         self.pids = [int(self.shell.stdout.readline()) for _ in range(2)]
-        self.events: list[Event] = []
-        self.watch = StallWatch(request_in(folder), self.pids, self.events.append)
+        self.events = []
+        self.watch = StallWatch(attempt_request(folder), self.pids, self.events.append)
         self._clock = clock
 
-    def signal(self, signum: int, *pids: int) -> None:
+    def signal(self, signum, *pids):
         for pid in pids:
             os.kill(pid, signum)
             wanted = "T" if signum == signal.SIGSTOP else "S"
             while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != wanted:
                 pass
 
-    def wait(self, seconds: float, *, printing: bool = False) -> Standstill | None:
+    def wait(self, seconds, *, printing=False):
         """Return how it stands when it hangs, None if it does not within these seconds."""
         until = self._clock.now + seconds
         while self._clock.now < until:
@@ -168,46 +134,45 @@ class Watched:
                 return stands
         return None
 
-    def close(self) -> None:
+    def close(self):
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
         self.shell.communicate()
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(stall_watch, "time", clock)
     return clock
 
 
 @pytest.fixture
-def watched(tmp_path: Path, clock: Clock) -> Iterator[Watched]:
+def watched(tmp_path, clock):
     watched = Watched(tmp_path, clock)
     yield watched
     watched.close()
 
 
-def test_silence_is_a_hang_after_ten_minutes_or_before_progress_after_thirty(watched: Watched):
+def test_silence_is_a_hang_after_ten_minutes_or_before_progress_after_thirty(watched):
     assert watched.wait(1750) is None
     assert [type(event) for event in watched.events] == [StallWarning], "at half of the time, once"
     watched.watch.on_event(TrainingStarted(0))
     watched.watch.on_event(Progress(1))
     assert watched.wait(590) is None
     stands = watched.wait(100)
-    assert stands is not None
     assert stands.what.startswith("no progress for 10 min")
     assert [type(event) for event in watched.events] == [StallWarning, StallWarning]
 
 
-def test_who_prints_has_time_for_a_long_evaluation(watched: Watched):
+def test_who_prints_has_time_for_a_long_evaluation(watched):
     watched.watch.on_event(TrainingStarted(0))
     watched.watch.on_event(Progress(1))
     assert watched.wait(7100, printing=True) is None
     assert watched.wait(200, printing=True) is not None
 
 
-def test_what_a_thread_may_send_is_no_progress(watched: Watched):
+def test_what_a_thread_may_send_is_no_progress(watched):
     watched.watch.on_event(Progress(1))
     assert watched.wait(590) is None
     watched.watch.on_event(MemoryReported("on request", resident=1))
@@ -225,7 +190,7 @@ def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_do
     assert stands.seconds < 700
 
 
-def test_time_in_which_the_launcher_was_suspended_does_not_count(watched: Watched, clock: Clock):
+def test_time_in_which_the_launcher_was_suspended_does_not_count(watched, clock):
     watched.watch.on_event(Progress(1))
     for _ in range(3):
         clock.now += 86_400.0
@@ -254,7 +219,7 @@ def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(watche
         assert folder.state.longest_pause is None
 
 
-def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched: Watched):
+def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched):
     assert watched.wait(4000, printing=True) is None
     watched.watch.on_event(Progress(1))
     assert watched.wait(3990) is None
@@ -286,12 +251,9 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, hangs):
         """
         import os
         from pathlib import Path
-        from robust_train.config.composition import complete
-        from robust_train.config.schema import RobustConfig
+        from attempts import attempt_request
         from robust_train.gpu.inventory import read_inventory
         from robust_train.launcher import stall_watch
-        from robust_train.config.attempt import AttemptRequest
-        from robust_train.config.trainers import TrainerRef
         from robust_train.model.spec import AttemptSpec
 
         class Clock:
@@ -300,17 +262,15 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, hangs):
                 return self.now
 
         stall_watch.time = clock = Clock()
-        request = AttemptRequest(
-            TrainerRef("trainers.any"), complete({}), None, RobustConfig(),
-            AttemptSpec(read_inventory().gpus[:1], 8, 1), 1, Path(), None, {}, "/",
-        )
+        request = attempt_request(Path(), spec=AttemptSpec(read_inventory().gpus[:1], 8, 1))
         watch = stall_watch.StallWatch(request, [os.getpid()], lambda event: None)
         stands = None
         while stands is None and clock.now < 4000:
             clock.now += 4.0
             stands = watch.poll()
         print("true" if stands else "false")
-        """
+        """,
+        PYTHONPATH=str(SUPPORT),
     )
 
 
@@ -352,18 +312,18 @@ rank 1 (process 12, stopped)
         ("", ""),
     ],
 )
-def test_the_innermost_frames_that_are_no_librarys_are_named(stacks: str, where: str):
+def test_the_innermost_frames_that_are_no_librarys_are_named(stacks, where):
     assert where_it_stands(stacks) == where
 
 
-def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_path: Path):
+def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_path):
     settings = nccl_variables({}, tmp_path, 1)
     stem = settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     assert not list(tmp_path.iterdir())
     for rank in range(2):
         os.mkfifo(f"{stem}{rank}.pipe")
     reader = os.open(f"{stem}1.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    assert dump_stacks(request_in(tmp_path), {}, lambda rank: None) > 1
+    assert dump_stacks(attempt_request(tmp_path), {}, lambda rank: None) > 1
     assert os.read(reader, 128)
     os.close(reader)
     os.mkfifo(tmp_path / "attempt-2.nccl-0.pipe")  # its launcher was killed
@@ -372,5 +332,5 @@ def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path: Path):
+def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path):
     assert nccl_variables({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}

@@ -1,10 +1,7 @@
 """Data-loader workers as the launcher sees them: in the process tree of an attempt."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -33,8 +30,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def started(tmp_path) -> Iterator[list[subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
+def started(tmp_path):
+    processes = []
     yield processes
     for one in processes:
         one.kill()

@@ -1,11 +1,15 @@
 """Attempts as tests describe them."""
 
+from robust_train.config.attempt import AttemptRequest
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
+from robust_train.config.trainers import TrainerRef
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import Decision
+from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.decide import Offers, decide, with_rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
@@ -85,3 +89,19 @@ def decided(settings, history, gpus=(), held=()) -> Decision:
     for attempt in history:
         known += (with_rule(settings, known, attempt),)
     return decide(settings, known, Offers(gpus, held))
+
+
+def attempt_request(run_dir, path="own.train", keys=(), **more):
+    """What a process is given for the first attempt of a job with these keys of the config."""
+    cfg = complete(dict(keys))
+    fields = {
+        "hydra_cfg": None,
+        "config": checked(cfg),
+        "spec": AttemptSpec((), 8, 1),
+        "attempt": 1,
+        "run_dir": run_dir,
+        "resume_checkpoint": None,
+        "environ": {},
+        "cwd": str(run_dir),
+    }
+    return AttemptRequest(TrainerRef(path), cfg, **{**fields, **more})
