@@ -1,7 +1,5 @@
 """The data of charts: figures for people."""
 
-from __future__ import annotations
-
 import json
 import re
 

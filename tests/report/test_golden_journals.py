@@ -1,7 +1,5 @@
 """The stories of journals that real runs have left: see ``tests/golden/make.py``."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -19,7 +17,7 @@ FOLDERS = sorted(journal.parent for journal in GOLDEN.rglob("journal.jsonl"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(GOLDEN)))
-def test_a_recorded_run_is_told_as_expected(folder: Path):
+def test_a_recorded_run_is_told_as_expected(folder):
     story = story_of(read_sources(folder))
     expected = json.loads((folder / "expected.json").read_text())
     assert json.loads(json.dumps(told(story))) == expected

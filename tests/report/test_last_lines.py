@@ -1,9 +1,5 @@
 """What the screen shows at a job's end: the job's figures, and each error whole only once."""
 
-from __future__ import annotations
-
-import pytest
-
 from journals import Journal
 from robust_train.cli.jobs import print_failure
 from robust_train.folder.state import Summary
@@ -18,7 +14,7 @@ SPEC = AttemptSpec((), 32, 2)
 MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs"
 
 
-def lines_of(caplog: pytest.LogCaptureFixture, summary: Summary) -> list[str]:
+def lines_of(caplog, summary):
     with caplog.at_level("INFO", "robust_train"):
         narration.show_end(summary, read_sources(summary.run_dir), print_failure, "the command")
     return [line for one in caplog.records for line in one.getMessage().splitlines()]
@@ -33,14 +29,9 @@ def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(tmp_pat
     journal.steps(1, 1, 6)  # and is killed
     journal(100, JobStarted("/run", "train", "own"))
     journal.start(2, device="cpu", size=32)
-    summary = Summary(
-        "completed",
-        tmp_path,
-        result=0.9,
-        wall_seconds=24.0,
-        attempts=(Attempt(2, SPEC, seconds=24.0, start_step=4, end_step=9),),
-        earlier_seconds=6.0,
-    )
+    own = {"wall_seconds": 24.0, "earlier_seconds": 6.0}
+    last = Attempt(2, SPEC, seconds=24.0, start_step=4, end_step=9)
+    summary = Summary("completed", tmp_path, result=0.9, attempts=(last,), **own)
     lines = lines_of(caplog, summary)
     first, second = (line.split() for line in lines[2:4])
     assert first == ["1", "cpu", "32", "64", "0-6", "-", "no", "recorded", "end"]
@@ -59,8 +50,7 @@ def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
     narration.log_end(attempt, GiveUp(MESSAGE))
     lines = lines_of(caplog, summary)
     assert lines[0] == "attempt 1 failed: ValueError"
-    assert [line for line in lines if MESSAGE in line] == [
-        f"failed after 12 s on cpu with micro-batch 32; {MESSAGE}"
-    ]
+    (line,) = [line for line in lines if MESSAGE in line]
+    assert line == f"failed after 12 s on cpu with micro-batch 32; {MESSAGE}"
     assert capsys.readouterr().err == trace
     assert lines[-1] == "after fixing it: the command"

@@ -1,10 +1,7 @@
 """``robust-train report``, called in this process on run folders that no job has written."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from robust_train.sweep.record import SweepTable
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run folder."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -24,7 +21,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_page_has_what_happened_and_what_was_tight(run: Path, capsys):
+def test_the_page_has_what_happened_and_what_was_tight(run, capsys):
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     page = (run / "report.html").read_text()
@@ -32,7 +29,7 @@ def test_the_page_has_what_happened_and_what_was_tight(run: Path, capsys):
     assert "2.0 GiB requested, 1.0 GiB of 16.0 GiB free" in page
 
 
-def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run: Path):
+def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run):
     lines = (run / "journal.jsonl").read_text().splitlines()
     (run / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 179526')
     assert main(["report", str(run)]) == 0
@@ -42,26 +39,22 @@ def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run: Path):
     assert "1 line damaged or of an unknown kind" in page
 
 
-def test_the_command_takes_a_file_in_the_folder(run: Path):
-    assert main(["report", str(run / "journal.jsonl")]) == 0
-    assert "Completed in" in (run / "report.html").read_text()
-
-
-def test_the_command_prints_the_data_for_programs(run: Path, capsys):
+def test_the_command_prints_the_data_for_programs(run, capsys):
     assert main(["report", str(run), "--json"]) == 0
     story = json.loads(capsys.readouterr().out)
     assert story["schema"] == 1
     assert [attempt["outcome"] for attempt in story["attempts"]] == ["device_oom", "completed"]
-    assert {"seconds", "launches", "spans", "memory", "curves", "marks", "advice", "gaps"} <= {
-        *story
-    }
+    parts = {"seconds", "launches", "spans", "memory", "curves", "marks", "advice", "gaps"}
+    assert parts <= story.keys()
 
 
-def test_the_command_shows_the_report_in_the_users_browser(run: Path, monkeypatch):
+def test_the_command_shows_the_report_in_the_users_browser(run, monkeypatch):
+    """It takes a file in the folder too."""
     shown = []
     monkeypatch.setattr("webbrowser.open", lambda address: shown.append(address) or True)
-    assert main(["report", str(run), "--open"]) == 0
+    assert main(["report", str(run / "journal.jsonl"), "--open"]) == 0
     assert shown == [(run / "report.html").as_uri()]
+    assert "Completed in" in (run / "report.html").read_text()
 
 
 def test_a_report_that_cannot_be_written_fails_the_command_but_costs_a_job_one_warning(
@@ -70,15 +63,14 @@ def test_a_report_that_cannot_be_written_fails_the_command_but_costs_a_job_one_w
     (run / "report.html" / "in the way").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "robust_train"):
         write_report(read_sources(run))
-    assert [record.message.split(": ")[0] for record in caplog.records] == [
-        f"cannot write {run / 'report.html'}"
-    ]
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(f"cannot write {run / 'report.html'}: ")
     assert not list(run.glob("*.tmp"))
     assert main(["report", str(run)]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_hostile_texts_stay_texts(tmp_path: Path):
+def test_hostile_texts_stay_texts(tmp_path):
     folder = tmp_path / "<b>run & co"
     folder.mkdir()
     write_failed(Journal(folder))
@@ -91,7 +83,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path):
     assert "&lt;b&gt;run &amp; co" in page
 
 
-def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path: Path, capsys):
+def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path, capsys):
     write_sweep(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
@@ -107,7 +99,7 @@ def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path: Path, cap
     assert [len(job["story"]["attempts"]) for job in jobs] == [2, 2, 1]
 
 
-def test_the_page_of_a_sweep_that_died_is_made_from_its_jobs(tmp_path: Path):
+def test_the_page_of_a_sweep_that_died_is_made_from_its_jobs(tmp_path):
     write_sweep(tmp_path)
     SweepTable("sweep-id", "basic").write(tmp_path)
     assert main(["report", str(tmp_path)]) == 0

@@ -1,10 +1,5 @@
 """Reports looked at in a real browser."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from browser import Browser, find_browser
@@ -19,7 +14,7 @@ WIDTHS = {"desktop": 1280, "tablet": 800, "phone": 360}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     program = find_browser()
     if program is None:
         pytest.skip("no browser: `just browser` installs one, ROBUST_TRAIN_BROWSER names one")
@@ -27,25 +22,20 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-def write_died(journal: Journal) -> None:
+def write_died(journal):
     write_recovered(journal)
     lines = (journal.folder / "journal.jsonl").read_text().splitlines()
     (journal.folder / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 17')
 
 
-def write_long(journal: Journal) -> None:
+def write_long(journal):
     """Samples of a GPU: saw teeth of eight micro-batches a step."""
     write_recovered(journal)
-    samples = [
-        encode(
-            Sample(
-                journal.at - 13 + 12 * i / 3000,
-                *(2, "cuda:0", i // 8, GIB * (4 + i % 8), 12 * GIB, 14 * GIB, 16 * GIB, GIB),
-            )
-        )
-        for i in range(3000)
-    ]
-    (journal.folder / "memory.jsonl").write_text("\n".join(samples) + "\n")
+    with (journal.folder / "memory.jsonl").open("w") as file:
+        for i in range(3000):
+            device, sizes = (2, "cuda:0", i // 8), (4 + i % 8, 12, 14, 16, 1)
+            at = journal.at - 13 + 12 * i / 3000
+            print(encode(Sample(at, *device, *(GIB * size for size in sizes))), file=file)
 
 
 REPORTS = {
@@ -74,8 +64,8 @@ Math.min(...[...document.querySelectorAll("figure span, figure li")]
 
 
 @pytest.fixture
-def page_of(tmp_path: Path):
-    def make(name: str) -> Path:
+def page_of(tmp_path):
+    def make(name):
         REPORTS[name](Journal(tmp_path))
         assert main(["report", str(tmp_path)]) == 0
         return tmp_path / "report.html"

@@ -1,12 +1,9 @@
 """What a report tells, from journals and samples of every kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -40,17 +37,25 @@ from robust_train.report.story import goodput_in, story_of
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
+def journal(tmp_path):
     return Journal(tmp_path)
 
 
-def write_samples(journal: Journal, samples: list[Sample], torn: str = "") -> None:
+@pytest.fixture
+def begun(journal):
+    """An attempt on a GPU has begun."""
+    journal(0, STARTED)
+    journal.start(1)
+    return journal
+
+
+def write_samples(journal, samples, torn=""):
     text = "".join(encode(sample) + "\n" for sample in samples)
     (journal.folder / "memory.jsonl").write_text(text + torn)
 
 
 @pytest.fixture
-def recovered(journal: Journal) -> Journal:
+def recovered(journal):
     """Ran out of memory once."""
     return write_recovered(journal)
 
@@ -75,22 +80,20 @@ def test_advice_begins_with_what_held_and_gives_the_figures_of_the_run(recovered
     assert "training.batch_size" in second.steps[0]
 
 
-def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(journal: Journal):
-    journal(0, STARTED)
-    journal.start(1)
+def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(begun):
     fast = Speed(400, 0.1, 0.2, 640.0, data_share=0.05)
     for rank, share in ((0, 0.01), (1, 0.3), (0, 0.05)):
-        journal(1, SpeedMeasured(replace(fast, rank=rank, data_share=share), rank), 1)
-    (attempt,) = journal.story.attempts
+        begun(1, SpeedMeasured(replace(fast, rank=rank, data_share=share), rank), 1)
+    (attempt,) = begun.story.attempts
     assert attempt.speed == (fast, replace(fast, rank=1, data_share=0.3))
-    page = job_page(journal.story)
+    page = job_page(begun.story)
     assert "<h2>Speed</h2>" in page
     assert "30 %" in page
     assert "Rank 1 waited for data 30 % of the time" in page
-    assert '"speed": [{"steps": 400' in json.dumps(journal.story.as_json())
+    assert '"speed": [{"steps": 400' in json.dumps(begun.story.as_json())
 
 
-def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal: Journal):
+def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal):
     named = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
     for model in ("cnn", "lora"):  # the last launch counts
         journal(0, replace(STARTED, about=named | {"model": model}))
@@ -109,13 +112,11 @@ def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal: Journal):
         assert job_page(journal.story), content
 
 
-def test_nothing_is_advised_where_nothing_was_tight(journal):
-    journal(0, STARTED)
-    journal.start(1)
-    journal.end(1, seconds=1)
-    journal(0, COMPLETED)
-    assert journal.story.advice == ()
-    assert journal.story.seconds["useful"] == 1, "a trainer that reports no steps trains all along"
+def test_nothing_is_advised_where_nothing_was_tight(begun):
+    begun.end(1, seconds=1)
+    begun(0, COMPLETED)
+    assert begun.story.advice == ()
+    assert begun.story.seconds["useful"] == 1, "a trainer that reports no steps trains all along"
 
 
 def test_goodput_says_what_the_time_went_into(journal):
@@ -163,12 +164,10 @@ def test_the_peaks_of_a_report_agree(journal):
     assert "at most 9.0 MiB" in memory_charts(story)[0].legend[0][1]
 
 
-def test_events_of_the_trainer_are_marked_under_their_own_name(journal):
-    journal(0, STARTED)
-    journal.start(1)
-    journal(1, UserEvent("job_ended", {"status": "failed", "time": "<now>"}), 1)
-    journal(1, Progress(1, metrics={"attempt": 7.0, "step": 2.0}), 1)
-    story = journal.story
+def test_events_of_the_trainer_are_marked_under_their_own_name(begun):
+    begun(1, UserEvent("job_ended", {"status": "failed", "time": "<now>"}), 1)
+    begun(1, Progress(1, metrics={"attempt": 7.0, "step": 2.0}), 1)
+    story = begun.story
     assert story.status == "unfinished"
     assert [mark.text for mark in story.marks] == ["job_ended: status=failed, time=<now>"]
     assert {curve.name: curve.points for curve in story.curves} == {
@@ -206,15 +205,11 @@ def test_memory_is_drawn_by_device_and_a_torn_sample_is_left_out(journal):
     assert "at most 1.0 GiB" in page
 
 
-def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(journal):
-    journal(0, STARTED)
-    journal.start(1)
-    write_samples(
-        journal, [Sample(journal.at, 1, "cuda:0", 1, 11 * GIB, 12 * GIB, 23 * GIB, 24 * GIB)]
-    )
-    journal.end(1, seconds=1)
-    journal(0, COMPLETED)
-    (advice,) = journal.story.advice
+def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(begun):
+    write_samples(begun, [Sample(begun.at, 1, "cuda:0", 1, 11 * GIB, 12 * GIB, 23 * GIB, 24 * GIB)])
+    begun.end(1, seconds=1)
+    begun(0, COMPLETED)
+    (advice,) = begun.story.advice
     assert advice.finding == (
         "cuda:0 was 96 % full at its fullest (23.0 GiB of 24.0 GiB), "
         "up to 11.0 GiB of it outside of this job's cache."
@@ -229,15 +224,13 @@ def test_a_folder_without_a_journal_has_a_report_too(tmp_path):
     assert "only summary.json is left" in story.sentence
 
 
-def test_a_line_separator_in_a_message_does_not_tear_its_line(journal):
-    journal(0, STARTED)
-    journal.start(1)
-    journal.end(1, "bug", message="one\u2028two")
-    text = (journal.folder / "journal.jsonl").read_text()
+def test_a_line_separator_in_a_message_does_not_tear_its_line(begun):
+    begun.end(1, "bug", message="one\u2028two")
+    text = (begun.folder / "journal.jsonl").read_text()
     raw = text.replace("\\u2028", "\u2028")
-    (journal.folder / "journal.jsonl").write_text(raw)
-    assert journal.story.attempts[0].message == "one\u2028two"
-    assert journal.story.gaps == ()
+    (begun.folder / "journal.jsonl").write_text(raw)
+    assert begun.story.attempts[0].message == "one\u2028two"
+    assert begun.story.gaps == ()
 
 
 SPEC = AttemptSpec((), 4, 2)
@@ -250,32 +243,30 @@ KEYS = [field.name for kind in EVENTS.values() for field in dataclasses.fields(k
 NAMES = [kind.name for kind in EVENTS.values()]
 valid_events = st.sampled_from(
     [
-        *(
-            STARTED,
-            COMPLETED,
-            TrainingStarted(2),
-            CheckpointSaved("/two", 2),
-            AttemptEnded(Attempt(1, SPEC, seconds=2.0)),
-        ),
-        *(AttemptStarted(SPEC), DeviceAcquired("cpu", wait_seconds=3), UserEvent("mine")),
-        *(MicroBatchChanged(1, True, 4, "oom", FailureKind.DEVICE_OOM, after=2), Progress(3)),
-        *(Progress(4, metrics={"loss": 0.5}), DecidedAgain("lost_race", "p", "halve_batch", "r")),
+        STARTED,
+        COMPLETED,
+        TrainingStarted(2),
+        CheckpointSaved("/two", 2),
+        AttemptEnded(Attempt(1, SPEC, seconds=2.0)),
+        AttemptStarted(SPEC),
+        DeviceAcquired("cpu", wait_seconds=3),
+        UserEvent("mine"),
+        MicroBatchChanged(1, True, 4, "oom", FailureKind.DEVICE_OOM, after=2),
+        Progress(3),
+        Progress(4, metrics={"loss": 0.5}),
+        DecidedAgain("lost_race", "p", "halve_batch", "r"),
     ]
 ).map(Event.as_json)
 hostile_events = st.lists(
     st.builds(
-        lambda event, name, time, attempt, fields: {
-            **event,
-            **fields,
-            **attempt,
-            "event": name or event["event"],
-            "time": time,
-        },
+        lambda event, name, time, *more: (
+            event | more[0] | more[1] | {"event": name or event["event"], "time": time}
+        ),
         valid_events,
         st.none() | st.sampled_from(NAMES) | anything,
         st.floats(0, 2e9) | anything,
-        st.fixed_dictionaries({}, optional={"attempt": st.integers(1, 3)}),
         st.dictionaries(st.sampled_from(KEYS), st.integers(0, 9) | anything, max_size=1),
+        st.fixed_dictionaries({}, optional={"attempt": st.integers(1, 3)}),
     ),
     max_size=25,
 )
