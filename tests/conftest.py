@@ -1,11 +1,6 @@
-from __future__ import annotations
-
 import gc
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -31,32 +26,32 @@ pytest_plugins = ["simulated_nvml.fixtures"]
 
 
 @pytest.fixture
-def world(tmp_path: pytest.TempPathFactory) -> World:
+def world(tmp_path):
     """A folder to run the real commands in, on a machine without a GPU."""
     return World(tmp_path)
 
 
 @pytest.fixture
-def alone(world: World) -> None:
+def alone(world):
     """Its launchers start as users do, also where torch is imported in their own process."""
     world.alone = True
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> None:
+def small_heap():
     """Whoever collects garbage in a test goes through that test's objects alone, and not through
     the million that libraries and earlier tests have left in this process."""
     gc.collect()  # what earlier modules left stays frozen: it is not gone through for each module
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """Let the interpreter take down what it has, at its end."""
     gc.unfreeze()
 
 
 @pytest.fixture
-def whole_heap() -> Iterator[None]:
+def whole_heap():
     """For a test that asks who holds an object: that may be a module of long ago."""
     gc.unfreeze()
     yield
@@ -64,7 +59,7 @@ def whole_heap() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _not_the_users_own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _not_the_users_own_folders(tmp_path_factory):
     """Fixtures of a module or a session start runs too, before a test has folders of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path_factory.mktemp("runs")))
@@ -73,9 +68,10 @@ def _not_the_users_own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def _own_list_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of one test must not be found by those of another."""
+def _own_runs_and_cache(tmp_path, monkeypatch):
+    """Runs of one test, and what its jobs learn about memory, must not be found by another's."""
     monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 _LONG = (
@@ -93,30 +89,29 @@ _APART = (
     "test_recovery_of_each_kind.py",
     "test_devices.py",
     "test_several_ranks.py",
-    "test_recovery_benchmark.py",
     "test_benchmarks.py",
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Files that take long for their number of tests go first, and last those whose tests go to
     whichever worker is free: at the end, no worker waits long for another."""
     items.sort(key=lambda item: (item.path.name in _APART) - (item.path.name in _LONG))
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config):
     """One worker more than cores: much of what a test does is to wait for what it has started."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     """Distribute tests by file, but for those that share nothing with the others of their file."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrApart(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             if real_gpus.are_wanted(config):
                 return "gpu"  # one test at a time
             file = nodeid.partition("::")[0]
@@ -125,13 +120,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFileOrApart(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test's jobs learn about memory must not change those of another."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Hide real GPUs, and let commands be interrupted also where the tests run in the background or
     under nohup: shells have such jobs ignore these signals, children inherit that, and the launcher
     respects it."""
@@ -141,6 +130,6 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(signum, signal.default_int_handler)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is not None and not real_gpus.can_be_used():
         pytest.skip("needs a GPU that torch can use and on which no one computes: pytest -m gpu")

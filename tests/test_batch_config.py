@@ -23,14 +23,14 @@ from robust_train.model.spec import AttemptSpec
     ],
 )
 def test_numbers_take_the_place_of_what_was_typed(training, expected):
-    training = dict(training)
-    cfg = complete({"num_gpus": training.pop("num_gpus", 1), "training": training})
-    config = checked(cfg)
-    assert (
-        config.finds_batch_size,
-        config.training.batch_size,
-        config.training.gradient_accumulation_steps,
-    ) == expected
+    num_gpus = training.get("num_gpus", 1)
+    own = {key: value for key, value in training.items() if key != "num_gpus"}
+    config = checked(complete({"num_gpus": num_gpus, "training": own}))
+    found = (config.training.batch_size, config.training.gradient_accumulation_steps)
+    assert (config.finds_batch_size, *found) == expected
+
+
+OF_16 = {"batch_size": 16, "effective_batch_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,7 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
             ["training.effective_batch_size=64", "not a multiple"],
         ),
         (
-            {
-                "training": {
-                    "batch_size": 16,
-                    "effective_batch_size": 64,
-                    "gradient_accumulation_steps": 2,
-                }
-            },
+            {"training": {**OF_16, "gradient_accumulation_steps": 2}},
             ["gradient_accumulation_steps=2", "only one of the two"],
         ),
         ({"training": {"effective_batch_size": 0}}, ["effective_batch_size=0", "1 or more"]),
@@ -76,7 +70,7 @@ def test_numbers_take_the_place_of_what_was_typed(training, expected):
             ["training.effective_batch_size=64", "not a multiple of num_gpus=3"],
         ),
         (
-            {"training": {"batch_size": 16, "effective_batch_size": 64}, "num_gpus": 3},
+            {"training": OF_16, "num_gpus": 3},
             ["training.effective_batch_size=64", "batch_size=16 × num_gpus=3"],
         ),
     ],

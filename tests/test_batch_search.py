@@ -23,7 +23,7 @@ same_machines = settings(derandomize=True)
 
 def search(sizes, needs, rest, limit):
     """The search's answer on a machine where a size needs so many bytes, and its probes."""
-    probes: list[Probe] = []
+    probes = []
     limits = Limits(rest, limit)
     while True:
         size = next_size(sizes, probes, limits)
@@ -35,6 +35,11 @@ def search(sizes, needs, rest, limit):
         assert size not in [probe.batch_size for probe in probes]
         peak = needs(size)
         probes.append(Probe(size, peak if peak <= limit else None))
+
+
+def affine(machine):
+    rest, workspace, per_sample, _ = machine
+    return lambda size: rest + workspace + per_sample * size
 
 
 def largest_within(sizes, needs, most):
@@ -56,16 +61,11 @@ def machines(draw):
 def test_where_memory_is_affine_the_answer_is_the_largest_but_for_the_margin(
     machine, effective, least
 ):
-    rest, workspace, per_sample, limit = machine
-    sizes = micro_batch_sizes(effective, least)
-
-    def needs(size):
-        return rest + workspace + per_sample * size
-
+    rest, _, _, limit = machine
+    sizes, needs = micro_batch_sizes(effective, least), affine(machine)
     answer, _ = search(sizes, needs, rest, limit)
     certain = largest_within(sizes, needs, Limits(rest, limit).but_for(1.5 * MARGIN))
     if certain is not None:
-        assert answer is not None
         # a probe for a few percent more is not spent
         assert answer >= certain / (1 + MARGIN)
     if answer is not None:
@@ -75,15 +75,10 @@ def test_where_memory_is_affine_the_answer_is_the_largest_but_for_the_margin(
 @same_machines
 @given(machines(), st.integers(1, 20_000))
 def test_among_all_numbers_of_samples_no_more_than_two_margins_are_left_unused(machine, at_most):
-    rest, workspace, per_sample, limit = machine
-    sizes = range(1, at_most + 1)
-
-    def needs(size):
-        return rest + workspace + per_sample * size
-
-    answer, _ = search(sizes, needs, rest, limit)
+    rest, _, _, limit = machine
+    needs = affine(machine)
+    answer, _ = search(range(1, at_most + 1), needs, rest, limit)
     if needs(1) <= Limits(rest, limit).but_for(MARGIN):
-        assert answer is not None
         # a probe for a few percent more is not spent
         is_almost_all = answer * (1 + MARGIN) >= at_most
         assert is_almost_all or needs(answer + 1) > Limits(rest, limit).but_for(2 * MARGIN)
@@ -125,25 +120,20 @@ def test_an_allocator_that_grows_in_steps_costs_no_more_than_another_margin(mach
     answer, _ = search(sizes, needs, rest, limit)
     certain = largest_within(sizes, needs, Limits(rest, limit).but_for(2 * MARGIN) - 64 * MIB)
     if certain is not None:
-        assert answer is not None
         assert answer >= certain
 
 
 def test_two_probes_are_enough_where_everything_fits():
-    answer, probes = search(
-        micro_batch_sizes(64, 4), lambda size: (100 + 10 * size) * MIB, 80 * MIB, 5000 * MIB
-    )
+    needs = affine((80 * MIB, 20 * MIB, 10 * MIB, None))
+    answer, probes = search(micro_batch_sizes(64, 4), needs, 80 * MIB, 5000 * MIB)
     assert (answer, [probe.batch_size for probe in probes]) == (64, [4, 64])
 
 
 def test_memory_that_grows_faster_than_a_line_costs_one_step_down():
-    answer, probes = search(
-        range(1, 1000), lambda size: (50 + 10 * size + size * size // 20) * MIB, 0, 2000 * MIB
-    )
+    needs = lambda size: (50 + 10 * size + size * size // 20) * MIB  # noqa: E731
+    answer, probes = search(range(1, 1000), needs, 0, 2000 * MIB)
     assert len(probes) == 4
-    assert answer is not None
-    # 122 samples would be the largest
-    assert answer >= 80
+    assert answer >= 80  # 122 samples would be the largest
 
 
 @pytest.mark.parametrize(

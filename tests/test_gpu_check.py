@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -36,6 +37,18 @@ def gpu_of(index=0, total=80 * GIB, free=None, used=0, **more):
 def shows(monkeypatch, *gpus):
     """Have the check read an inventory of these."""
     monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory(gpus))
+
+
+def answers(monkeypatch, code, output):
+    """Have what the check starts end with this; return the environment that it is given."""
+    environ = {}
+
+    def run(*command, env=(), **named):
+        environ.update(env or {})
+        return types.SimpleNamespace(returncode=code, stdout=output, stderr="")
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    return environ
 
 
 def run(monkeypatch, *arguments):
@@ -74,10 +87,8 @@ def test_what_differs_or_was_not_seen_is_marked_and_decides_about_the_exit_code(
     assert run(monkeypatch, "nvml", "sticky", "step", "--name", "h200") == 1
     assert ways == [("nvml", True), ("sticky", True), ("step", True), ("step", False)]
     out = capsys.readouterr().out
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith("step")] == [
-        "DIFFERS",
-        "DIFFERS",
-    ]
+    steps = [line for line in out.splitlines() if line.startswith("step")]
+    assert [line.split()[-1] for line in steps] == ["DIFFERS", "DIFFERS"]
     assert "2 differ, 1 not checked\n" in out
     page = (tmp_path / "h200.md").read_text()
     assert page.startswith("# NVIDIA H200\n\nFor ")
@@ -106,10 +117,8 @@ def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA does")
 def test_a_probe_that_fails_keeps_what_it_had_seen(monkeypatch):
     checks = gpu_check.run_probe("guard", 60)
-    assert [check.what for check in checks[:2]] == [
-        "CUDA started by importing torch",
-        "… by device_count()",
-    ]
+    seen = [check.what for check in checks[:2]]
+    assert seen == ["CUDA started by importing torch", "… by device_count()"]
     assert all(check.passed for check in checks[:2])
     assert checks[-1].what == "ends"
     assert not checks[-1].passed
@@ -151,10 +160,7 @@ def h200(monkeypatch):
 
 @pytest.mark.parametrize(
     "probe",
-    [
-        *("nvml", "second", "generator", "retry", "rewind", "optimizer"),
-        *("fraction", "tight", "graph"),
-    ],
+    ["nvml", "second", "generator", "retry", "rewind", "optimizer", "fraction", "tight", "graph"],
 )
 def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     checks = list(gpu_check.PROBES[probe][0]())
@@ -162,15 +168,11 @@ def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     assert [check for check in checks if not check.passed] == []
 
 
+OTHER_STEPS = ("checkpoint", "reentrant", "bf16", "fp16 scaler", "compile")
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "plain",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("checkpoint", "reentrant", "bf16", "fp16 scaler", "compile")
-        ),
-    ],
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHER_STEPS)]
 )
 def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
     gpu_check.limit_to(4 * MIB)
@@ -187,22 +189,28 @@ def test_memory_that_does_not_run_out_is_a_difference(h200, monkeypatch, probe):
 
 
 def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
-    ended = types.SimpleNamespace(stdout="3.0\n")
-    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **named: ended)
+    answers(monkeypatch, 0, "3.0\n")
     checks = list(gpu_check.probe_sticky())
     assert [check.passed for check in checks] == [True] * 4
     assert checks[1].seen == "max_resident, resident"
 
 
-@pytest.mark.parametrize("compiled", [lambda *args: lambda args: None, lambda *args: 1 / 0])
-def test_without_a_fault_nothing_was_checked(h200, compiled):
-    with mock.patch.object(torch.cuda, "_compile_kernel", compiled):
-        assert [check.mark for check in gpu_check.probe_sticky()] == ["not checked"]
-
-
-def test_what_torch_cannot_compile_is_not_checked(h200):
-    with mock.patch.object(torch, "compile", return_value=lambda x: 1 / 0):
-        assert [check.mark for check in gpu_check.step_of("compile")] == ["not checked"]
+@pytest.mark.parametrize(
+    ("owner", "name", "stand_in", "probe"),
+    [
+        (torch.cuda, "_compile_kernel", lambda *_: lambda args: None, gpu_check.probe_sticky),
+        (torch.cuda, "_compile_kernel", lambda *_: 1 / 0, gpu_check.probe_sticky),
+        (
+            torch,
+            "compile",
+            lambda *_, **named: lambda x: 1 / 0,
+            lambda: gpu_check.step_of("compile"),
+        ),
+    ],
+)
+def test_what_did_not_happen_was_not_checked(h200, owner, name, stand_in, probe):
+    with mock.patch.object(owner, name, stand_in):
+        assert [check.mark for check in probe()] == ["not checked"]
 
 
 @pytest.mark.slow
@@ -273,25 +281,15 @@ def test_what_doctor_runs_on_a_gpu_keeps_below_two_gib_and_leaves_nothing(h200, 
     assert 0 < h200.reserved <= GIB
 
 
-def doctor(monkeypatch, code, output):
-    seen: dict[str, str] = {}
-
-    def run(command, env, **named):
-        seen.update(env)
-        return types.SimpleNamespace(returncode=code, stdout=output, stderr="")
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+@pytest.mark.parametrize(
+    ("probed", "passed"),
+    [("computed, ran out of memory and went on with 1/2 of it", True), ("not probed: busy", None)],
+)
+def test_a_doctor_that_probed_nothing_has_checked_nothing(h200, monkeypatch, probed, passed):
     monkeypatch.setenv("PYTHONPATH", "/wheels")
-    return [check.passed for check in gpu_check.probe_doctor()], seen
-
-
-def test_a_doctor_that_probed_nothing_has_checked_nothing(h200, monkeypatch):
-    went_on = "probe of GPU 0: computed, ran out of memory and went on with 1/2 of it\nqueue: /q"
-    passed, environ = doctor(monkeypatch, 0, went_on)
-    assert passed == [True, True]
+    environ = answers(monkeypatch, 0, f"probe of GPU 0: {probed}\nqueue: /q")
+    assert [check.passed for check in gpu_check.probe_doctor()] == [True, passed]
     assert environ["PYTHONPATH"].endswith(":/wheels"), "where libraries may be that the image lacks"
-    passed, _ = doctor(monkeypatch, 0, "probe of GPU 0: not probed: busy\nqueue: /q")
-    assert passed == [True, None]
 
 
 def test_a_child_that_cannot_hold_memory_is_a_difference(h200, monkeypatch):
@@ -309,11 +307,8 @@ def test_a_probe_that_measures_ends_on_a_stand_in_for_the_gpu(h200, probe):
 def test_every_probe_is_run_by_a_test_or_needs_the_driver():
     """A typo in one would waste somebody's first GPU."""
     text = Path(__file__).read_text()
-    assert [
-        name
-        for name in gpu_check.PROBES
-        if f'"{name}"' not in text and f"probe_{name}(" not in text
-    ] == []
+    for name in gpu_check.PROBES:
+        assert re.search(rf'"{name}"|probe_{name}\b', text), name
 
 
 def rank_on_a_stand_in(rank, how, folder):
@@ -397,16 +392,6 @@ def test_a_job_that_others_crowd_out_waits_for_room(h200, monkeypatch, cuda_mach
     assert [(one.what, one.seen) for one in checks if not one.passed] == []
 
 
-class Timed:
-    """A job that takes so many seconds a step."""
-
-    def __init__(self, seconds):
-        Path(os.environ["TIMED_FILE"]).write_text(str(seconds)) if seconds else None
-
-    def communicate(self):
-        return "", "no such model"
-
-
 @pytest.mark.parametrize(
     ("robust", "marks"), [(0.1, ["figure", "ok"]), (0.2, ["figure", "DIFFERS"]), (0, ["DIFFERS"])]
 )
@@ -414,8 +399,11 @@ def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, mark
     monkeypatch.setattr(gpu_check, "TIMED", ("resnet50",))
 
     def start_job(folder, trainer, device, *, script):
-        assert device == ("device=cuda:0" if script == "train.py" else "device=auto")
-        return Timed(0.1 if script == "train.py" else robust)
+        is_plain = script == "train.py"
+        assert device == ("device=cuda:0" if is_plain else "device=auto")
+        if seconds := 0.1 if is_plain else robust:
+            Path(os.environ["TIMED_FILE"]).write_text(str(seconds))
+        return mock.Mock(communicate=lambda: ("", "no such model"))
 
     monkeypatch.setattr(gpu_check, "start_job", start_job)
     assert [check.mark for check in gpu_check.probe_speed()] == marks
@@ -432,8 +420,7 @@ def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, mark
     ],
 )
 def test_gpu_tests_that_did_not_run_have_checked_nothing(monkeypatch, code, last, mark):
-    done = types.SimpleNamespace(returncode=code, stdout=f"...\n{last}\n", stderr="")
-    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **named: done)
+    answers(monkeypatch, code, f"...\n{last}\n")
     assert [check.mark for check in gpu_check.probe_pytest()] == [mark]
 
 

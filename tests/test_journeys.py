@@ -6,15 +6,12 @@ an action and any of the words in :func:`in_words`, and after ``|`` words of its
 """
 
 import re
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from attempts import decided, failed, gpu, policy
-from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, FailureKind
-from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import GiveUp, RetryRule
 from robust_train.policy.decide import first_attempt
 from robust_train.readable import GIB
@@ -33,7 +30,7 @@ KINDS = {
     "bug": FailureKind.BUG,
 }
 CLUES = {value for name, value in vars(Clue).items() if name.isupper()}
-STEPS = {"step": "end_step", "start": "start_step", "at": "micro_batch", "saves": "saves"}
+STEPS = {"step": "end_step", "start": "start_step", "at": "micro_batch", "exit": "exit_code"}
 FIGURES = {"requested": "requested_bytes", "free": "free_bytes", "used": "allocated_bytes"}
 NO_CPU = {"allow_cpu_fallback": False}
 ONE_SIZE = {"min_batch_size": 64}
@@ -335,28 +332,21 @@ def rows_of(table):
     for row in re.split(r"\n(?! )", re.sub(r"(?m)^#.*\n", "", table).strip()):
         heading, *lines = row.splitlines()
         name, _, words = heading.partition(" | ")
-        given: dict[str, Any] = {}
+        given = {}
         for word in words.split():
-            is_set = word in SETS
-            given |= (
-                SETS[word] if is_set else OmegaConf.to_container(OmegaConf.from_dotlist([word]))
-            )
+            own = OmegaConf.to_container(OmegaConf.from_dotlist([word]))
+            given |= SETS.get(word, own)
         yield name, " ".join(map(str.strip, lines)), given
 
 
-JOURNEYS: list[tuple[Any, ...]] = [
+WEEKS = "".join(
+    f"KIND:start={week}00:step={week + 1}00:saved={week + 1}00 → retry 64×1;" for week in range(8)
+)
+LEAKS = f"0:20 // {WEEKS}KIND:start=800:step=800 → give up"
+JOURNEYS = [
     *rows_of(TABLE),
     *(
-        (
-            f"a leak that gets further: {kind}",
-            "0:20 // "
-            + "".join(
-                f"{kind}:start={week}00:step={week + 1}00:saved={week + 1}00 → retry 64×1;"
-                for week in range(8)
-            )
-            + f"{kind}:start=800:step=800 → give up",
-            LEAK,
-        )
+        (f"a leak that gets further: {kind}", LEAKS.replace("KIND", kind), LEAK)
         for kind in ("oom", "host", "worker")
     ),
     *(
@@ -410,9 +400,7 @@ JOURNEYS: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize(
-    ("row", "given"),
-    [row[1:] for row in JOURNEYS],
-    ids=[row[0] for row in JOURNEYS],
+    ("row", "given"), [row[1:] for row in JOURNEYS], ids=[row[0] for row in JOURNEYS]
 )
 def test_each_failure_has_its_remedy(row, given):
     offers, _, journey = row.partition(" // ")
@@ -420,7 +408,7 @@ def test_each_failure_has_its_remedy(row, given):
     gpus, others, left = machine(offers)
     own = left or tuple(sorted(gpus, key=lambda one: one.index))[: settings.config.num_gpus]
     spec = first_attempt(settings, own)
-    history: tuple[Attempt, ...] = ()
+    history = ()
     for step in filter(None, journey.split(";")):
         failure, _, expected = step.strip().partition(" → ")
         expected, _, reason = expected.partition(" | ")
@@ -435,7 +423,7 @@ def test_each_failure_has_its_remedy(row, given):
 
 def machine(offers):
     """The GPUs that could be taken, those that others have, and those that the job has left."""
-    found: dict[str, list[GpuInfo]] = {"": [], "[": [], "(": []}
+    found = {"": [], "[": [], "(": []}
     for word in offers.replace("cpu", "").split():
         index, free = word.strip("[]()!").split(":")
         unusable = "a memory row failed" if word.endswith("!") else None
@@ -447,8 +435,8 @@ def machine(offers):
 def attempt_of(spec, text):
     """An attempt that failed as a row has it."""
     kind, *modifiers = text.split(":")
-    evidence: dict[str, Any] = {}
-    record: dict[str, Any] = {}
+    evidence = {}
+    record = {}
     for modifier in modifiers:
         name, _, value = modifier.partition("=")
         if name in CLUES:
@@ -459,7 +447,7 @@ def attempt_of(spec, text):
         elif name == "workers":
             evidence["workers"] = int(value)
         elif name == "hold":
-            evidence["workers_hold_most"] = bool(int(value))
+            evidence["workers_hold_most"] = value == "1"
         elif name in ("cublas", "cudnn", "kernel"):
             evidence["library"] = name
         elif name in ("own_limit", "no_workers", "has_checkpoint", "reads_lr"):
@@ -478,21 +466,17 @@ def attempt_of(spec, text):
             record["keeps_batch"] = "Gan does not accumulate"
         elif name == "place":
             record["traceback"] = f'  File "train.py", line {value}\nError: {len(modifiers)} MiB'
-        elif name == "exit":
-            record["exit_code"] = int(value)
         elif name == "printed":
             record["output"] = f"step 1\rstep 2\r{value}\r\n"
         elif name == "raised":
             record["exceptions"] = (value, "builtins.Exception")
         elif name == "file":
             record["checkpoint"] = value
-        elif name == "rank":
-            record["rank"] = int(value)
         elif name == "saved":
             record["saved_step"] = int(value)
             record.setdefault("saves", 1)
         else:
-            record[STEPS[name]] = int(value)
+            record[STEPS.get(name, name)] = int(value)
     return failed(spec, KINDS[kind], Evidence(**evidence), **record)
 
 
@@ -515,7 +499,6 @@ def in_words(decision):
     if decision.otherwise is not None:
         words.add(f"else={decision.otherwise.action}")
     if room is not None:
-        words.add(f"room={room.free_bytes // GIB}GiB")
-        words.add(f"counts={','.join(map(str, room.counts))}")
-        words.add(f"exclude={','.join(room.exclude)}")
+        counts, excluded = ",".join(map(str, room.counts)), ",".join(room.exclude)
+        words |= {f"room={room.free_bytes // GIB}GiB", f"counts={counts}", f"exclude={excluded}"}
     return words

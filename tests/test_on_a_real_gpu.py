@@ -26,30 +26,22 @@ def test_nvml_and_torch_tell_the_same_of_the_gpu_that_was_chosen():
 
 
 def test_the_attempt_sees_the_chosen_gpu_and_no_other(world):
-    ended = world.train("sees_through_torch")
-    assert ended.returncode == 0, ended.output
+    ended = world.train("sees_through_torch", code=0)
     assert ended.summary["result"] == {"uuid": ended.attempts[0]["gpu_uuid"], "count": 1}
 
 
 def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world):
     sweep = world.folder / "sweep"
-    ended = world.train(
-        "sees_through_torch",
-        "-m",
-        "hydra/launcher=gpu_queue",
-        "hydra.launcher.n_jobs=2",
-        "gpu_jobs_per_device=2",
-        "training.seed=1,2",
-        f"hydra.sweep.dir={sweep}",
-    )
-    assert ended.returncode == 0, ended.output
+    at_once = ("hydra/launcher=gpu_queue", "hydra.launcher.n_jobs=2", "gpu_jobs_per_device=2")
+    jobs = ("-m", "training.seed=1,2", f"hydra.sweep.dir={sweep}")
+    world.train("sees_through_torch", *jobs, *at_once, code=0)
     jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
     assert [job["result"]["count"] for job in jobs] == [1, 1]
 
 
 def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world):
-    ended = world.train("fills_two_gib_of_the_gpu", "training.batch_size=64", "max_retries=5")
-    assert ended.returncode == 0, ended.output
+    keys = ("training.batch_size=64", "max_retries=5")
+    ended = world.train("fills_two_gib_of_the_gpu", *keys, code=0)
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
     assert [a["batch_size"] for a in ended.attempts] == [64, 32, 16]
     assert [a["effective_batch_size"] for a in ended.attempts] == [64, 64, 64]
@@ -58,8 +50,7 @@ def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world):
 
 
 def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world):
-    ended = world.run("dataset=digits", "memory.log_frequency=50")
-    assert ended.returncode == 0, ended.output
+    ended = world.run("dataset=digits", "memory.log_frequency=50", code=0)
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
     assert ended.summary["result"]["test_accuracy"] >= 0.97
     assert "GPU memory: " in ended.output

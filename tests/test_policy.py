@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import decided, failed, gpu, policy
-from robust_train.model.attempt import Attempt
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry
 from robust_train.policy.context import FailureContext, excluded_after
@@ -54,13 +53,11 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
     held = tuple(gpu(index + 10, 9) for index in range(data.draw(st.integers(0, 2))))
     spec = first_attempt(settings, gpus[:1])
     asked = settings.asked
-    history: tuple[Attempt, ...] = ()
+    history = ()
     visited = [spec.device_key]
     while True:
-        kind, evidence = (
-            data.draw(st.sampled_from(sorted(FailureKind))),
-            data.draw(evidence_strategy),
-        )
+        kind = data.draw(st.sampled_from(sorted(FailureKind)))
+        evidence = data.draw(evidence_strategy)
         parts = st.integers(settings.min_batch_size, asked.batch_size)
         record = {
             "start_step": data.draw(st.integers(0, 2)),
@@ -103,7 +100,7 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
 @given(jobs(), machines, st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, max_size=6))
 def test_what_memory_did_not_suffice_for_is_never_tried_twice(settings, gpus, kinds):
     tried = [first_attempt(settings, gpus[:1])]
-    history: tuple[Attempt, ...] = ()
+    history = ()
     while True:
         history += (failed(tried[-1], kinds[len(history) % len(kinds)]),)
         decision = decided(settings, history, gpus)
@@ -133,14 +130,8 @@ def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
     # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
     settings = policy(100, min_batch_size=4)
     split = [settings.resized(settings.asked, size) for size in sizes(settings)]
-    assert [(one.batch_size, one.gradient_accumulation_steps) for one in split] == [
-        (100, 1),
-        (50, 2),
-        (25, 4),
-        (10, 10),
-        (5, 20),
-        (4, 25),
-    ]
+    found = [(one.batch_size, one.gradient_accumulation_steps) for one in split]
+    assert found == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
 
 
 @given(
@@ -149,13 +140,8 @@ def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
 def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
     batch_size, accumulation, ranks, fewest, least
 ):
-    settings = policy(
-        batch_size,
-        accumulation,
-        num_gpus=ranks,
-        min_num_gpus=min(fewest, ranks),
-        min_batch_size=min(least, batch_size),
-    )
+    keys = {"min_num_gpus": min(fewest, ranks), "min_batch_size": min(least, batch_size)}
+    settings = policy(batch_size, accumulation, num_gpus=ranks, **keys)
     spec = first_attempt(settings, tuple(gpu(index, 40) for index in range(ranks)))
     counts = settings.fewer_ranks(ranks)
     assert list(counts) == sorted(counts, reverse=True)
@@ -181,7 +167,7 @@ def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     """It saves as much as one that goes on, and a script need not report steps."""
     settings = policy(64, min_batch_size=64, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))
-    history: tuple[Attempt, ...] = ()
+    history = ()
     for number in range(50):
         saved = {"saves": 3, "checkpoint": name.format(number)}
         history += (failed(spec, FailureKind.DEVICE_OOM, **saved),)
@@ -198,9 +184,8 @@ def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():
     hardware = Evidence(clue=Clue.HARDWARE)
     ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
     assert excluded_after(ecc, (one,), {"GPU-0"}) == {"GPU-0": "uncorrectable ECC error"}
-    assert excluded_after(ecc, (one, two), {"GPU-0", "GPU-1"}) == {}, (
-        "which of the two is not known"
-    )
+    # which of the two is not known
+    assert excluded_after(ecc, (one, two), {"GPU-0", "GPU-1"}) == {}
     address = replace(ecc, evidence=Evidence())
     assert excluded_after(address, (one,), {"GPU-0"}) == {}
     assert set(excluded_after(address, (one, two), {"GPU-0"})) == {"GPU-1"}

@@ -19,6 +19,12 @@ def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
+def fits(batch_size, most):
+    if batch_size > most:
+        out_of_memory()
+    return batch_size
+
+
 def by_hand(handler, step):
     """A loop of one's own, which goes on as long as the handler says."""
     while True:
@@ -33,15 +39,12 @@ def test_adaptive_batch_training_halves_until_it_fits_and_keeps_the_effective_ba
 
     def train(batch_size, gradient_accumulation_steps):
         tried.append((batch_size, gradient_accumulation_steps))
-        if batch_size > 32:
-            out_of_memory()
+        fits(batch_size, 32)
         return "trained"
 
     assert adaptive_batch_training(train, initial_batch_size=128) == "trained"
     assert tried == [(128, 1), (64, 2), (32, 4)]
-
-
-def test_a_function_without_named_parameters_gets_the_batch_first():
+    # a function without named parameters gets the batch first
     assert adaptive_batch_training(lambda size: size, initial_batch_size=16) == 16
 
 
@@ -57,23 +60,16 @@ def test_what_is_not_memory_is_raised_at_once():
     assert calls == [128]
 
 
-def test_a_loop_of_ones_own_asks_the_handler():
-    handler = OOMHandler(initial_batch_size=8)
-    by_hand(handler, lambda: handler.batch_size > 4 and out_of_memory())
-    assert (handler.batch_size, handler.gradient_accumulation_steps) == (4, 2)
-
-
 def test_retry_on_oom_changes_the_named_argument_of_functions_and_methods():
     class Experiment:
         def __init__(self):
-            self.sizes: list[int] = []
+            self.sizes = []
 
         @retry_on_oom(max_retries=3, batch_argument="size")
         def train(self, lr, size=64):
             """What it does."""
             self.sizes.append(size)
-            if size > 16:
-                out_of_memory()
+            fits(size, 16)
             return lr
 
     experiment = Experiment()
@@ -95,39 +91,59 @@ def test_retry_on_oom_ends_after_max_retries():
     assert calls == [64, 32, 16]
 
 
-def test_retry_on_oom_refuses_unknown_arguments():
+def test_what_cannot_be_repeated_is_refused_at_once():
     with pytest.raises(TypeError, match="no parameter 'batch_size'"):
-
-        @retry_on_oom()
-        def train(size):
-            return size
-
-
-def test_wrong_sizes_are_refused():
+        retry_on_oom()(lambda size: size)
+    with pytest.raises(TypeError, match="belongs below"):
+        retry_on_oom()(classmethod(lambda cls, batch_size: batch_size))
     with pytest.raises(ValueError, match="min_batch_size=8"):
         OOMHandler(initial_batch_size=4, min_batch_size=8)
 
 
-def test_tensors_of_the_failed_pass_are_gone_before_the_next_try():
-    held: list[weakref.ref[torch.Tensor]] = []
-    alive_at_retry: list[bool] = []
+class Passes:
+    """Passes that allocate, and whether tensors of an earlier one are alive as each begins."""
 
-    def train(batch_size):
-        alive_at_retry.append(any(ref() is not None for ref in held))
+    def __init__(self):
+        self.held, self.alive = [], []
+
+    def run(self, batch_size):
+        self.alive.append(any(ref() is not None for ref in self.held))
         activations = torch.zeros(batch_size, 1000)
-        held.append(weakref.ref(activations))
-        if batch_size > 4:
-            try:
-                out_of_memory()
-            except RuntimeError as error:
-                raise RuntimeError("CUDA out of memory while training") from error
+        self.held.append(weakref.ref(activations))
+        fits(batch_size, 4)
+        return "trained"
 
+
+@pytest.fixture
+def passes():
     gc.disable()  # nothing but the handler may free them
-    try:
-        adaptive_batch_training(train, initial_batch_size=16)
-    finally:
-        gc.enable()
-    assert alive_at_retry == [False, False, False]
+    yield Passes()
+    gc.enable()
+
+
+def test_tensors_of_the_failed_pass_are_gone_before_the_next_try(passes):
+    def train(batch_size):
+        try:
+            passes.run(batch_size)
+        except RuntimeError as error:
+            raise RuntimeError("CUDA out of memory while training") from error
+
+    adaptive_batch_training(train, initial_batch_size=16)
+    assert passes.alive == [False, False, False]
+
+
+def test_a_retry_state_that_keeps_the_exception_keeps_none_of_its_memory(passes):
+    """tenacity holds the failed try's exception until the next one has ended."""
+    handler, states = OOMHandler(initial_batch_size=16), []
+
+    def recover(state):
+        states.append(state)
+        assert handler.handle(state.outcome.exception())
+
+    retrying = tenacity.Retrying(before_sleep=recover, wait=tenacity.wait_none())
+    assert retrying(lambda: passes.run(handler.batch_size)) == "trained"
+    assert passes.alive == [False, False, False]
+    assert states[0] is not None
 
 
 def test_a_real_allocation_failure_is_recovered_from():
@@ -152,76 +168,24 @@ print(json.dumps([result, tried]))
     assert result == tried[-1] < 64
 
 
-class History:
-    """Somebody's list of outputs."""
-
-    def __init__(self):
-        self.kept: list[torch.Tensor] = []
-
-
-HISTORY = History()
-
-
-@pytest.fixture
-def history():
-    yield HISTORY
-    HISTORY.kept.clear()
+HISTORY = []
+"""Somebody's list of outputs."""
 
 
 @pytest.mark.usefixtures("whole_heap")
-def test_memory_of_the_failed_try_that_is_still_held_is_described(history, caplog):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_of_the_failed_try_is_described_where_it_is_still_held(caplog, keeps):
     def train(batch_size):
         outputs = torch.zeros(batch_size, 2**14)
-        if batch_size > 32:
-            history.kept.append(outputs)
-            out_of_memory()
+        if keeps and batch_size > 32:
+            HISTORY.append(outputs)
+        fits(batch_size, 32)
 
     adaptive_batch_training(train, initial_batch_size=64)
-    assert "4.0 MiB more on cpu than before the first try" in caplog.text
-    assert "the largest: 4.0 MiB float32 (64, 16384) on cpu" in caplog.text
-
-
-def test_nothing_is_said_where_nothing_is_held(caplog):
-    def train(batch_size):
-        outputs = torch.zeros(batch_size, 2**14)
-        if batch_size > 16:
-            out_of_memory()
-        del outputs
-
-    adaptive_batch_training(train, initial_batch_size=64)
-    assert "more on cpu" not in caplog.text
-
-
-def test_a_retry_state_that_keeps_the_exception_keeps_none_of_its_memory():
-    """tenacity holds the failed try's exception until the next one has ended."""
-    alive_at_start: list[bool] = []
-    held: list[weakref.ref[torch.Tensor]] = []
-    states: list[tenacity.RetryCallState] = []
-
-    def train(batch_size):
-        alive_at_start.append(any(ref() is not None for ref in held))
-        activations = torch.zeros(batch_size, 1000)
-        held.append(weakref.ref(activations))
-        if batch_size > 4:
-            out_of_memory()
-        return "trained"
-
-    handler = OOMHandler(initial_batch_size=16)
-
-    def recover(state):
-        states.append(state)
-        error = state.outcome.exception()
-        assert error is not None
-        assert handler.handle(error)
-
-    gc.disable()  # nothing but the handler may free them
-    try:
-        retrying = tenacity.Retrying(before_sleep=recover, wait=tenacity.wait_none())
-        assert retrying(lambda: train(handler.batch_size)) == "trained"
-    finally:
-        gc.enable()
-    assert alive_at_start == [False, False, False]
-    assert states[0] is not None
+    HISTORY.clear()
+    assert ("more on cpu" in caplog.text) is keeps
+    assert ("4.0 MiB more on cpu than before the first try" in caplog.text) is keeps
+    assert ("the largest: 4.0 MiB float32 (64, 16384) on cpu" in caplog.text) is keeps
 
 
 def test_gradients_that_the_failed_try_left_are_dropped_and_others_are_not():
@@ -232,8 +196,7 @@ def test_gradients_that_the_failed_try_left_are_dropped_and_others_are_not():
     def train(batch_size):
         starts.append(model.weight.grad)
         model(torch.ones(batch_size, 4)).sum().backward()
-        if batch_size > 32:
-            out_of_memory()
+        fits(batch_size, 32)
 
     adaptive_batch_training(train, initial_batch_size=64)
     assert starts == [None, None]
@@ -316,27 +279,17 @@ def test_what_does_not_run_when_it_is_called_is_refused_at_once(function, kind):
         adaptive_batch_training(function)
 
 
-def test_a_decorator_above_classmethod_is_refused_with_the_right_order():
-    with pytest.raises(TypeError, match="belongs below"):
-
-        class Experiment:
-            @retry_on_oom()
-            @classmethod
-            def train(cls, batch_size):
-                return batch_size
-
-
 def test_class_methods_and_static_methods_are_retried():
     class Experiment:
         @classmethod
         @retry_on_oom()
         def train(cls, batch_size=8):
-            return batch_size if batch_size <= 4 else out_of_memory()  # type: ignore[return-value]
+            return fits(batch_size, 4)
 
         @staticmethod
         @retry_on_oom()
         def evaluate(*, batch_size):
-            return batch_size if batch_size <= 2 else out_of_memory()  # type: ignore[return-value]
+            return fits(batch_size, 2)
 
     assert Experiment.train() == 4
     assert Experiment.evaluate(batch_size=8) == 2
@@ -386,6 +339,7 @@ def test_a_loop_of_ones_own_drops_the_gradients_of_the_failed_try_and_of_no_othe
     by_hand(handler, lambda: step_over(model, x, handler.batch_size))
     torch.testing.assert_close(model.weight.grad, x.sum(dim=0, keepdim=True))
     assert torch.equal(other.weight.grad, before)
+    assert (handler.batch_size, handler.gradient_accumulation_steps) == (4, 2)
 
 
 def test_a_function_that_drops_the_gradients_it_finds_holds_none_but_its_own():
@@ -450,5 +404,5 @@ def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call
 
 def test_a_message_names_the_gpu_whose_memory_ran_out(caplog):
     """No launcher has chosen it, and it is not the CPU."""
-    adaptive_batch_training(lambda batch_size: batch_size > 4 and out_of_memory(), 8, 1)
+    adaptive_batch_training(lambda batch_size: fits(batch_size, 4), 8, 1)
     assert "out of memory on the GPU: micro-batch 8 → 4" in caplog.text

@@ -46,15 +46,9 @@ def run(world, commands, folder):
     """Run a page's commands in a folder; return what they show."""
     world.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
     world.environ["ROBUST_TRAIN_STATE_DIR"] = str(world.folder / "state")
-    done = subprocess.run(
-        ["bash", "-e", "-c", "\n".join(commands)],
-        cwd=folder,
-        env=world.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    own = {"cwd": folder, "env": world.environ, "timeout": 240}
+    program = ["bash", "-e", "-c", "\n".join(commands)]
+    done = subprocess.run(program, capture_output=True, text=True, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
