@@ -115,6 +115,7 @@ def _lightning(layer, run, folder, kind):
     import lightning
 
     from robust_train.integrations.lightning_step import recover_in_steps
+    from robust_train.integrations.sample_order import StepShares
 
     model = of_lightning._Manual(layer) if kind == "manual" else Logs(layer)
     trainer = lightning.Trainer(
@@ -128,7 +129,7 @@ def _lightning(layer, run, folder, kind):
         **QUIET,
     )
     if kind != "plain":
-        recover_in_steps(trainer, model, run, SimpleNamespace(done=0, micro_batch=4))
+        recover_in_steps(trainer, model, run, SimpleNamespace(done=0, shares=StepShares(4)))
     trainer.fit(model, of_lightning.loader(48))
     epoch = float(trainer.callback_metrics["train_epoch"])
     (validated,) = trainer.validate(model, of_lightning.loader(12), verbose=False)
