@@ -244,7 +244,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_registry_shows_who_lives_and_what_they_hold(self) -> None:
         # one that has not polled yet has no record
-        lives = {one.queue.job_id: one for one in self.members if one.queue.job_id is not None}
+        lives = {one.queue.job_id: one for one in self.members if one.queue.job_id}
         found = {job.id: job for job in self.observer.jobs()}
         assert found.keys() == lives.keys()
         for job_id, one in lives.items():

@@ -361,12 +361,8 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
-        job_id = self.devices.queue.job_id
-        self.folder.acquired(
-            job_id,
-            group,
-            self.wait_seconds,
-        )
+        self.folder.queued(self.devices.queue.job_id)
+        self.folder.acquired(group, self.wait_seconds)
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:
@@ -632,7 +628,8 @@ class Job:
         self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
-        self.folder.waits(status, self.devices.queue.job_id)
+        self.folder.queued(self.devices.queue.job_id)
+        self.folder.waits(status)
         self.live.log_waiting(status)
 
     def _end(

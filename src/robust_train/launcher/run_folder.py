@@ -194,19 +194,14 @@ class RunFolder:
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
-    def queued(self, job_id: str | None) -> None:
-        """Take over the job's id in the host's queue."""
+    def queued(self, job_id: str) -> None:
+        """Take over the job's id in the host's queue, empty if it has none."""
         state = self.state
-        if job_id is not None and job_id != state.id:
+        if job_id not in ("", state.id):
             self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
 
-    def waits(
-        self,
-        status: WaitStatus,
-        job_id: str | None,
-    ) -> None:
-        """Record that the job waits for a GPU; ``job_id``: its id in the queue, if it has one."""
-        self.queued(job_id)
+    def waits(self, status: WaitStatus) -> None:
+        """Record that the job waits for a GPU."""
         waiting = {
             "position": status.position,
             "reason": status.sentence(),
@@ -217,12 +212,10 @@ class RunFolder:
 
     def acquired(
         self,
-        job_id: str | None,
         gpus: Group,
         wait_seconds: float,
     ) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
-        self.queued(job_id)
         self._provenance = Provenance(self._run_dir, gpus)
         self._change(state="starting", waiting=None)
         self.record(

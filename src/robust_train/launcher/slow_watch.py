@@ -28,8 +28,8 @@ _LEAST_STEPS = 20  # the first ones are slow in their own way
 
 def hindrances(
     speeds: Collection[Speed],  # of each rank, lately
-    # seconds a step, of the job's fastest half minute with this micro-batch
-    best: float | None,
+    # seconds a step, of the job's fastest half minute with this micro-batch; 0 if unknown
+    best: float,
     on_gpu: Mapping[str, str],  # what hinders the GPUs just now, by kind
 ) -> dict[str, Slow]:
     """Return what costs much, by its kind. What was not measured is no cause."""
@@ -48,7 +48,7 @@ def hindrances(
     return {one.what: one for one in found if one.share > MUCH}
 
 
-def lost_share(speeds: Collection[Speed], best: float | None) -> float:
+def lost_share(speeds: Collection[Speed], best: float) -> float:
     """Return which share of a step's time the fastest steps did without."""
     now = max((one.seconds_per_step_now or 0.0 for one in speeds), default=0.0)
     return 1 - best / now if best and now else 0.0
@@ -65,7 +65,7 @@ class SlowWatch:
     ) -> None:
         self._gpus, self._on_event, self._now = gpus, on_event, now
         self._speed: dict[int, Speed] = {}
-        self._best: float | None = None
+        self._best = 0.0
         self._measured_at = self._next_poll = now()
         self._since: dict[str, float] = {}
         self._sent = ""
@@ -80,7 +80,7 @@ class SlowWatch:
                     self._best = min(pace, self._best or pace)
             case MicroBatchChanged(training=True):
                 self._speed.clear()
-                self._best = None
+                self._best = 0.0
 
     def poll(self) -> None:
         """Look for what costs much, twice a minute; send what has done so for long, or no more."""

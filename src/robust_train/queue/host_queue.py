@@ -70,8 +70,8 @@ class HostQueue:
         urgency: int = 1,  # among the jobs of its user: 0 low, 1 normal, 2 high
         token: str = "",  # the last part of the job's id, six hexadecimal digits; empty: any
     ) -> None:
-        self.job_id: str | None = None
-        """As ``robust-train queue`` shows it; None before the job had a ticket."""
+        self.job_id = ""
+        """As ``robust-train queue`` shows it; empty before the job had a ticket."""
         self.read_machine = read
         self._directory = directory
         self._job = QueuedJob(
@@ -125,7 +125,7 @@ class HostQueue:
                     user_name(self._registry.owner),
                 )
         # root may set a limit later, then the job waits
-        if self.job_id is None and request.count > (limit := self.gpu_limit()):
+        if not self.job_id and request.count > (limit := self.gpu_limit()):
             raise ConfigError(
                 f"num_gpus={request.count}: this machine's {LIMITS_FILE} has max_gpus_per_user: "
                 f"{limit}; ask for at most num_gpus={limit}"
