@@ -65,7 +65,7 @@ def save(path: Path, text: str) -> None:
 def job_page(story: Story) -> str:
     """Return the page of one job."""
     last = story.attempts[-1] if story.attempts else None
-    ended_it = last is not None and last.outcome != "interrupted"
+    text = (last.traceback or "") if last and last.outcome != "interrupted" else ""
     objective = finite(objective_of(story.result))
     results = story.result if isinstance(story.result, Mapping) else {}
     if story.result is not None and not results and objective is None:
@@ -77,7 +77,7 @@ def job_page(story: Story) -> str:
         objective=objective,
         shares=shares(story.seconds),
         results=results,
-        traceback=_shortened(last.traceback or "") if last and ended_it else "",
+        traceback="…\n" * (len(text) > _LONGEST_TRACEBACK) + text[-_LONGEST_TRACEBACK:],
         clock=charts.Clock(story),
         memory=charts.memory_charts(story),
         curves=charts.curve_charts(story),
@@ -164,9 +164,3 @@ def value_text(value: object) -> str:
     if number is not None:
         return readable.number(number)
     return readable.shortened(str(value), _LONGEST_VALUE)
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= _LONGEST_TRACEBACK:
-        return text
-    return "…\n" + text[-_LONGEST_TRACEBACK:]

@@ -136,9 +136,7 @@ class LiveLines(contextlib.ExitStack):
 class LiveStatus(LiveLines):
     """Shows a job's state on its terminal, if it has one to itself."""
 
-    def __init__(self, *, is_wanted: bool) -> None:
-        super().__init__(is_wanted=is_wanted)
-        self._logged: tuple[object, ...] = ()
+    _logged: tuple[object, ...] = ()
 
     def show(self, state: RunState) -> None:
         """Show the state as it is now."""
