@@ -88,6 +88,7 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path):
     _, run = _train(tmp_path, framework_config(8))
     assert not leftover.exists()
     assert len(run.saved_at) == 9
+    assert 0 < run.speed.speed().data_share < 1
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
         return _fit(tmp_path, cfg, trainer=trainer, resume=resume)
 
     whole, _, run = trained(framework_config(8))
+    assert 0 < run.speed.speed().data_share < 1
     rest, _, _ = trained(framework_config(4, 2), run.saved_at[5])
     torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
     assert rest.seen == whole.seen[-len(rest.seen) :]

@@ -137,6 +137,7 @@ def test_what_the_trainer_logs_is_recorded(tmp_path):
     reported = [(e["step"], e["value"], e["mode"]) for e in run.of("report")]
     assert reported == [(e["step"], e["eval_loss"], "min") for e in evaluated]
     assert {e["total_steps"] for e in run.of("progress")} == {9}
+    assert 0 < run.speed.speed().data_share < 1
     milestones = {e["milestone"] for e in run.of("memory")}
     assert {"training begins", "first step done"} <= milestones
 

@@ -1,5 +1,6 @@
 """An optimizer step that goes on when memory runs out in the middle of it."""
 
+import contextlib
 import functools
 import gc
 import random
@@ -614,20 +615,17 @@ def test_a_fault_of_the_device_is_raised_though_the_step_s_start_cannot_be_resto
 
     class Poisoned(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            raise Fault("CUDA error: an illegal memory access was encountered")
+            raise Fault(str(fault))
 
-    poisoned = Poisoned()
+    with contextlib.ExitStack() as from_now_on:
 
-    def loss_of(part):
-        model(part)
-        poisoned.__enter__()
-        raise fault
+        def loss_of(part):
+            model(part)
+            from_now_on.enter_context(Poisoned())
+            raise fault
 
-    try:
         with pytest.raises(Fault) as raised:
             MicroBatcher(4).backward(loss_of, torch.ones(8, 3), model)
-    finally:
-        poisoned.__exit__(None, None, None)
     assert raised.value is fault
     assert "the step's start cannot be restored: CUDA error" in caplog.text
 
