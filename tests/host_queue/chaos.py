@@ -6,8 +6,6 @@ two steps from a device that refuses to be over-committed. Launchers and trainer
 SIGKILL. :func:`judge` reads the log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -19,15 +17,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from simulated_nvml.device import OutOfMemory, SharedDevice
-
-if TYPE_CHECKING:
-    from robust_train.queue.host_queue import GpuRequest, HostQueue
 
 MIB = 1024**2
 _REPORT = struct.Struct("<qq")  # rank, MiB
@@ -46,7 +39,6 @@ class Chaos:
     counts: tuple[int, ...] = (1,)  # GPUs that they need at once
     longest_seconds: float = 0.5  # a trainer's run time is up to this
     seed: int = 1
-    signum: int = signal.SIGKILL  # by SIGTERM, as `queue cancel` sends it, they leave in order
 
 
 @dataclass(frozen=True)
@@ -64,21 +56,21 @@ class Verdict:
     killed: int
 
     @property
-    def faults(self) -> int:
+    def faults(self):
         values = asdict(self)
         return sum(value for key, value in values.items() if key not in ("served", "killed"))
 
 
-def judge(lines: Iterable[str]) -> Verdict:
+def judge(lines):
     """Return what went wrong by the log; shares no code with the queue."""
     events = [json.loads(line) for line in lines]
     kinds = Counter(event["event"] for event in events)
     arrived = {event["member"]: event for event in events if event["event"] == "arrives"}
     served = {event["member"]: event for event in events if event["event"] == "served"}
     killed = {event["member"] for event in events if event["event"] == "killed"}
-    crowded: set[str] = set()
-    on: dict[str, Counter[int]] = {}
-    dead: set[int] = set()  # their memory comes back a little later
+    crowded = set()
+    on = {}
+    dead = set()  # their memory comes back a little later
     for event in events:
         if event["event"] == "killed" and event["what"] == "trainer":
             dead.add(event["member"])
@@ -106,7 +98,7 @@ def judge(lines: Iterable[str]) -> Verdict:
     )
 
 
-def main() -> None:
+def main():
     chaos = Chaos(**json.loads(sys.argv[1]))
     import pynvml  # noqa: F401  # once, before the forks
 
@@ -142,18 +134,18 @@ def main() -> None:
             os._exit(0)
         pids[number] = pid
 
-    def collect() -> None:
+    def collect():
         while not done.is_set():
             device.collect()
             time.sleep(0.01)
 
-    def kill(number: int) -> None:
+    def kill(number):
         time.sleep(plans[number]["kill_after"])
         trainers = _children(pids[number])
         victim = plans[number]["victim"]
         if victim != "trainer":
             _log(log, "killed", number, what="launcher")
-            os.kill(pids[number], chaos.signum)
+            os.kill(pids[number], signal.SIGKILL)
         if victim != "launcher":
             for trainer in trainers:
                 _log(log, "killed", number, what="trainer")
@@ -181,7 +173,7 @@ def main() -> None:
     _log(log, "over", -1, left_on_device=device.used(), left_locked=left)
 
 
-def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
+def _member(number, plan, chaos, log):
     from robust_train.gpu.inventory import read_inventory
     from robust_train.gpu.visible import visible_gpus
     from robust_train.queue.host_queue import GpuRequest, HostQueue
@@ -198,22 +190,13 @@ def _member(number: int, plan: dict[str, Any], chaos: Chaos, log: int) -> None:
     _log(log, "arrives", number, count=count, per_device=chaos.per_device)
     request = GpuRequest(need * MIB, timeout_seconds=300, interval_seconds=5.0, count=count)
 
-    def stop(signum: int, frame: object) -> None:
-        signal.signal(signum, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
     try:
         _train(number, plan, log, queue, request)
-    except KeyboardInterrupt:
-        pass
     finally:
         queue.release()
 
 
-def _train(
-    number: int, plan: dict[str, Any], log: int, queue: HostQueue, request: GpuRequest
-) -> None:
+def _train(number, plan, log, queue, request):
     from robust_train.queue.waiting import NoGpu, wait_for_gpus
 
     found = wait_for_gpus(queue, request)
@@ -233,7 +216,7 @@ def _train(
     os.waitpid(trainer, 0)
 
 
-def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launcher: int) -> None:
+def _trainer(plan, uuids, device, launcher):
     """Take half of the memory at once and the rest later, as a child with the descriptor."""
     first, taken = plan["need"] // 2, 0
     for mib in (first, plan["need"] - first):
@@ -250,21 +233,21 @@ def _trainer(plan: dict[str, Any], uuids: list[str], device: SharedDevice, launc
     os._exit(0)
 
 
-def _device(log: int, owner: int) -> SharedDevice:
-    def tell(event: str, owner: int, gpu: str, mib: int) -> None:
+def _device(log, owner):
+    def tell(event, owner, gpu, mib):
         _log(log, event, owner, gpu=gpu, mib=mib)
 
     return SharedDevice(Path(os.environ["SIMULATED_NVML_STATE"]), owner=owner, tell=tell)
 
 
-def _children(pid: int) -> list[int]:
+def _children(pid):
     try:
         return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
 
-def _log(log: int, event: str, number: int, **fields: Any) -> None:
+def _log(log, event, number, **fields):
     line = {"event": event, "member": number, **fields}
     os.write(log, (json.dumps(line) + "\n").encode())
 

@@ -1,13 +1,8 @@
 """Reservations around real jobs: ``python train_robust.py`` on simulated machines."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,63 +11,54 @@ import warm
 from robust_train.cli.doctor import exercise
 from robust_train.compat import torch_cuda_version
 from robust_train.queue.queue_dir import boot_name
-from robust_train.queue.registry import Registry
-from simulated_nvml import VERSION_MISMATCH, Gpu, Machine
+from robust_train.queue.registry import QueuedJob, Registry
+from simulated_nvml import VERSION_MISMATCH, Gpu
 from world import World, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 B = "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 NEVER = "gpu_check_interval_seconds=600"
-BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+FILES = ("ready", "go", "attempts", "failures")
 ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
 class Shared:
     """A machine, and a world for each job on it."""
 
-    def __init__(self, tmp_path: Path, machine: Machine) -> None:
+    def __init__(self, tmp_path, machine):
         self.tmp_path = tmp_path
         self.machine = machine
         self.base = Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"])
 
-    def world(self, name: str) -> World:
+    def world(self, name):
         folder = self.tmp_path / name
         folder.mkdir()
-        return World(folder).with_environ(self.machine.environ)
+        files = {f"{name.upper()}_FILE": str(folder / name) for name in FILES}
+        return World(folder).with_environ({**self.machine.environ, **files})
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments):
         return warm.robust_train(*arguments, environ=self.machine.environment())
 
-    def jobs(self) -> list[dict[str, Any]]:
+    def jobs(self):
         done = self.command("queue", "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["jobs"]
 
-    def living(self) -> int:
-        if not self.base.exists():
-            return 0
-        registry = Registry(self.base)
-        try:
-            return len(registry.jobs())
-        finally:
-            registry.close()
-
 
 @pytest.fixture
-def shared(tmp_path: Path, cuda_machine_with: Callable[..., Machine]) -> Callable[..., Shared]:
-    def build(*gpus: Gpu) -> Shared:
+def shared(tmp_path, cuda_machine_with):
+    def build(*gpus):
         return Shared(tmp_path, cuda_machine_with(*gpus))
 
     return build
 
 
-def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callable[..., Shared]):
+def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     first, second = host.world("first"), host.world("second")
-    go, seen = first.folder / "go", first.folder / "seen"
-    first.environ |= {"BATCH_BUDGETS": "{}", "ATTEMPTS_FILE": str(seen), "GO_FILE": str(go)}
+    first.environ["BATCH_BUDGETS"] = "{}"
     running = first.start("trainer._target_=trainers.within_a_budget", NEVER)
-    wait_until(seen.exists, "the first one trains")
+    wait_until((first.folder / "attempts").exists, "the first one trains")
     waiting = second.start("trainer._target_=trainers.what_it_was_given", NEVER)
     wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
     table = host.command("queue")
@@ -89,7 +75,7 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
     verbose = host.command("queue", "--verbose").stdout
     assert f"4000 MiB reserved by job {one.split()[0]}" in verbose
     assert "\x1b" not in table.stdout
-    go.touch()
+    (first.folder / "go").touch()
     assert first.end(running).returncode == 0
     ended = second.end(waiting, code=0)
     assert ended.summary["result"]["visible"] == A
@@ -100,10 +86,8 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared: Callab
 def test_a_job_of_the_queue_is_stopped_by_its_id(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
-    ready = world.folder / "ready"
-    world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", NEVER)
-    wait_until(ready.exists, "it trains")
+    wait_until((world.folder / "ready").exists, "it trains")
     (job,) = host.jobs()
     done = host.command("queue", "cancel", job["id"])
     assert done.returncode == 0, done.stderr
@@ -113,42 +97,10 @@ def test_a_job_of_the_queue_is_stopped_by_its_id(shared):
     assert host.jobs() == []
 
 
-@pytest.mark.slow
-def test_a_busy_gpu_is_a_lost_race_and_the_job_waits_for_its_turn(shared: Callable[..., Shared]):
-    host = shared(Gpu(uuid=A, total_mib=24000))
-    world = host.world("first")
-    failures, given, go = (world.folder / name for name in ("failures", "given", "go"))
-    failures.write_text(f"0 {BUSY}")
-    world.environ |= {
-        "FAILURES_FILE": str(failures),
-        "ATTEMPTS_FILE": str(given),
-        "GO_FILE": str(go),
-    }
-    process = world.start(
-        "trainer._target_=failing_trainers.fails_by_script_when_told",
-        "gpu_check_interval_seconds=0.2",
-    )
-    wait_until(given.exists, "the first attempt")
-    (before,) = host.jobs()
-    host.machine.update(0, compute_mode=3, compute=[(2**30, 500)])
-    go.touch()
-    (waiting,) = wait_until(
-        lambda: [job for job in host.jobs() if job["state"] == "waiting"], "back in line"
-    )
-    assert waiting["id"] == before["id"]
-    host.machine.update(0, compute=[])
-    ended = world.end(process, code=0)
-    assert [a["action"] for a in ended.attempts] == ["wait", "none"]
-    assert {a["batch_size"] for a in ended.attempts} == {64}
-    assert ended.attempts[-1]["gpu_uuid"] == A
-
-
-def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Callable[..., Shared]):
+def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared):
     host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000, free_mib=9000))
     world = host.world("first")
-    failures = world.folder / "failures"
-    failures.write_text(f"3 {ECC}")
-    world.environ |= {"FAILURES_FILE": str(failures), "ATTEMPTS_FILE": str(world.folder / "given")}
+    (world.folder / "failures").write_text(f"3 {ECC}")
     ended = world.run("trainer._target_=failing_trainers.fails_by_script")
     assert [a["gpu_uuid"] for a in ended.attempts] == [A, B]
     doctor = host.command("doctor")
@@ -164,66 +116,66 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared: Cal
     assert "excluded" not in host.command("doctor").stdout
 
 
-def test_the_queue_can_be_switched_off(shared: Callable[..., Shared]):
+def test_switched_off_or_without_gpus_there_is_no_queue(world, shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     ended = host.world("first").train("what_it_was_given", "gpu_queue=false")
     assert ended.summary["result"]["visible"] == A
     assert not host.base.exists()
-
-
-def test_on_a_machine_without_gpus_there_is_no_queue(world: World):
     ended = world.train("what_it_was_given")
     assert ended.summary["result"]["device"] == "cpu"
     assert not Path(world.environ["ROBUST_TRAIN_QUEUE_DIR"]).exists()
 
 
 @pytest.mark.slow
-def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared: Callable[..., Shared]):
+def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
-    ready = world.folder / "ready"
-    world.environ["READY_FILE"] = str(ready)
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", "isolation=none")
-    wait_until(ready.exists, "it trains")
+    wait_until((world.folder / "ready").exists, "it trains")
     assert [[gpu["uuid"] for gpu in job["gpus"]] for job in host.jobs()] == [[A]]
     process.kill()
     process.communicate()
     assert host.jobs() == []
 
 
-@pytest.mark.parametrize(
-    ("sick", "words"),
-    [
-        ({"recovery": 1}, "it has to be reset"),
-        ({"remap_failed": 1}, "could not be remapped"),
-        ({"pages_pending": 1}, "wait to be retired"),
-    ],
-)
-def test_doctor_says_why_a_gpu_is_not_usable(shared, sick, words):
-    host = shared(
-        Gpu(uuid=A, **sick), Gpu(uuid=B, free_mib=2000, recovery=0, remap_failed=0, pages_pending=0)
-    )
+def test_doctor_says_why_a_gpu_is_not_usable(shared):
+    sick = ({"recovery": 1}, {"remap_failed": 1}, {"pages_pending": 1})
+    well = {"recovery": 0, "remap_failed": 0, "pages_pending": 0}
+    host = shared(*(Gpu(**one) for one in sick), Gpu(free_mib=2000, **well))
     done = host.command("doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    first, second = report["gpus"]
-    assert not first["usable"]
-    assert words in first["why_not"]
-    assert second["usable"]
-    assert "a job needs 4000 MiB by default (min_gpu_memory_mb)" in second["why_no_room"]
+    plain = host.command("doctor").stdout
+    *unusable, full = report["gpus"]
+    for gpu, words in zip(
+        unusable,
+        ("it has to be reset", "could not be remapped", "wait to be retired"),
+        strict=True,
+    ):
+        assert not gpu["usable"]
+        assert words in gpu["why_not"]
+        assert words in plain
+    assert full["usable"]
+    assert "a job needs 4000 MiB by default (min_gpu_memory_mb)" in full["why_no_room"]
+    assert "GPU 3: full: a job needs" in plain
     assert report["queue"]["directory"] == str(host.base)
     assert report["queue"]["file_system"]
     assert report["driver_version"] == "570.86.15"
-    plain = host.command("doctor")
-    assert words in plain.stdout
-    assert "GPU 1: full: a job needs" in plain.stdout
+    assert report["packages"].keys() >= {"torch", "robust-train"}
+    assert report["kernel"] == os.uname().release
 
 
-def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[..., Shared]):
+def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared):
     host = shared(Gpu(uuid=A, recovery=1))
     assert host.command("doctor").returncode == 1
     host.machine.update(0, recovery=0)
     assert host.command("doctor").returncode == 0
+    hidden = host.machine.environment(CUDA_VISIBLE_DEVICES="")
+    done = warm.robust_train("doctor", "--probe", "--json", environ=hidden)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert [gpu["why_not"] for gpu in report["gpus"]] == ["hidden by CUDA_VISIBLE_DEVICES"]
+    assert report["probes"] == []
     host.machine.fail("nvmlInit", VERSION_MISMATCH)
     mismatch = host.command("doctor")
     assert (mismatch.returncode, "different versions" in mismatch.stdout) == (1, True)
@@ -231,13 +183,12 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared: Callable[...,
         folder.rmdir()
     host.base.symlink_to("/tmp")
     done = host.command("doctor")
-    assert done.returncode == 1
-    assert "symbolic link" in done.stdout
+    assert (done.returncode, "symbolic link" in done.stdout) == (1, True)
     assert host.command("queue").returncode == 2
     assert os.path.realpath(host.base) == "/tmp"
 
 
-def test_doctor_compares_torchs_cuda_with_the_drivers(shared: Callable[..., Shared]):
+def test_doctor_compares_torchs_cuda_with_the_drivers(shared):
     wanted = torch_cuda_version()
     if wanted in (None, "none"):
         pytest.skip("this torch is built without CUDA")
@@ -250,18 +201,6 @@ def test_doctor_compares_torchs_cuda_with_the_drivers(shared: Callable[..., Shar
     assert "GPU 0: CUDA probably cannot work: the driver supports CUDA 11.0" in done.stdout
     assert f"this torch was built for CUDA {wanted} (a guess" in done.stdout
     assert "usable" not in done.stdout
-
-
-def test_doctor_fails_and_probes_nothing_if_no_gpu_is_visible(shared: Callable[..., Shared]):
-    host = shared(Gpu(uuid=A))
-    environ = host.machine.environment(CUDA_VISIBLE_DEVICES="")
-    done = warm.robust_train("doctor", "--probe", "--json", environ=environ)
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    assert [gpu["why_not"] for gpu in report["gpus"]] == ["hidden by CUDA_VISIBLE_DEVICES"]
-    assert report["probes"] == []
-    assert report["packages"].keys() >= {"torch", "robust-train"}
-    assert report["kernel"] == os.uname().release
 
 
 def test_a_probe_computes_runs_out_of_memory_and_goes_on_with_less():
@@ -282,37 +221,32 @@ print(exercise(torch.device("cpu"), total))
         exercise(torch.device("cpu"), 2**20)
 
 
-def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cuda(host_with):
-    host = host_with(Gpu(), Gpu(), Gpu(free_mib=20000, utilization=97, compute=[(1, 20000)]))
-    busy = host.start(4000).wait_for("granted")["gpu"]
-    environ = host.machine.environment()
-    done = warm.robust_train("doctor", "--probe", "--json", environ=environ)
+def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cuda(shared):
+    host = shared(Gpu(), Gpu(), Gpu(free_mib=20000, utilization=97, compute=[(1, 20000)]))
+    registry = Registry(host.base)
+    job = registry.enter(QueuedJob(name="job"))
+    job.update(job.job.on([host.machine.uuid(1)]))
+    done = host.command("doctor", "--probe", "--json")
     assert done.returncode == 1, done.stderr
-    results = {
-        result["uuid"]: (result["passed"], result["result"])
-        for result in json.loads(done.stdout)["probes"]
-    }
-    passed, text = results.pop(busy)
-    assert passed
-    assert text.startswith("not probed: busy: job ")
-    passed, text = results.pop(host.machine.uuid(2))
-    assert passed
-    assert text.startswith("not probed: ")
-    assert text.endswith(" 20000 MiB")
-    ((passed, text),) = results.values()
-    assert not passed
-    assert text.startswith("Found no NVIDIA driver on your system"), "torch's own words"
-    assert len(host.job_files()) == 1
+    found = {one["uuid"]: one for one in json.loads(done.stdout)["probes"]}
+    idle, queued, busy = (found[host.machine.uuid(number)] for number in range(3))
+    assert [one["passed"] for one in (idle, queued, busy)] == [False, True, True]
+    # torch's own words
+    assert idle["result"].startswith("Found no NVIDIA driver on your system")
+    assert queued["result"].startswith("not probed: busy: job ")
+    assert busy["result"].startswith("not probed: ")
+    assert busy["result"].endswith(" 20000 MiB")
+    assert len(registry.jobs()) == 1
+    registry.close()
 
 
-def test_a_reservation_follows_what_the_attempts_show(shared: Callable[..., Shared]):
+def test_a_reservation_follows_what_the_attempts_show(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
     go = world.folder / "go"
-    world.environ["GO_FILE"] = str(go)
     process = world.start("trainer._target_=trainers.tells_its_memory", NEVER)
 
-    def shows(claim: int, taken: int) -> bool:
+    def shows(claim, taken):
         return [(j["claim_bytes"], j["gpus"][0]["taken_bytes"]) for j in host.jobs()] == [
             (claim, taken)
         ]

@@ -6,8 +6,6 @@ SIGKILL closes descriptors and cleans up nothing. One job's poll may run in the 
 between its announcement and its second look.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -56,29 +54,34 @@ class Member:
     memory: dict[str, int] = field(default_factory=dict)
 
     @property
-    def lives(self) -> bool:
+    def lives(self):
         return self.has_launcher or self.attempt is not None
+
+
+def where(**wanted):
+    """A rule for a machine that has such members."""
+    return precondition(lambda machine: bool(machine.those(**wanted)))
 
 
 class QueueMachine(RuleBasedStateMachine):
     """What launchers, attempts and strangers may do, and what must hold after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.now = 1000.0
-        self.members: list[Member] = []
+        self.members = []
         self.numbers = itertools.count()
-        self.lost: dict[str, int] = dict.fromkeys(UUIDS, 0)  # memory of the dead
-        self.interrupted_by: list[Member] = []
-        self.strangers: list[int] = []
+        self.lost = dict.fromkeys(UUIDS, 0)  # memory of the dead
+        self.interrupted_by = []
+        self.strangers = []
         self.patches = contextlib.ExitStack()
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in (registry, host_queue, queue_dir, waiting):
             self.patches.enter_context(mock.patch.object(module, "time", clock))
         self.observer = Registry(self.folder / "queue")
 
-    def read(self, processes: bool) -> Visible:
+    def read(self, processes):
         """Read the GPUs; before that, whatever another process does in the meantime happens."""
         if self.interrupted_by:
             self.poll_once(self.interrupted_by.pop())
@@ -88,10 +91,10 @@ class QueueMachine(RuleBasedStateMachine):
             gpus.append(GpuInfo(uuid, "A100", index, uuid, TOTAL, TOTAL - used, used))
         return Visible(tuple(gpus), inventory=Inventory(tuple(gpus)))
 
-    def used(self, uuid: str) -> int:
+    def used(self, uuid):
         return self.lost[uuid] + sum(one.memory.get(uuid, 0) for one in self.members)
 
-    def poll_once(self, member: Member) -> None:
+    def poll_once(self, member):
         if member.polls is None:
             return
         found = member.polls.poll()
@@ -100,23 +103,19 @@ class QueueMachine(RuleBasedStateMachine):
             member.gpus = tuple(gpu.uuid for gpu in found)
             member.attempt = os.dup(*member.queue.hold)
 
-    def some(self, data: st.DataObject, **wanted: bool) -> Member | None:
-        """Return a member whose attributes are true or false as wanted; None if there is none."""
-        found = [
-            one
-            for one in self.members
-            if all(bool(getattr(one, name)) == value for name, value in wanted.items())
-        ]
-        return data.draw(st.sampled_from(found)) if found else None
+    def those(self, **wanted):
+        """Return the members whose attributes are true or false as wanted."""
+        items = wanted.items()
+        return [m for m in self.members if all(bool(getattr(m, k)) == v for k, v in items)]
 
     @initialize(jobs=st.lists(wanted, min_size=2, max_size=4))
-    def several_arrive(self, jobs: list[tuple[int, int, int]]) -> None:
+    def several_arrive(self, jobs):
         for job in jobs:
             self.arrive(job)
 
     @rule(job=wanted)
     @precondition(lambda self: len(self.members) < 6)
-    def arrive(self, job: tuple[int, int, int]) -> None:
+    def arrive(self, job):
         need, count, per_device = job
         number = next(self.numbers)
         queue = HostQueue(
@@ -132,27 +131,25 @@ class QueueMachine(RuleBasedStateMachine):
         self.members.append(Member(number, queue, request, per_device, polls))
 
     @rule(data=st.data())
-    @precondition(lambda self: any(one.polls for one in self.members))
-    def poll(self, data: st.DataObject) -> None:
+    @where(polls=True)
+    def poll(self, data):
         """One polls, and up to two others poll in the middle of that."""
-        waiting = [one for one in self.members if one.polls]
-        drawn = st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique_by=id)
+        waiting = st.sampled_from(self.those(polls=True))
+        drawn = st.lists(waiting, min_size=1, max_size=3, unique_by=id)
         self.interrupted_by = data.draw(drawn)
         self.poll_once(self.interrupted_by.pop())
         self.interrupted_by = []
 
     @rule()
-    def all_poll(self) -> None:
+    def all_poll(self):
         for one in list(self.members):
             self.poll_once(one)
 
     @rule(data=st.data(), reports=st.booleans())
-    @precondition(lambda self: any(one.attempt for one in self.members))
-    def allocate(self, data: st.DataObject, reports: bool) -> None:
+    @where(attempt=True)
+    def allocate(self, data, reports):
         """Take all that was reserved: it has to be there."""
-        member = self.some(data, attempt=True)
-        if member is None:
-            return
+        member = data.draw(st.sampled_from(self.those(attempt=True)))
         for rank, uuid in enumerate(member.gpus):
             more = member.request.min_bytes - member.memory.get(uuid, 0)
             assert self.used(uuid) + more <= TOTAL, "over-committed"
@@ -160,7 +157,7 @@ class QueueMachine(RuleBasedStateMachine):
             if reports and member.has_launcher:
                 member.queue.report(member.request.min_bytes, rank)
 
-    def end_attempt(self, member: Member) -> None:
+    def end_attempt(self, member):
         for uuid, size in member.memory.items():
             self.lost[uuid] += size
         member.memory = {}
@@ -169,12 +166,10 @@ class QueueMachine(RuleBasedStateMachine):
         member.attempt = None
 
     @rule(data=st.data(), moves=st.booleans())
-    @precondition(lambda self: any(one.attempt and one.has_launcher for one in self.members))
-    def attempt_ends(self, data: st.DataObject, moves: bool) -> None:
+    @where(attempt=True, has_launcher=True)
+    def attempt_ends(self, data, moves):
         """The attempt fails: the launcher goes on elsewhere, or ends."""
-        member = self.some(data, attempt=True, has_launcher=True)
-        if member is None:
-            return
+        member = data.draw(st.sampled_from(self.those(attempt=True, has_launcher=True)))
         self.end_attempt(member)
         member.queue.drain()
         here = [gpu.uuid for gpu in member.queue.open_gpus()]
@@ -191,10 +186,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.members.remove(member)
 
     @rule(data=st.data())
-    def kill_launcher(self, data: st.DataObject) -> None:
-        member = self.some(data, has_launcher=True)
-        if member is None:
-            return
+    @where(has_launcher=True)
+    def kill_launcher(self, data):
+        member = data.draw(st.sampled_from(self.those(has_launcher=True)))
         member.has_launcher = False
         member.polls = None
         for descriptor in member.queue.hold:
@@ -203,25 +197,21 @@ class QueueMachine(RuleBasedStateMachine):
             self.members.remove(member)
 
     @rule(data=st.data())
-    @precondition(lambda self: any(one.attempt for one in self.members))
-    def kill_attempt(self, data: st.DataObject) -> None:
-        member = self.some(data, attempt=True)
-        if member is None:
-            return
+    @where(attempt=True)
+    def kill_attempt(self, data):
+        member = data.draw(st.sampled_from(self.those(attempt=True)))
         self.end_attempt(member)
         if not member.lives:
             self.members.remove(member)
 
     @rule(seconds=st.sampled_from((0.5, 3.0, 40.0)), comes_back=st.booleans())
-    def time_passes(self, seconds: float, comes_back: bool) -> None:
+    def time_passes(self, seconds, comes_back):
         self.now += seconds
         if comes_back:
             self.lost = dict.fromkeys(UUIDS, 0)
 
     @rule(content=st.binary(max_size=50), operation=st.sampled_from((fcntl.LOCK_SH, fcntl.LOCK_EX)))
-    def a_stranger_plants_a_file_and_locks_all_that_can_be_read(
-        self, content: bytes, operation: int
-    ) -> None:
+    def a_stranger_plants_a_file_and_locks_all_that_can_be_read(self, content, operation):
         folder = self.observer.path
         (folder / f"record.{len(self.strangers):010}.abcdef").write_bytes(content)
         for path in folder.glob("record.*"):
@@ -233,7 +223,7 @@ class QueueMachine(RuleBasedStateMachine):
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _READ_LOCK)
 
     @invariant()
-    def nothing_is_over_committed(self) -> None:
+    def nothing_is_over_committed(self):
         for uuid in UUIDS:
             here = [one for one in self.members if uuid in one.gpus]
             assert sum(one.request.min_bytes for one in here) <= TOTAL
@@ -242,7 +232,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert len(set(one.gpus)) == len(one.gpus) in (0, one.request.count)
 
     @invariant()
-    def the_registry_shows_who_lives_and_what_they_hold(self) -> None:
+    def the_registry_shows_who_lives_and_what_they_hold(self):
         # one that has not polled yet has no record
         lives = {one.queue.job_id: one for one in self.members if one.queue.job_id}
         found = {job.id: job for job in self.observer.jobs()}
@@ -251,7 +241,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert found[job_id].gpus == one.gpus
             assert found[job_id].count == one.request.count
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Whoever waits gets its turn as long as running jobs end; then nothing is left."""
         seconds_left = 200  # each looks at the GPUs every 30 s, whatever the records show
         while self.members and seconds_left:

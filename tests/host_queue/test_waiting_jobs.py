@@ -1,98 +1,306 @@
-"""The host's line with real processes on a simulated machine.
+"""The jobs of a host as each other's neighbours: their queue, GPUs that they leave idle, drivers
+that hang. Records and locks are real, the clock is this process's and can be moved ahead.
 
-Every interval is 600 s unless said otherwise: whoever goes on earlier than that was woken.
+Every interval is 600 s: whoever goes on earlier than that was woken by a record.
 """
 
-from __future__ import annotations
-
-import os
+import contextlib
+import json
 import re
 import signal
-from collections.abc import Callable
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 
-from hosts import Host
+import pytest
 
 import warm
+from robust_train.cli.main import main
+from robust_train.gpu.bounded import NoAnswer, ask
+from robust_train.gpu.visible import Visible
+from robust_train.model.gpu import GpuInfo, Inventory
+from robust_train.queue.host_queue import GpuRequest, HostQueue
+from robust_train.queue.registry import IDLE_SECONDS, UNSEEN_SECONDS, QueuedJob, Registry
+from robust_train.queue.waiting import Waiting, wait_for_gpus
+from robust_train.readable import MIB
 from simulated_nvml import Gpu
 from world import wait_until
 
-HostWith = Callable[..., Host]
+HANGS = Visible(inventory=Inventory(problem="the driver has not answered", answered=False))
+MEMORY = "nvmlDeviceGetMemoryInfo_v2"
 
 
-def test_the_next_goes_when_one_ends_and_the_others_move_up(host_with: HostWith) -> None:
-    host = host_with(Gpu())
-    running = host.start(4000)
-    running.wait_for("granted")
-    waiting = []
-    for place in (1, 2, 3):
-        waiting.append(host.start(4000))
-        waiting[-1].waits_at(place)
-    running.end()
-    waiting[0].wait_for("granted")
-    waiting[1].waits_at(1)
-    assert waiting[1].heard("granted") is None
-    waiting[0].end()
-    waiting[1].wait_for("granted")
-    waiting[1].end()
-    waiting[2].wait_for("granted")
-    waiting[2].end()
-    assert host.job_files() == []
+class Host:
+    """A queue directory, and GPUs of 40000 MiB that are idle."""
+
+    def __init__(self, base):
+        self.base = base
+        self.gpus = []
+        self.jobs = []
+
+    def with_gpus(self, count):
+        size = 40000 * MIB
+        uuids = [(f"GPU-{n}", "A100", n, str(n)) for n in range(count)]
+        self.gpus = [GpuInfo(*names, size, size, 0, utilization_percent=0) for names in uuids]
+        return self
+
+    def change(self, index, **figures):
+        self.gpus[index] = replace(self.gpus[index], **figures)
+
+    def job(self, **request):
+        self.jobs.append(Job(self, **request))
+        return self.jobs[-1]
+
+    def shown(self, capsys):
+        """``robust-train queue --json``."""
+        assert main(["queue", "--json", "--dir", str(self.base)]) == 0
+        return json.loads(capsys.readouterr().out)["jobs"]
 
 
-def test_a_killed_launcher_keeps_its_gpu_until_its_child_is_gone_too(host_with: HostWith) -> None:
-    host = host_with(Gpu())
-    running = host.start(4000)
-    child = running.wait_for("granted")["child"]
-    waiting = host.start(4000)
-    waiting.waits_at(1)
-    running.kill()
-    late = host.start(4000, wait="no")
-    assert "gpu_jobs_per_device=1" in late.wait_for("refused")["reason"]
-    assert waiting.heard("granted") is None
-    os.kill(child, signal.SIGKILL)
-    waiting.wait_for("granted")
-    assert len(host.job_files()) == 1, "what the dead job left was swept away"
+class Job:
+    """A launcher's part in it."""
+
+    def __init__(self, host, **request):
+        self.host = host
+        self.driver_hangs = False
+        self.said = []
+        self.request = GpuRequest(4000 * MIB, **{"interval_seconds": 600, **request})
+        self.queue = HostQueue(
+            host.base, name="test", run_dir="/", jobs_per_device=1, read=self.read
+        )
+
+    def read(self, processes):
+        gpus = tuple(self.host.gpus)
+        return HANGS if self.driver_hangs else Visible(gpus, inventory=Inventory(gpus))
+
+    def poll(self):
+        """Look once; return the numbers of the GPUs that it gets."""
+        self.queue.join(self.request)
+        return [gpu.index for gpu in Waiting(self.request, self.queue).poll()]
+
+    def wait(self, *events):
+        """Wait while one thing after the other happens; return the numbers of its GPUs."""
+        happens = iter(events)
+        found = wait_for_gpus(
+            self.queue, self.request, self.said.append, lambda seconds: next(happens)()
+        )
+        return [gpu.index for gpu in found]
+
+    def end(self):
+        self.queue.release()
 
 
-def test_a_job_comes_back_to_its_old_queue_position(host_with: HostWith) -> None:
-    host = host_with(Gpu())
-    early = host.start(4000, interval=0.5)
-    early.wait_for("granted")
-    late = host.start(4000)
-    late.waits_at(1)
-    host.machine.update(0, free_mib=100)  # a stranger was faster
-    assert early.process.stdin is not None
-    early.process.stdin.write("rejoin\n")
-    early.process.stdin.flush()
-    early.waits_at(1)
-    late.waits_at(2)
-    host.machine.update(0, free_mib=40000)
-    wait_until(lambda: sum(said["event"] == "granted" for said in early.said) == 2, "its turn")
-    late.waits_at(1)
-    assert late.heard("granted") is None
+@pytest.fixture
+def host(tmp_path):
+    host = Host(tmp_path / "queue")
+    yield host
+    for job in host.jobs:
+        job.end()
 
 
-def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host_with: HostWith) -> None:
-    host = host_with(Gpu(), Gpu(), Gpu())
-    every = {host.machine.uuid(n) for n in range(3)}
-    both = [host.start(4000, count=3), host.start(4000, count=3)]
-    wait_until(lambda: any(m.heard("granted") for m in both), "one has all of them")
-    first, second = sorted(both, key=lambda m: m.heard("granted") is None)
-    second.waits_at(1)
-    sentence = second.wait_for("waiting")["sentence"]
-    assert "left: 0 of 3 GPUs available; GPUs 0, 1, 2: taken, one job per GPU (" in sentence
-    small = host.start(4000)
-    small.waits_at(2)
-    assert [set(job.gpus) for job in host.jobs()] == [every, set(), set()]
-    table = warm.robust_train("queue", environ=host.machine.environment())
-    rows = [re.split(r"  +", row.strip()) for row in table.stdout.splitlines()[1:4]]
-    assert [row[1:4] + row[5:7] for row in rows] == [
-        ["-", "running", "test", "3 × 4000", "GPU 0, 1, 2"],
-        ["1", "waiting", "test", "3 × 4000", "-"],
-        ["2", "waiting", "test", "4000", "-"],
-    ], table.stdout
-    first.end()
-    assert set(second.wait_for("granted")["gpus"]) == every
-    assert small.heard("granted") is None
-    second.end()
-    small.wait_for("granted")
+@pytest.fixture
+def later(monkeypatch):
+    """Moves this process's clock ahead by some seconds."""
+    real, ahead = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + sum(ahead))
+    return ahead.append
+
+
+def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host, capsys):
+    first, second = (host.with_gpus(3).job(count=3) for _ in range(2))
+    small = host.job()
+
+    def a_third_comes():
+        assert small.poll() == []
+        assert main(["queue", "--dir", str(host.base)]) == 0
+        rows = capsys.readouterr().out.splitlines()[1:4]
+        cells = [re.split(r"  +", row.strip()) for row in rows]
+        assert [row[1:4] + row[5:7] for row in cells] == [
+            ["-", "running", "test", "3 × 4000", "GPU-0, GPU-1, GPU-2"],
+            ["1", "waiting", "test", "3 × 4000", "-"],
+            ["2", "waiting", "test", "4000", "-"],
+        ]
+
+    assert sorted(first.wait()) == [0, 1, 2]
+    assert sorted(second.wait(a_third_comes, first.end)) == [0, 1, 2]
+    taken = "left: 0 of 3 GPUs available; GPUs 0, 1, 2: taken, one job per GPU ("
+    assert taken in second.said[0].sentence()
+    assert small.wait(second.end) == [0]
+    assert small.said[0].position == 1, "it has moved up"
+
+
+def test_a_job_comes_back_to_its_old_queue_position(host):
+    early, late = (host.with_gpus(1).job() for _ in range(2))
+    assert early.wait() == [0]
+    assert late.poll() == []
+    host.change(0, free_bytes=100 * MIB)  # a stranger was faster
+
+    def is_free():
+        host.change(0, free_bytes=40000 * MIB)
+        assert late.poll() == [], "it stands behind"
+
+    early.request, job_id = replace(early.request, interval_seconds=0.0), early.queue.job_id
+    assert early.wait(is_free) == [0]
+    assert early.queue.job_id == job_id
+
+
+def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
+    host, later, capsys
+):
+    def seconds():
+        (one,) = host.shown(capsys)
+        return one["gpus"][0]["idle_seconds"]
+
+    job = host.with_gpus(1).job()
+    job.wait()
+    for busy in (3, None):  # None: it does not report
+        host.change(0, utilization_percent=0)
+        job.queue.tick()
+        for _ in range(6):
+            assert seconds() is None
+            later(IDLE_SECONDS / 6)
+            job.queue.tick()
+        assert seconds() == pytest.approx(IDLE_SECONDS, abs=30)
+        assert main(["queue", "--dir", str(host.base)]) == 0
+        assert "1 of its GPUs idle for 1:00:" in capsys.readouterr().out
+        host.change(0, utilization_percent=busy)
+        later(IDLE_SECONDS / 6)
+        job.queue.tick()
+        assert seconds() is None
+    host.change(0, utilization_percent=0)
+    assert job.queue.take((), 0)  # an attempt on the CPU
+    later(2 * IDLE_SECONDS)
+    job.wait()
+    job.queue.tick()
+    assert seconds() is None, "it was given back meanwhile"
+
+
+def on_the_second_gpu(machine, **changes):
+    """A job on it, in the machine's queue directory."""
+    registry = Registry(Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"]))
+    reservation = registry.enter(QueuedJob(name="job", reserved_bytes=4000 * MIB))
+    reservation.update(replace(reservation.job.on([machine.uuid(1)]), **changes))
+    return registry, reservation
+
+
+def test_gpus_marks_a_gpu_that_its_job_leaves_idle(machine_with):
+    machine = machine_with(Gpu(), Gpu())
+    registry, reservation = on_the_second_gpu(machine, idle_seconds=(4000,))
+    environ = machine.environment()
+    found = json.loads(warm.robust_train("gpus", "--json", environ=environ).stdout)["gpus"]
+    assert [gpu["idle_seconds"] for gpu in found] == [None, 4000]
+    _, first, second = warm.robust_train("gpus", environ=environ).stdout.splitlines()
+    assert "idle" not in first
+    assert second.endswith("idle for 1:06:40 under its job (robust-train queue)")
+    reservation.release()
+    registry.close()
+
+
+# --- drivers that hang ---
+
+
+def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(host, later):
+    running = [host.with_gpus(2).job() for _ in range(2)]
+    assert [job.wait() for job in running] == [[0], [1]]
+    head, behind = host.job(interval_seconds=1.0), host.job()
+
+    def hangs():
+        head.driver_hangs = running[1].driver_hangs = True
+        assert behind.poll() == []
+
+    def one_ends():
+        assert running[1].queue.open_gpus() == ()
+        assert not running[1].queue.take(["GPU-0"], 4000 * MIB)
+        running[0].end()
+        later(UNSEEN_SECONDS + 1)
+        assert behind.poll() == [0]
+
+    def it_answers_again():
+        head.driver_hangs = False
+        running[1].end()
+
+    assert head.wait(hangs, one_ends, it_answers_again) == [1]
+    assert "has not answered" in head.said[-1].sentence()
+
+
+def test_a_driver_that_hangs_for_all_stops_no_command(machine_with):
+    machine = machine_with(Gpu(), Gpu())
+    registry, running = on_the_second_gpu(machine)
+    waiting = registry.enter(QueuedJob(name="other", reserved_bytes=4000 * MIB))
+    machine.hang(MEMORY, 0)
+    seen = machine.python(
+        """
+        import contextlib, io, json
+        from robust_train.gpu import inventory
+        inventory.OPENING_SECONDS = 0.5
+        from robust_train.cli.main import main
+        seen = {}
+        for command in ("doctor", "gpus", "queue"):
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = main([command])
+            seen[command] = [code, out.getvalue() + err.getvalue()]
+        print(json.dumps(seen))
+        """
+    )
+    for name, (code, text) in seen.items():
+        assert "has not answered" in text, (name, text)
+        assert code == (name == "doctor"), (name, code, text)
+    assert "waiting" in seen["queue"][1]
+    assert "running" in seen["queue"][1]
+    for one in (running, waiting):
+        one.release()
+    registry.close()
+
+
+def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_returns(caplog):
+    answers, calls = threading.Event(), []
+    for limit_seconds in (0.0, 600.0):
+        with pytest.raises(NoAnswer, match=r"has not answered for .* dmesg"):
+            ask(lambda: answers.wait(calls.append(1)), limit_seconds)
+    assert (len(calls), len(caplog.records)) == (1, 1)
+    answers.set()
+
+    def asked_again():
+        with contextlib.suppress(NoAnswer):
+            return ask(lambda: 7, 60.0)
+
+    assert wait_until(asked_again, "it answers again") == 7
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlInit", pytest.param("nvmlDeviceGetCount", marks=pytest.mark.slow)]
+)
+def test_a_driver_that_hangs_from_the_start_is_named(machine_with, function):
+    machine = machine_with(Gpu())
+    machine.hang(function)
+    answered, problem = machine.python(
+        """
+        import json
+        from robust_train.gpu import inventory
+        inventory.OPENING_SECONDS = 0.5
+        found = inventory.read_inventory()
+        print(json.dumps([found.answered, found.problem]))
+        """
+    )
+    assert not answered
+    assert "dmesg" in problem
+
+
+def test_ctrl_c_is_heard_while_the_driver_hangs(machine_with):
+    machine = machine_with(Gpu())
+    machine.hang("nvmlInit")
+    process = machine.start(
+        """
+        from robust_train.gpu import inventory
+        inventory.OPENING_SECONDS = 1e6
+        try:
+            inventory.read_inventory()
+        except KeyboardInterrupt:
+            print("heard")
+        """
+    )
+    wait_until(lambda: machine.calls("nvmlInit"), "it asks")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=120) == ("heard\n", "")
