@@ -1,17 +1,11 @@
 """Run folders of jobs that are alive, here or on another host, and of jobs that died."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder
@@ -39,7 +33,7 @@ def open_folder(run_dir, name="a job", sweep=None):
 
 
 @contextlib.contextmanager
-def another_launcher(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def another_launcher(run_dir):
     """A process that holds a run folder, ticks, and can be killed."""
     run_dir.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
@@ -59,19 +53,13 @@ def another_launcher(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def change_json(path: Path, **changes: Any) -> None:
+def change_json(path, **changes):
     """Write other values into a file, in place: its lock stays."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps(content))
 
 
-def as_on_another_host(run_dir: Path) -> None:
+def as_on_another_host(run_dir):
     """Let the folder look like that of a job of another host on the same disk."""
     for name in ("lock", "state.json"):
         change_json(run_dir / name, host="another-host.example")
-
-
-def seconds(work: Any) -> float:
-    started = time.monotonic()
-    work()
-    return time.monotonic() - started

@@ -1,22 +1,15 @@
 """What an attempt makes of requests: real files, a real run, real optimizers."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    register_optimizer_step_post_hook,
-)
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from robust_train.attempt import requests as attempt_requests
 from robust_train.attempt.requests import AttemptRequests
@@ -29,8 +22,8 @@ from world import wait_until
 class Asking:
     """An attempt of this process, and a client that writes requests for it."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.events: list[dict[str, Any]] = []
+    def __init__(self, folder, **options):
+        self.events = []
         self.run = Run(
             run_dir=folder, report=lambda event: self.events.append(event.as_json()), **options
         )
@@ -39,7 +32,7 @@ class Asking:
         self.requests = AttemptRequests(self.run, folder)
         self._number = 0
 
-    def ask(self, verb: str, **options: Any) -> int:
+    def ask(self, verb, **options):
         """Make a request and wait until it is taken."""
         self._number += 1
         path = self.path / f"{self._number:04}.json"
@@ -51,41 +44,42 @@ class Asking:
             wait_until(lambda: self.requests.waiting > waiting, "it waits for a boundary")
         return self._number
 
-    def has_replied(self, number: int = 0) -> bool:
+    def has_replied(self, number=0):
         return (self.path / f"{number or self._number:04}.answer").exists()
 
-    def reply(self, number: int = 0) -> dict[str, Any]:
+    def reply(self, number=0):
         """The answer to one request, by default the last."""
         wait_until(lambda: self.has_replied(number), "it is answered")
         return json.loads((self.path / f"{number or self._number:04}.answer").read_text())
 
 
 @pytest.fixture
-def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Asking]]:
+def attempt(tmp_path, monkeypatch):
+    """Begins attempts."""
     monkeypatch.setattr(attempt_requests, "POLL_SECONDS", 0.01)
-    made: list[Asking] = []
+    with contextlib.ExitStack() as begun:
 
-    def make(**options: Any) -> Asking:
-        asking = Asking(tmp_path, **options)
-        made.append(asking)
-        asking.requests.__enter__()
-        return asking
+        def begin(**options):
+            asking = Asking(tmp_path, **options)
+            begun.enter_context(asking.requests)
+            return asking
 
-    yield make
-    for asking in made:
-        asking.requests.__exit__(None, None, None)
+        yield begin
 
 
-def test_what_reads_only_is_answered_without_a_boundary(attempt: Callable[..., Asking]):
-    asking = attempt()
+@pytest.fixture
+def asking(attempt):
+    return attempt()
+
+
+def test_what_reads_only_is_answered_without_a_boundary(asking):
     asking.ask("figures")
     answer = asking.reply()["answer"]
     assert answer["attempt_pid"] == os.getpid()
     assert answer["memory"]["resident"] > 0
 
 
-def test_a_checkpoint_is_answered_when_it_is_saved(attempt: Callable[..., Asking]):
-    asking = attempt()
+def test_a_checkpoint_is_answered_when_it_is_saved(asking):
     assert not asking.run.checkpoint_requested
     asking.ask("checkpoint")
     asking.ask("checkpoint")
@@ -97,8 +91,7 @@ def test_a_checkpoint_is_answered_when_it_is_saved(attempt: Callable[..., Asking
         assert asking.reply(number)["answer"] == {"path": "somewhere", "step": 7}
 
 
-def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(attempt):
-    asking = attempt()
+def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(asking):
     asking.ask("checkpoint")
     assert asking.run.checkpoint_requested
     asking.run.checkpoint_failed("No space left on device")
@@ -106,8 +99,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(att
     assert not asking.run.checkpoint_requested
 
 
-def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(attempt):
-    asking = attempt()
+def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(asking):
     asking.ask("checkpoint")
     asking.run.progress(1)
     assert not asking.run.stop_requested
@@ -119,8 +111,7 @@ def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(attempt):
     assert not asking.run.checkpoint_requested
 
 
-def test_who_looks_late_in_its_loop_is_not_refused(attempt: Callable[..., Asking]):
-    asking = attempt()
+def test_who_looks_late_in_its_loop_is_not_refused(asking):
     asking.ask("checkpoint")
     asking.run.progress(1)
     assert asking.run.checkpoint_requested
@@ -131,8 +122,7 @@ def test_who_looks_late_in_its_loop_is_not_refused(attempt: Callable[..., Asking
     assert asking.reply()["answer"]["step"] == 9
 
 
-def test_a_batch_that_must_not_be_split_is_not_halved_on_request(attempt: Callable[..., Asking]):
-    asking = attempt()
+def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
     asking.run.keeps_batch = "nobody accumulates"
     asking.ask("halve_batch")
@@ -146,8 +136,7 @@ def test_a_batch_that_must_not_be_split_is_not_halved_on_request(attempt: Callab
     assert "does not use run.backward" in asking.reply()["error"]
 
 
-def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Asking]):
-    asking = attempt()
+def test_halving_before_the_first_split_waits_for_it(asking):
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
     assert not asking.run.stop_requested
     asking.ask("halve_batch")
@@ -155,7 +144,7 @@ def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Aski
     model = torch.nn.Linear(2, 1)
     sizes = []
 
-    def loss_of(part: torch.Tensor) -> torch.Tensor:
+    def loss_of(part):
         sizes.append(len(part))
         return model(part).mean()
 
@@ -169,7 +158,7 @@ def test_halving_before_the_first_split_waits_for_it(attempt: Callable[..., Aski
     assert "min_batch_size=4" in asking.reply()["error"]
 
 
-def step_of(optimizer: torch.optim.Optimizer) -> None:
+def step_of(optimizer):
     optimizer.zero_grad()
     next(iter(optimizer.param_groups[0]["params"])).sum().backward()
     optimizer.step()
@@ -191,7 +180,7 @@ def test_an_optimizers_step_is_a_boundary_from_the_first_request_on(attempt):
     assert not hooks
 
 
-def test_hooks_of_others_are_left_alone(attempt: Callable[..., Asking]):
+def test_hooks_of_others_are_left_alone(attempt):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     theirs = register_optimizer_step_post_hook(lambda *_: None)
     try:
@@ -205,8 +194,7 @@ def test_hooks_of_others_are_left_alone(attempt: Callable[..., Asking]):
         theirs.remove()
 
 
-def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(attempt):
-    asking = attempt()
+def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(asking):
     for _ in range(20):
         asking.ask("explode")
     threads = [threading.Thread(target=asking.run.progress, args=(n,)) for n in range(8)]
@@ -230,19 +218,19 @@ def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(att
     assert path.exists()
 
 
-def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_path: Path):
+def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_path):
     """As a SIGTERM of the launcher's where the attempt has just received its own."""
     run, interrupted = Run(run_dir=tmp_path), threading.Event()
 
-    def second(frame: FrameType, event: str, argument: object):
+    def second(frame, event, argument):
         sys.settrace(None)
         interrupted.set()
         run.request_stop()
 
-    def at_each_place(place: int) -> None:
+    def at_each_place(place):
         calls = iter(range(place))
 
-        def first(frame: FrameType, event: str, argument: object):
+        def first(frame, event, argument):
             if next(calls, None) is None:
                 second(frame, event, argument)
                 return None

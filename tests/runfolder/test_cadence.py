@@ -1,12 +1,10 @@
 """How often checkpoints are saved; pure, but for the clocks of ranks in threads."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
-from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,15 +17,25 @@ from robust_train.folder.identity import begin_job
 from robust_train.host.votes import Votes
 
 costs = st.floats(0, 1e4)
-failures = st.integers(0, 10_000)
-times = st.floats(0, 1e8)
 
 
-@given(costs, times)
-def test_never_more_often_than_every_ten_seconds_or_more_than_five_minutes_apart(cost, seconds):
-    """Earlier it is more often: it may fail after as long as it has run."""
-    least = max(min(math.sqrt(2 * cost * seconds), 10), 1)
-    assert least <= seconds_between_saves(cost, 0, seconds) <= 300
+@given(costs, costs, st.integers(1, 10_000), st.floats(0, 1e8))
+def test_the_interval_follows_the_square_root_rule_within_its_bounds(cost, other, n, seconds):
+    longest = seconds_between_saves(cost, 0, seconds)
+    # at first it is more often than each ten seconds: it may fail after as long as it has run
+    assert max(min(math.sqrt(2 * cost * seconds), 10), 1) <= longest <= 300
+    interval = seconds_between_saves(cost, n, seconds)
+    assert interval == min(max(math.sqrt(2 * cost * seconds / n), 1), longest)
+    assert seconds_between_saves(cost, n + 1, seconds) <= interval
+    for failures in (0, n):
+        least, most = sorted((cost, other))
+        shorter = seconds_between_saves(least, failures, seconds)
+        assert shorter <= seconds_between_saves(most, failures, seconds)
+
+
+@given(st.floats(0, 3))
+def test_saving_takes_at_most_one_percent_of_the_time(cost):
+    assert cost <= 0.01 * seconds_between_saves(cost, 0, 1e6) * (1 + 1e-9)
 
 
 @given(st.floats(0, 3), st.floats(1, 7))
@@ -39,34 +47,20 @@ def test_that_a_first_save_takes_longer_does_not_delay_the_second(cost, times_as
     assert clock.saved(1) <= 7 / 6 * cost + 1e-9
 
 
-@given(st.floats(0, 3))
-def test_saving_takes_at_most_one_percent_of_the_time(cost):
-    assert cost <= 0.01 * seconds_between_saves(cost, 0, 1e6) * (1 + 1e-9)
-
-
-@given(costs, st.integers(1, 10_000), times)
-def test_a_job_that_fails_saves_by_the_square_root_rule_and_never_less_often(cost, n, seconds):
-    interval = seconds_between_saves(cost, n, seconds)
-    rule = math.sqrt(2 * cost * seconds / n)
-    assert interval == min(max(rule, 1), seconds_between_saves(cost, 0, seconds))
-    assert seconds_between_saves(cost, n + 1, seconds) <= interval
-
-
-@given(costs, costs, failures, times)
-def test_what_costs_more_is_saved_no_more_often(one, other, n, seconds):
-    least, most = sorted((one, other))
-    assert seconds_between_saves(least, n, seconds) <= seconds_between_saves(most, n, seconds)
-
-
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.seconds
 
 
-def saves_of(clock: SaveClock, time: Clock, *, cost: float, seconds: float) -> list[float]:
+@pytest.fixture
+def time():
+    return Clock()
+
+
+def saves_of(clock, time, *, cost, seconds):
     """When it saves, with a step every second."""
     saved = []
     for step in itertools.count(1):
@@ -81,21 +75,26 @@ def saves_of(clock: SaveClock, time: Clock, *, cost: float, seconds: float) -> l
     return saved
 
 
-def test_the_cost_is_measured_at_the_first_two_saves():
-    time = Clock()
-    saved = saves_of(SaveClock(SavePlan(), now=time), time, cost=0.5, seconds=300)
-    assert saved[:4] == [1, 10.5, 61, 111.5]
+@pytest.mark.parametrize(
+    ("keys", "known", "cost", "seconds", "saves"),
+    [
+        # measured at the first two saves
+        ({}, None, 0.5, 112, [1, 10.5, 61, 111.5]),
+        # known from the attempt before
+        ({}, 0.5, 0.5, 60, [50]),
+        # a number of minutes means that number
+        ({"checkpoint_every_minutes": 2}, None, 50, 500, [120, 290, 460]),
+        ({"checkpoint_every_minutes": 9, "checkpoint_every_steps": 10}, None, 0, 30, [10, 20, 30]),
+    ],
+)
+def test_when_checkpoints_are_saved(time, keys, known, cost, seconds, saves):
+    plan = SavePlan.of(checked(complete({"training": keys})))
+    clock = SaveClock(plan, now=time, **({} if known is None else {"cost": known}))
+    assert saves_of(clock, time, cost=cost, seconds=seconds) == saves
 
 
-def test_the_cost_is_known_from_the_attempt_before():
-    time = Clock()
-    clock = SaveClock(SavePlan(), cost=0.5, now=time)
-    assert saves_of(clock, time, cost=0.5, seconds=60) == [50]
-
-
-def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better():
+def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better(time):
     """It also allocates the memory of the copy."""
-    time = Clock()
     clock = SaveClock(SavePlan(), cost=0.5, now=time)
     costs = []
     for seconds in (4.0, 2.0):
@@ -106,8 +105,7 @@ def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better()
     assert clock.spent == 6.0
 
 
-def test_one_that_is_on_the_disk_late_counts_as_one_of_its_own_step():
-    time = Clock()
+def test_one_that_is_on_the_disk_late_counts_as_one_of_its_own_step(time):
     clock = SaveClock(SavePlan(1e9, 2), now=time)
     clock.begin(2)
     clock.copied()
@@ -119,8 +117,7 @@ def test_one_that_is_on_the_disk_late_counts_as_one_of_its_own_step():
     assert clock.spent == 1.0
 
 
-def test_the_time_in_which_a_copy_is_written_is_no_cost():
-    time = Clock()
+def test_the_time_in_which_a_copy_is_written_is_no_cost(time):
     clock = SaveClock(SavePlan(), cost=1.0, now=time)
     time.seconds = 10
     clock.begin(1)
@@ -130,13 +127,6 @@ def test_the_time_in_which_a_copy_is_written_is_no_cost():
     assert clock.saved(1) == 0.5
 
 
-def test_a_number_of_minutes_means_that_number():
-    time = Clock()
-    config = checked(complete({"training": {"checkpoint_every_minutes": 2}}))
-    clock = SaveClock(SavePlan.of(config), now=time)
-    assert saves_of(clock, time, cost=50, seconds=500) == [120, 290, 460]
-
-
 def test_a_number_of_steps_counts_from_where_the_attempt_began():
     saves = SaveClock(SavePlan(1e9, 3), now=Clock())
     assert [step for step in range(41, 47) if saves.is_due(step)] == [43, 44, 45, 46]
@@ -144,8 +134,7 @@ def test_a_number_of_steps_counts_from_where_the_attempt_began():
     assert [step for step in range(47, 51) if saves.is_due(step)] == [49, 50]
 
 
-def test_a_checkpoint_that_could_not_be_written_is_due_each_minute_until_it_is():
-    time = Clock()
+def test_a_checkpoint_that_could_not_be_written_is_due_each_minute_until_it_is(time):
     saves = SaveClock(SavePlan(1e9, 3), now=time)
     due = []
     for step in range(1, 200):
@@ -157,8 +146,8 @@ def test_a_checkpoint_that_could_not_be_written_is_due_each_minute_until_it_is()
     assert due[:5] == [3, 63, 123, 126, 129]
 
 
-def test_a_trainer_that_reports_no_steps_has_its_calls_counted():
-    saves = SaveClock(SavePlan(1e9, 3), now=Clock())
+def test_a_trainer_that_reports_no_steps_has_its_calls_counted(time):
+    saves = SaveClock(SavePlan(1e9, 3), now=time)
     assert [look for look in range(1, 5) if saves.is_due(None)] == [3, 4]
     saves.saved(None)
     assert [look for look in range(5, 9) if saves.is_due(None)] == [7, 8]
@@ -166,9 +155,9 @@ def test_a_trainer_that_reports_no_steps_has_its_calls_counted():
 
 def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
     votes = Votes(2)
-    due: dict[int, list[int]] = {0: [], 1: []}
+    due = {0: [], 1: []}
 
-    def loop(rank: int) -> None:
+    def loop(rank):
         run = Run(run_dir=tmp_path, rank=rank, world_size=2, flags=votes)
         run.saving.plan = SavePlan(1e9, 2 if rank else 7)  # rank 0's clock counts
         for step in range(1, 101):
@@ -191,7 +180,7 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
     assert 12 <= len(due[0]) <= 14
 
 
-def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path: Path):
+def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path):
     begin_job(tmp_path, resume=True)
     (tmp_path / "checkpoints" / "1.pt.manifest.json").mkdir(parents=True)
     run = Run(run_dir=tmp_path)

@@ -1,12 +1,9 @@
 """Launches of a run folder that bring no new checkpoint: counted, and in the end refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from live_folder import change_json, open_folder
@@ -21,7 +18,7 @@ from robust_train.model.events import JobStarted
 from robust_train.model.spec import AttemptSpec
 
 
-def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
+def launch(run_dir, *, saves=None, most=3):
     """A launch that begins an attempt; ``saves``: the step of the checkpoint that it saves."""
     job = begin_job(run_dir, resume=True, max_launches=most).job
     count_launch(run_dir, 1)
@@ -33,11 +30,11 @@ def launch(run_dir: Path, *, saves: int | None = None, most: int = 3) -> str:
     return job
 
 
-def launches(run_dir: Path) -> int:
+def launches(run_dir):
     return json.loads((run_dir / "job.json").read_text())["launches"]
 
 
-def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refused(tmp_path: Path):
+def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refused(tmp_path):
     launch(tmp_path, saves=5)
     for saves in (None, 5, None):  # the same step again is no progress
         launch(tmp_path, saves=saves)
@@ -57,13 +54,13 @@ def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refu
     assert launches(tmp_path) == 1, "counted anew"
 
 
-def test_a_job_that_has_never_reported_a_checkpoint_is_told_how(tmp_path: Path):
+def test_a_job_that_has_never_reported_a_checkpoint_is_told_how(tmp_path):
     launch(tmp_path)
     with pytest.raises(NoProgress, match=r"none was ever reported \(a script's: --checkpoint\)"):
         launch(tmp_path, most=1)
 
 
-def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path: Path):
+def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
     first = launch(tmp_path)
     launch(tmp_path)
     launch(tmp_path, saves=5)
@@ -74,7 +71,7 @@ def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path: Pat
     assert launches(tmp_path) == 1
 
 
-def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path: Path):
+def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps({"id": "a", "started": 1.0}))
     assert launch(tmp_path, most=1) == "a"
 
@@ -94,7 +91,7 @@ def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path: Path):
     ],
     ids=str,
 )
-def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: object, counts: int):
+def test_who_ended_a_launch_decides_whether_it_counts(tmp_path, how, counts):
     begin_job(tmp_path, resume=True)
     ends = (KeyboardInterrupt, ConfigError, RuntimeError)
     sweep = tmp_path / "sweep"
@@ -120,7 +117,7 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path: Path, how: objec
     assert launches(tmp_path) == counts
 
 
-def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path: Path):
+def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path):
     for job, earlier in (("a", 0), ("a", 100), ("a", 200), ("b", 0)):
         with open_folder(tmp_path) as folder:
             folder.record(JobStarted("/run", "train", job))

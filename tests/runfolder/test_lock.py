@@ -1,7 +1,5 @@
 """The lock of a run folder. Real locks, real processes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -9,7 +7,6 @@ import os
 import socket
 import subprocess
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,110 +17,98 @@ from robust_train.folder.lock import RunLock, is_held, read_holder, refusal, wai
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
 
 
-def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path: Path):
-    first = RunLock(tmp_path, "0-aaaaaa")
+@pytest.fixture
+def held(tmp_path):
+    """A job of this process holds the folder."""
+    held = RunLock(tmp_path, "0-aaaaaa")
+    yield held
+    held.release()
+
+
+@pytest.fixture
+def short_lease(monkeypatch):
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
+
+
+def take(run_dir):
+    RunLock(run_dir, "0-bbbbbb").release()
+
+
+def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path, held):
     content = (tmp_path / "lock").read_bytes()
     with pytest.raises(ConfigError) as refused:
-        RunLock(tmp_path, "0-bbbbbb")
+        take(tmp_path)
     assert refused.value.exit_code == 2
     line = str(refused.value)
-    holder = read_holder(tmp_path)
-    assert holder is not None
     for words in (socket.gethostname(), f"pid {os.getpid()}", "since 2", "robust-train stop"):
         assert words in line
     assert "\n" not in line
     assert line == refusal(tmp_path)
     assert (tmp_path / "lock").read_bytes() == content
-    first.release()
+    held.release()
     assert refusal(tmp_path) is None
-    RunLock(tmp_path, "0-bbbbbb").release()
-
-
-def test_the_lock_outlives_its_launcher_as_long_as_an_attempt_has_the_descriptor(tmp_path: Path):
-    held = RunLock(tmp_path, "0-aaaaaa")
-    (descriptor,) = held.hold
-    attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
-    os.close(descriptor)  # as if this process had been killed
-    try:
-        assert is_held(tmp_path)
-    finally:
-        attempt.kill()
-        attempt.wait()
-    assert is_held(tmp_path) is False
+    take(tmp_path)
 
 
 def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(tmp_path, caplog):
-    held = RunLock(tmp_path, "0-aaaaaa")
-    (descriptor,) = held.hold
+    (descriptor,) = RunLock(tmp_path, "0-aaaaaa").hold
     attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
-    os.close(descriptor)
+    os.close(descriptor)  # as if this process had been killed
+    assert is_held(tmp_path), "as long as an attempt has the descriptor"
     dead = subprocess.Popen(["true"])
     dead.wait()
     change_json(tmp_path / "lock", pid=dead.pid)
     threading.Timer(0.8, attempt.kill).start()
-    RunLock(tmp_path, "0-bbbbbb").release()
+    take(tmp_path)
     attempt.wait()
+    assert is_held(tmp_path) is False
     (record,) = caplog.records
     assert f"pid {dead.pid}, which was killed" in record.getMessage()
     assert "for the last checkpoint of its attempt" in record.getMessage()
 
 
-def test_a_launcher_in_another_pid_namespace_is_not_taken_for_dead(tmp_path: Path):
-    held = RunLock(tmp_path, "0-aaaaaa")
+@pytest.mark.usefixtures("held")
+def test_an_attempt_that_stays_is_refused_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
+    change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
+    with pytest.raises(RunFolderUnavailable, match="was killed, but its attempt still runs"):
+        take(tmp_path)
+
+
+@pytest.mark.usefixtures("held")
+def test_neither_a_clock_that_is_set_nor_another_pid_namespace_makes_a_launcher_dead(
+    tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        # the time of the boot moves with the clock
+        proc = tmp_path / "proc"
+        proc.mkdir()
+        (proc / "stat").write_text(f"btime {psutil.boot_time() + 3600:.0f}\n")
+        (proc / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+        patched.setattr(psutil, "PROCFS_PATH", str(proc))
+        assert not read_holder(tmp_path).is_dead
     content = json.loads((tmp_path / "lock").read_text())
     assert content["pid_namespace"] == os.readlink("/proc/self/ns/pid")
     # as `unshare --pid` numbers it, on the same host
     change_json(tmp_path / "lock", pid=1, pid_namespace="pid:[4026532999]")
     holder = read_holder(tmp_path)
-    assert holder is not None
-    assert not holder.is_dead
-    assert holder.process is None
-    held.release()
-
-
-def test_an_attempt_that_stays_is_refused_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
-    held = RunLock(tmp_path, "0-aaaaaa")
-    change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
-    with pytest.raises(RunFolderUnavailable, match="was killed, but its attempt still runs"):
-        RunLock(tmp_path, "0-bbbbbb")
-    held.release()
-
-
-def test_a_launcher_lives_on_when_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    held = RunLock(tmp_path, "0-aaaaaa")
-    # the time of the boot moves with the clock
-    proc = tmp_path / "proc"
-    proc.mkdir()
-    (proc / "stat").write_text(f"btime {psutil.boot_time() + 3600:.0f}\n")
-    (proc / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
-    holder = read_holder(tmp_path)
-    assert holder is not None
-    assert not holder.is_dead
-    held.release()
-
-
-@pytest.fixture
-def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
+    assert (holder.is_dead, holder.process) == (False, None)
 
 
 @pytest.mark.usefixtures("short_lease")
-def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path: Path):
+def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path):
     """Nor for alive: a supervisor may try again."""
     with another_launcher(tmp_path):
         as_on_another_host(tmp_path)
-        for begin in (lambda: RunLock(tmp_path, "0-bbbbbb"), lambda: wait_until_free(tmp_path)):
+        for begin in (take, wait_until_free):
             with pytest.raises(RunFolderUnavailable, match=r"on another-host\.example, pid"):
-                begin()
+                begin(tmp_path)
 
 
-def test_the_lock_of_a_lost_host_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    lost = RunLock(tmp_path, "0-aaaaaa")
+def test_the_lock_of_a_lost_host_is_waited_for(tmp_path, caplog, held):
     change_json(tmp_path / "lock", host="another-host.example")
-    threading.Timer(0.8, lost.release).start()
-    RunLock(tmp_path, "0-bbbbbb").release()
+    threading.Timer(0.8, held.release).start()
+    take(tmp_path)
     (record,) = caplog.records
     assert "for the lock of a host that is lost" in record.getMessage()
 
@@ -134,29 +119,27 @@ def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(tmp_path, o
     with (tmp_path / "lock").open() as stranger:
         fcntl.flock(stranger, operation)
         assert is_held(tmp_path) is False
-        RunLock(tmp_path, "0-aaaaaa").release()
+        take(tmp_path)
         assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600, "0.2 left it readable"
         change_json(tmp_path / "lock", process_started=1.0)  # that launcher has ended
         assert is_held(tmp_path) is False
         assert refusal(tmp_path) is None
-        RunLock(tmp_path, "0-bbbbbb").release()
+        take(tmp_path)
 
 
-@pytest.mark.usefixtures("short_lease")
-def test_torn_and_foreign_content_is_nobody_s_name(tmp_path: Path):
-    held = RunLock(tmp_path, "0-aaaaaa")
+@pytest.mark.usefixtures("short_lease", "held")
+def test_torn_and_foreign_content_is_nobody_s_name(tmp_path):
     name = json.loads((tmp_path / "lock").read_text())
     absurd = [json.dumps(name | {"since": since}).encode() for since in (1e300, 10**400)]
     for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}', *absurd):
         (tmp_path / "lock").write_bytes(content)
         assert read_holder(tmp_path) is None
     with pytest.raises(RunFolderUnavailable, match="in use by another job"):
-        RunLock(tmp_path, "0-bbbbbb")
-    held.release()
+        take(tmp_path)
 
 
 def test_a_disk_that_knows_no_locks_costs_one_warning(tmp_path, monkeypatch, caplog):
-    def no_locks(fd: int, *arguments: object) -> None:
+    def no_locks(fd, *arguments):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "fcntl", no_locks)
@@ -169,12 +152,12 @@ def test_a_disk_that_knows_no_locks_costs_one_warning(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: str):
+def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path, kind):
     target = tmp_path / "precious"
     target.write_text("precious")
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / "lock"
     path.symlink_to(target) if kind == "link" else os.mkfifo(path)
-    RunLock(tmp_path / "run", "0-aaaaaa").release()
+    take(tmp_path / "run")
     assert target.read_text() == "precious"
     assert read_holder(tmp_path / "run") is None

@@ -1,7 +1,5 @@
 """What a job ran with and goes on with: its command, ``environment.json``, and no secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -16,12 +14,7 @@ from another_user import needs_root
 from robust_train import launch
 from robust_train.folder import provenance
 from robust_train.folder.hydra_state import run_folder
-from robust_train.folder.provenance import (
-    public_command,
-    public_variables,
-    sweep_resume_command,
-)
-from world import World
+from robust_train.folder.provenance import public_command, public_variables, sweep_resume_command
 
 
 def test_secrets_are_left_out():
@@ -79,11 +72,11 @@ SECRET = "aB3" + "x" * 40
         "+tls='-----BEGIN RSA PRIVATE KEY-----'",
     ],
 )
-def test_an_override_is_hidden_for_its_name_or_for_its_form(word: str):
+def test_an_override_is_hidden_for_its_name_or_for_its_form(word):
     assert public_command([word]) == [f"{word.partition('=')[0]}=…"]
 
 
-def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone(world: World):
+def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone(world):
     secret = "Tr0ub4dor&3!"
     words = [f"+db.password='{secret}'", f"+hub=hf_{SECRET}", "hydra.verbose=false"]
     ended = world.train("plain", *words)
@@ -97,7 +90,7 @@ def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone
     assert "+hub=…" in (world.run_dir / "report.html").read_text()
 
 
-def test_who_else_may_read_a_run_folder(tmp_path: Path):
+def test_who_else_may_read_a_run_folder(tmp_path):
     for folder, group_reads, mode in (
         ("new", True, 0o750),
         ("used", False, 0o755),
@@ -134,7 +127,7 @@ def test_a_run_folder_in_which_others_can_replace_files_is_warned_of(
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path, monkeypatch):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "train.py").write_text("lr = 1\n")
@@ -145,12 +138,12 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _launch(run_dir: Path) -> None:
+def _launch(run_dir):
     cfg = {"device": "cpu", "isolation": "none"}
     launch(lambda cfg: None, cfg, run_dir=run_dir)
 
 
-def test_a_job_records_commit_changes_and_versions(tmp_path: Path, repository: Path):
+def test_a_job_records_commit_changes_and_versions(tmp_path, repository):
     _launch(tmp_path / "clean")
     clean = json.loads((tmp_path / "clean" / "environment.json").read_text())
     assert (clean["git_dirty"], len(clean["git_commit"])) == (False, 40)

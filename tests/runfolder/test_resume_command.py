@@ -1,13 +1,10 @@
 """``robust-train resume`` of scripts and sweeps that real signals have ended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from robust_train.children.detach import OUTPUT_FILE
 from robust_train.cli.main import main
 from robust_train.folder.run_list import find_runs
 from sweep_world import SweepWorld
-from world import ROOT, World, wait_until
+from world import ROOT, wait_until
 
 COUNTS = """
 import os, pathlib, time
@@ -31,7 +28,7 @@ for step in range(int(count.read_text()) if count.exists() else 0, 3):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """The folder of a script that halts at its second step until there is a file ``go``."""
     folder = tmp_path / "my work"
     folder.mkdir()
@@ -40,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def start(here: Path, name: str) -> subprocess.Popen[bytes]:
+def start(here, name):
     """Start the script, without ``--`` before it, and wait for its second step."""
     (here / "count").unlink(missing_ok=True)
     options = ["wait_for_gpu=false", "--name", name, "--checkpoint", "count"]
@@ -56,7 +53,7 @@ def start(here: Path, name: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def end(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+def end(process, signum):
     process.send_signal(signum)
     process.wait()
     wait_until(lambda: not any(run.alive for run in find_runs()), "its attempt has ended, too")
@@ -97,7 +94,7 @@ def test_all_are_those_that_no_one_has_ended(here, tmp_path, capsys):
     assert f"{blocked.id} is not resumed" in shown.err
     shutil.rmtree(blocked.run_dir)
 
-    def status() -> dict[str, str]:
+    def status():
         return {run.state.name: run.status for run in find_runs() if run.state}
 
     wait_until(lambda: status()["killed"] == "completed", "it goes on in the background")
@@ -110,7 +107,7 @@ def test_all_are_those_that_no_one_has_ended(here, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_as_a_whole(world: World):
+def test_a_sweep_goes_on_as_a_whole(world):
     sweeps = SweepWorld(world)
     words = sweeps.arguments("works_until_told", "training.seed=1,2")
     process = subprocess.Popen(

@@ -3,50 +3,44 @@
 The runs are real commands; the verbs are carried out in this process, but for those in a terminal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import os
-import pty
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-import steered_trainers
 import warm
 from robust_train import launch
-from robust_train.attempt.run import Run
 from robust_train.cli.main import main
 from robust_train.folder.live import ControlError, StillQueued, ask
 from robust_train.folder.run_list import choose_run, read_run
 from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu
 from sweep_world import SweepWorld
+from terminal_screen import run_on_a_terminal
 from two_gpu_machine import A
 from world import Ended, World, is_running, wait_until
 
 NEVER = "gpu_check_interval_seconds=600"
+AT_ONCE = "hydra.launcher.n_jobs=2"
 SLOW = pytest.mark.slow
 
 
 class Host:
     """Several runs of one user, and his commands."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path):
         self.tmp_path = tmp_path
-        self.started: list[subprocess.Popen[str]] = []
+        self.started = []
 
-    def world(self, name: str) -> World:
+    def world(self, name):
         folder = self.tmp_path / name
         folder.mkdir()
         world = World(folder)
@@ -57,55 +51,47 @@ class Host:
         }
         return world
 
-    def train(self, world: World, trainer: str, *more: str, **options: Any) -> Any:
+    def train(self, world, trainer, *more, **options):
         """Start a run and wait until it trains."""
         process = world.start(f"trainer._target_=steered_trainers.{trainer}", *more, **options)
         self.started.append(process)
         wait_until((world.folder / "ready").exists, "it trains")
         return process
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def ends(self, world, process):
+        """Have its trainer return."""
+        (world.folder / "go").touch()
+        return world.end(process, code=0)
+
+    def command(self, *arguments):
         stdout, stderr = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            try:
-                code = main(list(arguments))
-            except SystemExit as end:  # of argparse
-                code = end.code
-        texts = (stdout.getvalue(), stderr.getvalue())
-        return subprocess.CompletedProcess(arguments, code, *texts)
+            code = main(list(arguments))
+        return code, stdout.getvalue(), stderr.getvalue()
 
-    def told(self, *arguments: str) -> Any:
-        done = self.command(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    def told(self, *arguments):
+        code, stdout, stderr = self.command(*arguments, "--json")
+        assert code == 0, stderr
+        return json.loads(stdout)
 
-    def refused(self, *arguments: str) -> str:
-        done = self.command(*arguments)
-        assert done.returncode == 1, done.stdout
-        assert done.stdout == ""
-        (line,) = done.stderr.splitlines()
+    def refused(self, *arguments):
+        code, stdout, stderr = self.command(*arguments)
+        assert (code, stdout) == (1, "")
+        (line,) = stderr.splitlines()
         return line
 
-    def in_terminal(self, *arguments: str) -> str:
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "robust_train.cli.main", *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-        )
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):
-            while data := os.read(ours, 4096):
-                shown += data
-        os.close(ours)
-        assert process.wait() == 0, shown.decode()
+    def live(self):
+        return self.told("ps", "--live")["runs"]
+
+    def in_terminal(self, *arguments):
+        command = [sys.executable, "-m", "robust_train.cli.main", *arguments]
+        code, shown = run_on_a_terminal(command, 200, 24, dict(os.environ))
+        assert code == 0, shown.decode()
         return shown.decode()
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def host(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2] / "src"))
     monkeypatch.setenv("COLUMNS", "200")
     host = Host(tmp_path)
@@ -119,7 +105,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 @pytest.mark.parametrize(
     "how", ["process", pytest.param("none", marks=SLOW), pytest.param("train.py", marks=SLOW)]
 )
-def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
+def test_status_and_list_in_pipe_and_terminal(host, how):
     world = host.world("first")
     options = {"script": "train.py"} if how == "train.py" else {}
     more = () if how == "train.py" else (f"isolation={how}",)
@@ -127,112 +113,79 @@ def test_status_and_list_in_pipe_and_terminal(host: Host, how: str):
     wait_until(lambda: host.told("status").get("step", 0) > 1, "a step is reported")
     wait_until(lambda: host.told("status").get("loss"), "a loss is reported")
     status = host.told("status")
-    assert status["state"] == "running"
     assert status["pid"] == process.pid
     assert (status["attempt_pid"] != process.pid) == (how == "process")
-    assert (status["attempt"], status["device"], status["batch_size"]) == (1, "cpu", 64)
-    assert status["effective_batch_size"] == 64
+    expected = {"state": "running", "attempt": 1, "device": "cpu", "batch_size": 64}
+    expected |= {"effective_batch_size": 64, "run_dir": str(world.run_dir)}
+    assert status.items() >= expected.items()
     assert 0 < status["loss"] <= 1
     assert status["memory"]["resident"] > 0
-    assert Path(status["run_dir"]) == world.run_dir
-    table = host.command("ps", "--live")
-    header, row = table.stdout.splitlines()
+    _, table, _ = host.command("ps", "--live")
+    header, row = table.splitlines()
     assert header.split()[:4] == ["id", "state", "job", "where"]
     assert row.startswith(f"{status['id']}  running")
-    assert "\x1b" not in table.stdout
+    assert "\x1b" not in table
     assert status["id"] in host.in_terminal("ps", "--live").splitlines()[1], "a line for each run"
     shown = host.in_terminal("status", status["id"])
     assert "micro-batch 64" in shown
     assert str(world.run_dir) in shown
     for which in (str(process.pid), str(status["attempt_pid"]), str(world.run_dir)):
         assert host.told("status", which)["id"] == status["id"]
-    (world.folder / "go").touch()
-    assert world.end(process).returncode == 0
-    assert host.told("ps", "--live") == {"runs": []}
+    host.ends(world, process)
+    assert host.live() == []
     ended = host.told("status", status["id"])
     assert (ended["state"], ended["exit_code"], ended["alive"]) == ("completed", 0, False)
     assert list((world.run_dir / "requests").iterdir()) == []
 
 
-def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host: Host):
-    assert "no run of yours is alive on this machine" in host.refused("status")
+def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host):
     worlds = [host.world(name) for name in ("first", "second")]
     for world in worlds:
         host.train(world, "saves_when_it_stops")
-    ids = [run["id"] for run in host.told("ps", "--live")["runs"]][::-1]
-    line = host.refused("stop")
-    assert "2 runs of yours are alive; name one: " in line
-    assert all(run_id in line for run_id in ids)
-    answer = host.told("stop", ids[1])
-    assert (answer["run"], answer["before"], answer["after"]) == (ids[1], "running", "stopping")
-    ended = worlds[1].end(host.started[1])
-    assert ended.returncode == 143, ended.output
+    second, first = (run["id"] for run in host.live())
+    assert "2 runs of yours are alive; name one: " in host.refused("stop")
+    answer = host.told("stop", second)
+    assert (answer["run"], answer["before"], answer["after"]) == (second, "running", "stopping")
+    ended = worlds[1].end(host.started[1], code=143)
     assert ended.summary["status"] == "interrupted"
     assert Path(ended.summary["checkpoint"]).exists()
-    wait_until(
-        lambda: [run["id"] for run in host.told("ps", "--live")["runs"]] == ids[:1], "one is left"
-    )
+    wait_until(lambda: [run["id"] for run in host.live()] == [first], "one is left")
 
 
-def test_stop_a_second_time_has_to_be_meant(host: Host):
+def test_stop_a_second_time_has_to_be_meant(host):
     world = host.world("first")
     process = host.train(world, "does_not_hear_a_stop", "stop_grace_seconds=600")
     status = host.told("status")
     host.told("stop")
     assert "--now" in host.refused("stop")
     host.told("stop", "--now")
-    assert world.end(process).returncode == 143
+    world.end(process, code=143)
     assert not is_running(status["attempt_pid"])
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
-def test_halving_during_training_ends_in_the_same_weights(host, isolation, tmp_path, monkeypatch):
+def test_halving_during_training_takes_effect_at_the_next_step(host, isolation):
     world = host.world("halved")
     process = host.train(world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
     answer = host.told("halve-batch", str(world.run_dir))
     assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
     assert "from the next step" in answer["how"]
-    said = host.command("halve-batch")
-    assert "micro-batch 32 → 16" in said.stdout
+    assert "micro-batch 32 → 16" in host.command("halve-batch")[1]
     wait_until(
-        lambda: "micro-batch 64 → 16" in host.command("status").stdout,
+        lambda: "micro-batch 64 → 16" in host.command("status")[1],
         "status shows it, which is at most once a second",
     )
     line = host.refused("halve-batch")
     assert "the micro-batch is 16 already, and min_batch_size=16" in line
-    (world.folder / "go").touch()
-    ended = world.end(process)
-    assert ended.returncode == 0, ended.output
+    ended = host.ends(world, process)
     changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
     assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
     assert all("halve-batch" in e["reason"] for e in changes)
     assert len(ended.attempts) == 1
-    for name in ("READY_FILE", "GO_FILE"):
-        monkeypatch.setenv(name, world.environ[name])
-    undisturbed = steered_trainers.trains_in_parts(None, Run(run_dir=tmp_path))
-    halved = ended.summary["result"]
-    assert halved["sizes"] == [64] * 5 + [16] * 25
-    assert undisturbed["sizes"] == [64] * 30
-    assert halved["weights"] == pytest.approx(undisturbed["weights"], abs=1e-5)
+    assert ended.summary["result"]["sizes"] == [64] * 5 + [16] * 25
 
 
-def test_trainers_that_do_not_look_are_told_of_plainly(host: Host):
-    world = host.world("first")
-    process = host.train(world, "never_uses_run")
-    line = host.refused("checkpoint")
-    assert "does not read run.checkpoint_requested" in line
-    assert "does not use run.backward" in host.refused("halve-batch")
-    answer = ask(choose_run(None), "memory_clear", force=True)
-    assert {"before", "after", "sentence"} <= answer.keys()
-    with pytest.raises(ControlError, match="memory_clear"):
-        ask(choose_run(None), "memory_clear", force="perhaps")
-    (world.folder / "go").touch()
-    ended = world.end(process)
-    assert (ended.returncode, ended.summary["result"]) == (0, "ended")
-    assert ended.output.count(answer["sentence"]) == 1
-
-
-def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host):
+def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host):
     world = host.world("first")
     host.train(world, "hangs_after_a_step")
     with pytest.raises(StillQueued, match=r"within 0.2 s; the request stays queued"):
@@ -246,17 +199,27 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host: Host
     assert host.told("status")["step"] == 1, "the launcher answers for it"
 
 
+def test_trainers_that_do_not_look_are_told_of_plainly(host):
+    """What is asked of them is done after any step of an optimizer."""
+    world = host.world("first")
+    process = host.train(world, "never_uses_run")
+    assert "does not read run.checkpoint_requested" in host.refused("checkpoint")
+    answer = ask(choose_run(None), "memory_clear", force=True)
+    assert {"before", "after", "sentence"} <= answer.keys()
+    with pytest.raises(ControlError, match="memory_clear"):
+        ask(choose_run(None), "memory_clear", force="perhaps")
+    ended = host.ends(world, process)
+    assert ended.summary["result"] == "ended"
+    assert ended.output.count(answer["sentence"]) == 1
+
+
 def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_with):
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
     first, second = (host.world(name).with_environ(machine.environ) for name in ("one", "two"))
-    host.train(first, "never_uses_run", NEVER)
+    host.train(first, "reports_and_nothing_else", NEVER)
     waiting = second.start("trainer._target_=steered_trainers.never_uses_run", NEVER)
     host.started.append(waiting)
-
-    def as_listed() -> list[str]:
-        return [run["state"] for run in host.told("ps", "--live")["runs"]]
-
-    wait_until(lambda: as_listed() == ["waiting", "running"], "it waits")
+    wait_until(lambda: [run["state"] for run in host.live()] == ["waiting", "running"], "it waits")
     status = host.told("status", str(second.run_dir))
     assert status["waiting"]["position"] == 1
     assert "taken, one job per GPU" in status["waiting"]["reason"]
@@ -268,44 +231,36 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_
     assert (running["state"], running["gpu_uuid"]) == ("running", A)
     assert "the run is waiting" in host.refused("checkpoint", status["id"])
     assert host.told("stop", status["id"])["before"] == "waiting"
-    ended = second.end(waiting)
-    assert ended.returncode == 143, ended.output
-    assert ended.summary["status"] == "interrupted"
+    assert second.end(waiting, code=143).summary["status"] == "interrupted"
 
 
-def contents(folder: Path, but: str) -> dict[Path, bytes]:
+def contents(folder):
     """Every file of a folder that a job at work does not write to."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in but.split()]
-    return {path: path.read_bytes() for path in files}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    at_work = ("state.json", "memory.jsonl")
+    return {path: path.read_bytes() for path in files if path.name not in at_work}
 
 
-def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host: Host):
+def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host):
     world = host.world("first")
     process = host.train(world, "hangs_after_a_step")
     target = "trainer._target_=steered_trainers.never_uses_run"
     wait_until(lambda: host.told("status").get("step"), "it reports")
-    status, before = host.told("status"), contents(world.run_dir, but="state.json memory.jsonl")
+    status, before = host.told("status"), contents(world.run_dir)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))
-    words = (
-        socket.gethostname(),
-        f"pid {process.pid}",
-        since,
-        "hydra.run.dir",
-        "robust-train stop",
-    )
+    who = (socket.gethostname(), f"pid {process.pid}", since)
     for script in ("train_robust.py", "train.py"):
-        world.run(target, "device=cpu", "training.seed=7", script=script).was_refused(words)
-    assert contents(world.run_dir, but="state.json memory.jsonl") == before, "Hydra's files too"
+        refused = world.run(target, "device=cpu", "training.seed=7", script=script)
+        refused.was_refused((*who, "hydra.run.dir", "robust-train stop"))
+    assert contents(world.run_dir) == before, "Hydra's files too"
     with pytest.raises(ConfigError, match=f"pid {process.pid}"):
         launch(lambda cfg: 1, {"device": "cpu", "auto_device": False}, run_dir=world.run_dir)
-    assert contents(world.run_dir, but="state.json memory.jsonl") == before
+    assert contents(world.run_dir) == before
     assert host.told("status")["attempt_pid"] == status["attempt_pid"]
-    (world.folder / "go").touch()
-    ended = world.end(process)
-    assert (ended.returncode, ended.summary["result"]) == (0, "ended")
+    assert host.ends(world, process).summary["result"] == "ended"
 
 
-def listening_sockets(process: psutil.Process) -> list[str]:
+def listening_sockets(process):
     """Unix sockets at which a process or one of its descendants listens, and its TCP ports."""
     table = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     listening = {f"socket:[{row[6]}]" for row in table if int(row[3], 16) & 0x10000}
@@ -319,11 +274,10 @@ def listening_sockets(process: psutil.Process) -> list[str]:
     return found
 
 
-def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host: Host):
+def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host):
     world = host.world("first")
     world.alone = True
-    process = host.train(world, "hangs_after_a_step")
-    launcher = psutil.Process(process.pid)
+    launcher = psutil.Process(host.train(world, "hangs_after_a_step").pid)
     assert launcher.children(recursive=True), "the attempt runs"
     assert listening_sockets(launcher) == []
     # the thread that writes environment.json ends
@@ -331,7 +285,7 @@ def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host: Host):
 
 
 def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_path, monkeypatch):
-    def break_down(*_: Any) -> None:
+    def break_down(*_):
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr("robust_train.queue.devices.Devices.acquire", break_down)
@@ -342,39 +296,28 @@ def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_pa
     assert "error in the launcher: ZeroDivisionError: a bug of ours" in ended.summary["reason"]
     assert (ended.journal[-1]["event"], ended.journal[-1]["status"]) == ("job_ended", "failed")
     run = read_run(tmp_path / "run")
-    assert run is not None
     assert (run.status, run.alive, run.about()["exit_code"]) == ("failed", False, 1)
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("launcher", "isolation"),
     [
-        ("gpu_queue", "isolation=process"),
-        pytest.param(("basic", "isolation=none"), marks=pytest.mark.slow),
-        pytest.param(("joblib", "isolation=none"), marks=pytest.mark.slow),
+        ("gpu_queue", "process"),
+        pytest.param("basic", "none", marks=SLOW),
+        pytest.param("joblib", "none", marks=SLOW),
     ],
-    ids=lambda how: how[0],
 )
-def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(host, how):
-    launcher, isolation = how
-    world = host.world("first")
-    sweeps = SweepWorld(world)
-    process = sweeps.start(
-        "works_until_told",
-        "training.seed=1,2,3",
-        f"hydra/launcher={launcher}",
-        isolation,
-        "device=cpu",
-        "auto_device=false",
-        *([] if launcher == "basic" else ["hydra.launcher.n_jobs=2"]),
-    )
-    host.started.append(process)
+def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(host, launcher, isolation):
+    sweeps = SweepWorld(host.world("first"))
     numbers = (1,) if launcher == "basic" else (1, 2)
-    wait_until(lambda: all(sweeps.pid_at_work(number) for number in numbers), "jobs are at work")
+    keys = ("training.seed=1,2,3", f"isolation={isolation}", "device=cpu", "auto_device=false")
+    more = (f"hydra/launcher={launcher}", *([] if len(numbers) == 1 else [AT_ONCE]))
+    process = sweeps.start("works_until_told", *keys, *more)
+    host.started.append(process)
+    wait_until(lambda: all(map(sweeps.pid_at_work, numbers)), "jobs are at work")
     answer = host.told("stop", str(sweeps.folder))
     assert len(answer["jobs"]) == len(numbers)
-    ended = sweeps.end(process)
-    assert ended.returncode == 143, ended.output
+    ended = sweeps.end(process).with_code(143)
     assert "Traceback" not in ended.output
     for number in numbers:
         assert sweeps.summary(number - 1)["checkpoint"].endswith("when-told")

@@ -1,15 +1,20 @@
-"""docs/run-folder.md says what the classes say. Run this file to write its tables anew."""
-
-from __future__ import annotations
+"""docs/run-folder.md says what the classes say, and what becomes of folders of other versions. Run
+this file to write the page's tables anew."""
 
 import dataclasses
 import inspect
 import json
 import re
+import shutil
 from pathlib import Path
 
-from robust_train.folder.state import RunState, Summary, read_summary
+import pytest
+
+from robust_train.folder.checkpoints import read_manifests
+from robust_train.folder.identity import begin_job, refuse_other_version
+from robust_train.folder.state import RunState, Summary, read_state, read_summary
 from robust_train.model.attempt import Attempt
+from robust_train.model.errors import ConfigError
 from robust_train.model.events import EVENTS
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
@@ -28,7 +33,7 @@ _TYPES = {
 }
 
 
-def events_table() -> str:
+def events_table():
     """A row for each event."""
     rows = []
     for name, cls in sorted(EVENTS.items()):
@@ -39,7 +44,7 @@ def events_table() -> str:
     return "\n".join(rows)
 
 
-def state_table() -> str:
+def state_table():
     """A row for each field of the state."""
     comments = re.findall(
         r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(RunState), re.M
@@ -56,11 +61,11 @@ def state_table() -> str:
     return "\n".join(rows)
 
 
-def _plain(text: str) -> str:
+def _plain(text):
     return re.sub(r":class:`\.?([^`]+)`", r"`\1`", text).replace("``", "`")
 
 
-def with_tables(page: str) -> str:
+def with_tables(page):
     """The page with its tables as they should be."""
     for name, table in (("state", state_table()), ("events", events_table())):
         between = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.S)
@@ -80,16 +85,18 @@ def test_every_field_of_the_summary_is_on_the_page():
         assert f"`{name}`" in page, name
 
 
-def test_a_summary_of_another_version_has_at_least_its_result(tmp_path: Path):
+# --- other versions ---
+
+
+def test_a_summary_of_another_version_has_at_least_its_result(tmp_path):
     attempt = {"attempt": 1, "device": "cpu", "outcome": "completed", "batch_size": 4}
     earlier = {"schema": 2, "status": "completed", "result": 0.5, "attempts": [attempt]}
     (tmp_path / "summary.json").write_text(json.dumps(earlier))
     summary = read_summary(tmp_path)
-    assert summary is not None
     assert (summary.objective, summary.attempts) == (0.5, ())
 
 
-def test_what_a_newer_version_adds_is_ignored(tmp_path: Path):
+def test_what_a_newer_version_adds_is_ignored(tmp_path):
     failure = Failure(FailureKind.COMM, "gone")
     content = Summary("failed", attempts=(Attempt(1, AttemptSpec((), 1, 1), failure=failure),))
     written = content.as_json()
@@ -98,6 +105,38 @@ def test_what_a_newer_version_adds_is_ignored(tmp_path: Path):
     (tmp_path / "summary.json").write_text(json.dumps(written))
     (attempt,) = read_summary(tmp_path).attempts
     assert (attempt.failure.kind, attempt.failure.message) == (FailureKind.UNKNOWN, "gone")
+
+
+@pytest.fixture
+def of_0_2(tmp_path):
+    """An unfinished job of version 0.2: its trainer failed after the checkpoint of step 2."""
+    recorded = Path(__file__).resolve().parents[1] / "recorded" / "run_folder_0_2"
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def test_an_unfinished_job_of_0_2_is_refused_in_a_line_and_nothing_is_changed(of_0_2):
+    def contents():
+        return {path: path.read_bytes() for path in of_0_2.rglob("*") if path.is_file()}
+
+    before = contents()
+    with pytest.raises(ConfigError) as refused:
+        refuse_other_version(of_0_2, resume=True)
+    (line,) = str(refused.value).splitlines()
+    assert "another version of robust-train (state.json has schema 1, this version 2)" in line
+    assert "resume=false" in line
+    assert contents() == before
+    assert read_state(of_0_2) is None
+    assert read_summary(of_0_2).status == "failed"
+
+
+def test_with_resume_false_it_begins_again_and_keeps_the_checkpoints_aside(of_0_2):
+    (manifest,) = read_manifests(of_0_2 / "checkpoints")
+    saved = manifest.path.read_bytes()
+    refuse_other_version(of_0_2, resume=False)
+    beginning = begin_job(of_0_2, resume=False)
+    assert (beginning.checkpoint, beginning.attempts) == (None, 1)
+    assert beginning.job != manifest.job
+    assert (of_0_2 / "checkpoints" / "earlier-1" / manifest.path.name).read_bytes() == saved
 
 
 if __name__ == "__main__":

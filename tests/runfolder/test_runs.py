@@ -1,6 +1,4 @@
-"""The list of a user's runs, and which one is meant."""
-
-from __future__ import annotations
+"""The list of a user's runs, which one is meant, and all of them as rows."""
 
 import json
 import os
@@ -8,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from live_folder import another_launcher, as_on_another_host, open_folder
+from live_folder import another_launcher, as_on_another_host, change_json, open_folder
 
+from robust_train import load_runs
 from robust_train.cli.main import main
 from robust_train.folder import run_list
 from robust_train.folder.live import ControlError, ask
@@ -22,11 +21,15 @@ from robust_train.folder.run_list import (
     register,
     state_directory,
 )
+from robust_train.folder.state import Summary
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec
 
 
-def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path: Path):
-    with pytest.raises(NoLiveRun, match="no run of yours is alive on this machine"):
-        choose_run(None)
+def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path):
+    for which in (None, "~nobody/run"):  # a user who is not there
+        with pytest.raises(NoLiveRun, match="no run of yours"):
+            choose_run(which)
     with open_folder(tmp_path / "one") as one:
         assert choose_run(None).id == one.state.id
         with open_folder(tmp_path / "two") as two:
@@ -42,35 +45,27 @@ def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path: Path):
                 choose_run("3-cccccc")
 
 
-def test_a_run_keeps_its_earlier_ids(tmp_path: Path):
+def test_a_run_keeps_its_earlier_ids(tmp_path):
     with open_folder(tmp_path) as folder:
         first = folder.state.id
         folder.queued(f"7-{folder.token}")
         assert choose_run(first).id == f"7-{folder.token}" == choose_run(f"7-{folder.token}").id
 
 
-def test_a_folder_whose_name_is_no_text_is_listed(tmp_path, capsys):
-    with open_folder(tmp_path / os.fsdecode(b"\xff")) as folder:
-        assert main(["ps"]) == 0
-        shown = capsys.readouterr().out
-    assert folder.state.id in shown
-    assert "\\udcff" in shown
+@pytest.mark.parametrize(
+    ("name", "shown"), [(b"\xff", r"\udcff"), (b"two\nlines\x1b[2J", r"two\nlines\x1b[2J")]
+)
+def test_a_folder_whose_name_is_no_text_or_breaks_the_line_is_one_row(
+    tmp_path, capsys, name, shown
+):
+    with open_folder(tmp_path / os.fsdecode(name)):
+        for command in (["ps"], ["run", "list"]):
+            assert main(command) == 0
+            _, row = capsys.readouterr().out.splitlines()
+            assert row.endswith(shown)
 
 
-def test_a_name_with_a_line_break_or_an_escape_is_one_row(tmp_path, capsys):
-    folder = tmp_path / "two\nlines\x1b[2J"
-    with open_folder(folder):
-        main(["run", "list"])
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.endswith(r"two\nlines\x1b[2J")
-
-
-def test_a_user_who_is_not_there_has_no_run():
-    with pytest.raises(NoLiveRun, match="~nobody/run: no run of yours"):
-        choose_run("~nobody/run")
-
-
-def test_a_run_that_has_ended_is_history(tmp_path: Path):
+def test_a_run_that_has_ended_is_history(tmp_path):
     with open_folder(tmp_path) as folder:
         folder.ended("completed", None)
     assert find_live_runs() == []
@@ -81,15 +76,13 @@ def test_a_run_that_has_ended_is_history(tmp_path: Path):
     assert choose_run(run.id, dead_too=True).about()["alive"] is False
 
 
-def test_a_clock_that_was_set_back_makes_no_state_shorter_than_nothing(tmp_path: Path):
+def test_a_clock_that_was_set_back_makes_no_state_shorter_than_nothing(tmp_path):
     with open_folder(tmp_path) as folder:
-        since = folder.state.since + 3600
-        content = json.loads((tmp_path / "state.json").read_text()) | {"since": since}
-        (tmp_path / "state.json").write_text(json.dumps(content))
+        change_json(tmp_path / "state.json", since=folder.state.since + 3600)
         assert choose_run(None).about()["seconds_in_state"] == 0
 
 
-def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path: Path):
+def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path):
     with open_folder(tmp_path / "before") as folder:
         (tmp_path / "before").rename(tmp_path / "after")
         (tmp_path / "link").symlink_to(tmp_path / "after")
@@ -99,15 +92,12 @@ def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path: Path):
             assert run.about()["run_dir"] == str(tmp_path / "after")
 
 
-def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path: Path):
+def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path):
     with another_launcher(tmp_path / "theirs"):
         as_on_another_host(tmp_path / "theirs")
         run = choose_run(None)
-        assert (run.alive, run.is_here, run.about()["host"]) == (
-            True,
-            False,
-            "another-host.example",
-        )
+        assert (run.alive, run.is_here) == (True, False)
+        assert run.about()["host"] == "another-host.example"
         assert read_run(tmp_path / "theirs").status == "starting", "its pid says nothing here"
         with pytest.raises(NoLiveRun):
             choose_run(str(run.pid))
@@ -121,12 +111,10 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path: Pa
 def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, capsys):
     with another_launcher(tmp_path) as process:
         run = read_run(tmp_path)
-        assert run is not None
         assert (run.pid, run.status) == (process.pid, "starting")
         process.kill()
         process.wait()
         died = read_run(tmp_path)
-        assert died is not None
         assert (died.alive, died.status) == (False, "died")
         assert died.about()["last_state"] == "starting"
     for which in (run.id, str(tmp_path), str(tmp_path / "state.json")):
@@ -136,7 +124,7 @@ def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, cap
     assert f"robust-train resume {run.id} goes on" in capsys.readouterr().err
 
 
-def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_the_list_is(tmp_path, monkeypatch):
     assert state_directory({"ROBUST_TRAIN_STATE_DIR": "/here"}) == Path("/here")
     assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/robust-train/runs")
     assert state_directory({"HOME": "/h"}) == Path("/h/.local/state/robust-train/runs")
@@ -145,18 +133,19 @@ def test_where_the_list_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_list_stays_short_and_forgets_folders_that_are_gone(tmp_path, monkeypatch):
+    def listed():
+        return [link.resolve() for link in sorted(state_directory().iterdir())]
+
     monkeypatch.setattr(run_list, "MOST_LINKS", 3)
     folders = [tmp_path / str(number) for number in range(5)]
     for folder in folders:
         folder.mkdir()
         register(folder, "aaaaaa")
     register(folders[3], "aaaaaa")  # once more: one entry a folder
-    links = sorted(state_directory().iterdir())
-    assert [link.resolve() for link in links] == [folders[2], folders[4], folders[3]]
+    assert listed() == [folders[2], folders[4], folders[3]]
     shutil.rmtree(folders[4])
     register(folders[0], "aaaaaa")
-    links = sorted(state_directory().iterdir())
-    assert [link.resolve() for link in links] == [folders[2], folders[3], folders[0]]
+    assert listed() == [folders[2], folders[3], folders[0]]
 
 
 def test_a_list_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, caplog):
@@ -166,3 +155,50 @@ def test_a_list_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, caplo
         assert choose_run(str(tmp_path)).id == folder.state.id
     (record,) = caplog.records
     assert "by its folder only" in record.getMessage()
+
+
+# --- load_runs: one row a run ---
+
+
+def job(folder, lr, result):
+    record = Attempt(1, AttemptSpec((), 8, 2), seconds=4.0, end_step=10)
+    with open_folder(folder, "lora") as live:
+        Summary("completed", folder, result=result, attempts=(record,)).write()
+        live.ended("completed", None)
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text(
+        f"training:\n  lr: {lr}\n  batch: ${{training.lr}}\nwhere: ${{nowhere:}}\n"
+    )
+
+
+def test_a_sweep_folder_gives_a_row_for_each_job(tmp_path):
+    sweep = tmp_path / "sweep"
+    for number, lr in enumerate((0.1, 0.2)):
+        job(sweep / str(number), lr, {"objective": number, "loss": 1.0})
+    rows = load_runs(sweep)
+    assert [row["result"]["objective"] for row in rows] == [0, 1]
+    assert [row["config"]["training"]["lr"] for row in rows] == [0.1, 0.2]
+    assert (rows[0]["status"], rows[0]["name"]) == ("completed", "lora")
+    assert rows[0]["samples_per_second"] == pytest.approx(10 * 16 / 4.0)
+    assert rows[0]["attempts"][0]["batch_size"] == 8
+    json.dumps(rows)
+    (only,) = load_runs(sweep / "1")
+    assert only == rows[1]
+    pytest.importorskip("pandas")
+    table = rows.to_pandas()
+    assert list(table["config.training.lr"]) == [0.1, 0.2]
+    assert list(table["result.loss"]) == [1.0, 1.0]
+
+
+def test_broken_configs_live_and_unknown_folders(tmp_path):
+    job(tmp_path / "broken", 0.1, 1)
+    (tmp_path / "broken" / ".hydra" / "config.yaml").write_text("a: [1,")
+    (row,) = load_runs(tmp_path / "broken")
+    assert (row["result"], row["config"]) == (1, {})
+    with open_folder(tmp_path / "live"):
+        (row,) = load_runs(tmp_path / "live")
+        assert (row["status"], row["result"], row["config"]) == ("starting", None, {})
+        assert row["samples_per_second"] is None
+    assert load_runs(tmp_path / "live" / "requests") == []
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        load_runs(tmp_path / "nowhere")

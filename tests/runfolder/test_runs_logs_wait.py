@@ -1,12 +1,10 @@
 """``robust-train ps``, ``logs`` and ``wait``, in this process, on folders as jobs leave them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
+import threading
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,10 +14,9 @@ from robust_train.cli import runs
 from robust_train.cli.main import main
 from robust_train.folder.run_list import state_directory
 from robust_train.folder.state import Summary
-from robust_train.launcher.run_folder import RunFolder
 
 
-def ended(run_dir: Path, name: str, status: str, result: object = None, **how: object) -> str:
+def ended(run_dir, name, status, result=None, **how):
     """A job that has ended; its id."""
     with open_folder(run_dir, name) as folder:
         Summary(status, run_dir, result=result).write()
@@ -27,7 +24,7 @@ def ended(run_dir: Path, name: str, status: str, result: object = None, **how: o
     return folder.state.id
 
 
-def died(run_dir: Path, name: str = "clip", *, with_the_host: bool = False) -> str:
+def died(run_dir, name="clip", *, with_the_host=False):
     """A job whose launcher could not record how it ended; its id."""
     with open_folder(run_dir, name) as folder:
         state = replace(folder.state, resume_command=f"cd /w && train hydra.run.dir={run_dir}")
@@ -90,12 +87,10 @@ def test_of_many_runs_the_newest_are_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("robust_train.cli.runs.USUALLY", 1)
     for name in ("one", "two"):
         ended(tmp_path / name, name, "completed")
-    assert main(["ps"]) == 0
-    out = capsys.readouterr().out
-    assert "two" in out
-    assert "older runs: 1; --all shows them" in out
-    assert main(["ps", "--all"]) == 0
-    assert "one" in capsys.readouterr().out
+    for more, words in ((), ("two", "older runs: 1; --all shows them")), (("--all",), ("one",)):
+        assert main(["ps", *more]) == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in words)
 
 
 def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, capfdbinary):
@@ -117,7 +112,7 @@ def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, capfdbin
     assert main(["logs", "nothing"]) == 1
 
 
-def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_path: Path):
+def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_path):
     with open_folder(tmp_path) as folder:
         shown = runs.output_of(tmp_path, follow=True)
         assert next(shown) == b"", "no attempt yet"
@@ -132,7 +127,7 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
         assert list(runs.output_of(tmp_path, 1, follow=True)) == [b"one\ntwo\nunfinished"], "ended"
         second.write_bytes(b"." * runs.CHUNK_BYTES + b"again")
         assert len(next(shown)) == runs.CHUNK_BYTES, "a line without an end does not hold it up"
-        _end(folder)
+        folder.ended("completed", None)
     assert list(shown) == [b"again"]
 
 
@@ -144,7 +139,7 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, mon
         (tmp_path / "attempt-1.log").write_text("old\n" * 2000 + "now\n")
         ticks = iter(range(3))
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds):
             if next(ticks) == 1:
                 folder.ended("interrupted", "interrupted by SIGTERM", 143)
                 folder.__exit__(None, None, None)
@@ -156,10 +151,6 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, mon
     assert len(out) < 5000
     assert "now\n" in out
     assert "interrupted by SIGTERM" in out
-
-
-def _end(folder: RunFolder) -> None:
-    folder.ended("completed", None)
 
 
 def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path, capsys):
@@ -181,9 +172,7 @@ def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path,
 
 
 @pytest.mark.slow
-def test_wait_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    import threading
-
+def test_wait_waits(tmp_path, capsys):
     with another_launcher(tmp_path / "live") as process:
         timer = threading.Timer(0.5, process.terminate)
         timer.start()

@@ -1,22 +1,15 @@
 """state.json: what it says after which event, and what becomes of broken ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import gpu
-from robust_train.folder.state import (
-    RunState,
-    StateFile,
-    read_state,
-)
+from robust_train.folder.state import RunState, StateFile, read_state
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     AttemptProcess,
@@ -66,32 +59,30 @@ def test_events_before_any_attempt_change_no_attempt():
 
 
 @pytest.mark.parametrize("loss", ["tensor(0.5)", True, 10**400, [0.5], None])
-def test_a_loss_that_is_no_number_does_not_cost_the_state(loss: object, tmp_path: Path):
+def test_a_loss_that_is_no_number_does_not_cost_the_state(loss, tmp_path):
     file = StateFile(tmp_path, replace(STATE, attempt=Attempt(1, SPEC)))
     file.update(lambda state: state.after(Progress(3, None, {"loss": loss})))
     read = read_state(tmp_path)
-    assert read is not None
     assert (read.attempt.step, read.attempt.loss) == (3, None)
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_what_is_written_is_read_and_progress_is_written_once_a_second_at_most(tmp_path):
     kept = StateFile(tmp_path, STATE)
     kept.update(lambda state: replace(state, attempt=Attempt(1, SPEC)))
     kept.update(lambda state: state.after(CheckpointSaved("/c", 1)))
     found = read_state(tmp_path)
-    assert found is not None
     assert found.attempt == replace(Attempt(1, SPEC), checkpoint="/c", saves=0)
     assert (found.checkpoint, found.since) == ("/c", STATE.since)
     assert json.loads((tmp_path / "state.json").read_text())["schema"] == 2
-
-
-def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
-    kept = StateFile(tmp_path, STATE)
     kept.write_if_due()
     written = os.stat(tmp_path / "state.json").st_ino
     for step in range(50):
         kept.update(lambda state, step=step: state.after(Progress(step, None, {})))
     assert os.stat(tmp_path / "state.json").st_ino == written
+
+
+def with_values(**values):
+    return json.dumps({**asdict(STATE), **values}).encode()
 
 
 @pytest.mark.parametrize(
@@ -103,30 +94,27 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path):
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"schema": 2}',
-        json.dumps({**asdict(STATE), "pid": "1"}).encode(),
-        json.dumps({**asdict(STATE), "schema": 1}).encode(),
-        json.dumps({**asdict(STATE), "waiting": 3}).encode(),
-        json.dumps({**asdict(STATE), "attempt": {"attempt": True}}).encode(),
-        json.dumps({**asdict(STATE), "started": float("nan")}).encode(),
-        json.dumps(asdict(STATE)).replace("1.0", "1e999").encode(),
+        with_values(pid="1"),
+        with_values(schema=1),
+        with_values(waiting=3),
+        with_values(attempt={"attempt": True}),
+        with_values(started=float("nan")),
+        with_values().replace(b"1.0", b"1e999"),
     ],
     ids=lambda content: repr(content[:20]),
 )
-def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path: Path, content: bytes):
+def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path, content):
     (tmp_path / "state.json").write_bytes(content)
     assert read_state(tmp_path) is None
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    found = RunState.read(
-        json.dumps({**asdict(STATE), "name": "a\x1b[2Jb", "waiting": {"reason": "\n"}})
-    )
-    assert found is not None
+    found = RunState.read(with_values(name="a\x1b[2Jb", waiting={"reason": "\n"}))
     assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: json.dumps(t).encode()))
-def test_no_bytes_crash_the_reader(data: bytes):
+def test_no_bytes_crash_the_reader(data):
     assert RunState.read(data) is None
 
 

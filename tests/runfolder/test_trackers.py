@@ -1,11 +1,8 @@
 """What attempts are given so that experiment trackers go on in one run."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +12,17 @@ from robust_train.folder.trackers import TrackerNote, tracker_environment
 WANDB = {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"}
 
 
-def given(folder: Path, environ: dict[str, str] | None = None, **options: bool) -> dict[str, str]:
+def given(folder, environ=None, **options):
     return tracker_environment(environ or {}, folder, "abc", **{"is_script": True, **options})
 
 
 @pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch):
+def mlflow(monkeypatch):
     """A library whose active run the test chooses."""
     module = types.ModuleType("mlflow")
     module.active_run = lambda: None
 
-    def begin(run: str, **tags: str) -> None:
+    def begin(run, **tags):
         data = types.SimpleNamespace(tags=tags)
         found = types.SimpleNamespace(info=types.SimpleNamespace(run_id=run), data=data)
         module.active_run = lambda: found
@@ -35,7 +32,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch):
     return begin
 
 
-def test_wandb_gets_the_jobs_id_unless_the_user_has_set_one(tmp_path: Path):
+def test_wandb_gets_the_jobs_id_unless_the_user_has_set_one(tmp_path):
     assert given(tmp_path) == WANDB
     for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"):
         assert given(tmp_path, {name: ""}) == {}, "also an empty one"
@@ -47,7 +44,7 @@ def test_a_function_gets_it_where_wandb_is_installed(tmp_path, monkeypatch):
         assert given(tmp_path, is_script=False) == expected
 
 
-def test_mlflow_gets_the_run_that_was_active_last(tmp_path: Path, mlflow):
+def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow):
     note = TrackerNote(tmp_path, "abc")
     note.poll()
     assert given(tmp_path) == WANDB, "no run was active"
@@ -74,7 +71,7 @@ def test_a_server_that_the_trainer_chooses_itself_is_the_same_at_the_next_attemp
     assert given(tmp_path)["MLFLOW_RUN_ID"] == "first"
 
 
-def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path: Path, mlflow):
+def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path, mlflow):
     mlflow("first")
     TrackerNote(tmp_path, "").poll()
     TrackerNote(tmp_path, None).poll()

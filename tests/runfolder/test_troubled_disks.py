@@ -1,11 +1,7 @@
 """Run folders on disks that are full or away. Real disks, made small (needs root)."""
 
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,12 +15,12 @@ from robust_train.model.errors import ConfigError, RunFolderUnavailable
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k"):
         yield tmp_path / "disk"
 
 
-def test_a_full_disk_keeps_no_job_from_resuming(disk: Path):
+def test_a_full_disk_keeps_no_job_from_resuming(disk):
     job = begin_job(disk, resume=True).job
     path = disk / "checkpoints" / "step-5.bin"
     path.parent.mkdir()
@@ -35,12 +31,6 @@ def test_a_full_disk_keeps_no_job_from_resuming(disk: Path):
     assert (begun.job, begun.checkpoint) == (job, path)
 
 
-def test_a_new_job_on_a_full_disk_may_be_tried_again(disk: Path):
-    fill(disk)
-    with pytest.raises(RunFolderUnavailable, match=r"cannot write .*job\.json: No space left"):
-        begin_job(disk, resume=True)
-
-
 @pytest.mark.parametrize("is_script", [True, False])
 def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(world, disk, is_script):
     fill(disk)
@@ -48,10 +38,12 @@ def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(world
     ended = CommandWorld(world).run("--", "true") if is_script else world.run("device=cpu")
     assert ended.returncode == 75, ended.output
     assert "Traceback" not in ended.output
-    assert "No space left on device" in ended.stderr.splitlines()[-1]
+    last = ended.stderr.splitlines()[-1]
+    assert "No space left on device" in last
+    assert "; the same command may succeed later" in last
 
 
-def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoint(tmp_path: Path):
+def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoint(tmp_path):
     with small_disk(tmp_path / "disk", "nr_inodes=10"):
         run_dir = tmp_path / "disk"
         begin_job(run_dir, resume=True)
@@ -66,7 +58,7 @@ def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoin
         assert begin_job(run_dir, resume=True).checkpoint == folder.path / "step-00000003.pt"
 
 
-def test_whether_a_disk_has_room_again(disk: Path, tmp_path: Path):
+def test_whether_a_disk_has_room_again(disk, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     message = f"OSError: [Errno 28] No space left on device: '{disk}/cache'"
@@ -83,7 +75,7 @@ def test_whether_a_disk_has_room_again(disk: Path, tmp_path: Path):
     ("number", "kind"), [(errno.ESTALE, RunFolderUnavailable), (errno.EACCES, ConfigError)]
 )
 def test_what_may_pass_by_itself_is_no_mistake_of_the_configuration(number, kind):
-    def read() -> None:
+    def read():
         raise OSError(number, os.strerror(number), "/runs/a")
 
     with pytest.raises(ConfigError) as found:

@@ -21,14 +21,3 @@ def counts(cfg, run):
             raise Interrupted(f"stopped after step {step}")
         time.sleep(0.02)
     return {"first": first, "attempt": run.attempt}
-
-
-def saves_when_due(cfg, run):
-    """Save only when it is time; return the steps at which that was."""
-    saved = []
-    for step in range(1, 31):
-        run.progress(step)
-        if run.checkpoint_due:
-            saves(run, "last", step, str(step))
-            saved.append(step)
-    return saved
