@@ -1,7 +1,5 @@
 """The commands of the README with the built-in trainer, on real images in their true formats."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -10,25 +8,18 @@ import pytest
 import torch
 
 from terminal_screen import lines_shown
-from world import Ended, World
-
-TINY = (
-    "model.backbone=test_vit",
-    "model.pretrained=false",
-    "model.image_size=32",
-    "training.num_workers=0",
-    "training.epochs=1",
-)
+from training.training_world import write_image_folder
+from world import World
 
 
 @pytest.mark.slow  # 20 epochs; the next one trains for one
-def test_the_default_job_reads_real_digits_with_97_percent_or_more(world: World):
+def test_the_default_job_reads_real_digits_with_97_percent_or_more(world):
     ended = world.run()
     shows_and_leaves_what_it_should(world, ended)
     assert ended.summary["result"]["test_accuracy"] >= 0.97
 
 
-def shows_and_leaves_what_it_should(world: World, ended: Ended) -> None:
+def shows_and_leaves_what_it_should(world, ended):
     assert ended.returncode == 0, ended.output
     result = ended.summary["result"]
     assert "Test accuracy: " in ended.stdout
@@ -46,7 +37,7 @@ def shows_and_leaves_what_it_should(world: World, ended: Ended) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120, 160])
-def test_a_terminal_shows_one_status_below_whole_lines(world: World, columns: int):
+def test_a_terminal_shows_one_status_below_whole_lines(world, columns):
     written = world.run_in_terminal("training.epochs=8", columns=columns)
     lines = [line for line in lines_shown(written, columns) if line]
     assert not [line for line in lines if "━" in line or line.startswith("running")], "it is gone"
@@ -63,7 +54,7 @@ def test_a_terminal_shows_one_status_below_whole_lines(world: World, columns: in
     assert "\x1b" not in log
 
 
-def test_the_same_job_gives_the_same_result_under_both_doors(world: World):
+def test_the_same_job_gives_the_same_result_under_both_doors(world):
     small = ("training.epochs=1", "model.width=8")
     robust = world.run(*small)
     shows_and_leaves_what_it_should(world, robust)
@@ -78,7 +69,7 @@ def test_the_same_job_gives_the_same_result_under_both_doors(world: World):
     assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
+def test_absent_data_is_refused_in_one_line_with_the_way_out(world):
     arguments = ("model=linear_probe", "dataset=flowers102", "dataset.download=false")
     ended = world.run(*arguments, script="train.py", code=2)
     assert "dataset" in ended.stderr.splitlines()[-1]
@@ -87,7 +78,7 @@ def test_absent_data_is_refused_in_one_line_with_the_way_out(world: World):
 
 
 @pytest.mark.proves("built-in trainer", "one GPU", "in the step")
-def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
+def test_a_real_out_of_memory_error_repeats_the_step_only(world):
     world.environ |= {
         # freed blocks go back at once, so that the limit is one on what is held
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -106,17 +97,36 @@ def test_a_real_out_of_memory_error_repeats_the_step_only(world: World):
     assert "the step is repeated" in ended.output
 
 
-@pytest.mark.proves("built-in trainer", "one GPU", "new attempt")
-def test_a_real_out_of_memory_error_outside_of_the_step_halves_the_batch_and_finishes(world):
-    """A trainer that splits nothing itself: the launcher starts it again."""
-    ended = world.run("trainer._target_=limited_trainers.a_plain_loop", "training.batch_size=64")
-    assert ended.returncode == 0, ended.output
-    attempts = [(a["outcome"], a["batch_size"], a["action"]) for a in ended.attempts]
-    workers = [a for a in attempts if a[2] == "fewer_workers"]
-    assert all(a[:2] == ("host_oom", 64) for a in workers)
-    rest = attempts[len(workers) :]
-    assert rest[0] == ("host_oom", 64, "halve_batch")
-    assert rest[-1][0] == "completed"
-    assert rest[-1][1] < 64
-    assert {a["effective_batch_size"] for a in ended.attempts} == {64}
-    assert "allocate memory" in ended.attempts[0]["message"]
+def test_a_size_is_found_under_a_real_limit(world):
+    images = write_image_folder(world.folder / "images", per_class=16)
+    arguments = (
+        "training.batch_size=auto",
+        "training.effective_batch_size=32",
+        "min_batch_size=1",
+        "dataset=image_folder",
+        f"dataset.root={images}",
+        "model.image_size=96",
+        "model.width=16",
+        "training.num_workers=0",
+        "training.epochs=1",
+    )
+    world.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "DATA_LIMIT_BYTES": str(300 << 20)}
+    first = world.run("trainer._target_=limited_trainers.built_in", *arguments, code=0)
+    (found,) = [e for e in first.journal if e["event"] == "batch_size_found"]
+    size = found["batch_size"]
+    assert 1 <= size < 32
+    assert len(found["search"]["probes"]) <= 4
+    (attempt,) = first.attempts
+    assert (attempt["outcome"], attempt["batch_size"]) == ("completed", size)
+    assert attempt["gradient_accumulation_steps"] * size == attempt["effective_batch_size"] == 32
+    assert attempt["batch_size_found"]["measured_bytes"] == found["search"]["measured_bytes"]
+    assert "micro-batch auto, effective batch 32" in first.output
+    assert f"→ {size}, measured" in first.output
+    assert not [e for e in first.journal if e["event"] == "micro_batch_changed"], "it really fits"
+
+
+@pytest.mark.slow
+def test_train_py_finds_a_size_too(world):
+    small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
+    plain = world.run("training.batch_size=auto", *small, script="train.py", code=0)
+    assert "training.batch_size=auto: 2 probes" in plain.output

@@ -1,11 +1,8 @@
 """An edit between two attempts: what runs, and what is said."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +30,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     (tmp_path / "parts").mkdir()
     for name in ("model", "late"):
         (tmp_path / "parts" / f"{name}.py").write_text("VERSION = 1\n")
@@ -41,7 +38,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, override: str) -> str:
+def run(project, override):
     command = [sys.executable, "main.py", override]
     ended = subprocess.run(
         command, cwd=project, env=os.environ, capture_output=True, text=True, timeout=60
@@ -50,7 +47,7 @@ def run(project: Path, override: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def test_an_attempt_that_runs_other_code_names_the_files(project: Path):
+def test_an_attempt_that_runs_other_code_names_the_files(project):
     said = run(project, "code=live")
     assert "ran 2 2 2 parts" in said
     assert "attempt 2 runs other code; changed since attempt 1: parts/model.py" in said
@@ -58,7 +55,7 @@ def test_an_attempt_that_runs_other_code_names_the_files(project: Path):
     assert not list((project / "run/code-as-it-was").glob("*.py"))
 
 
-def test_code_first_runs_the_code_of_the_first_attempt_where_data_stays(project: Path):
+def test_code_first_runs_the_code_of_the_first_attempt_where_data_stays(project):
     said = run(project, "code=first")
     assert "ran 2 1 1 parts" in said, "also of a file that was removed"
     assert "changed since" not in said

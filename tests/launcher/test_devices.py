@@ -1,70 +1,88 @@
 """Which device a job gets, on simulated machines: the real NVML client on a simulated library."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 
 import pytest
 
-from simulated_nvml import GPU_IS_LOST, Machine
+from simulated_nvml import GPU_IS_LOST
 from two_gpu_machine import A, B
-from world import World, wait_until
+from world import wait_until
+
+PLAIN = "trainer._target_=trainers.what_it_was_given"
+TOO_MUCH = "min_gpu_memory_mb=22000"
+WAITS = "gpu_check_interval_seconds=1000"
+SOON = "gpu_check_interval_seconds=0.1"
 
 
-def visible_to_trainer(world: World, *arguments: str) -> str:
-    ended = world.train("what_it_was_given", *arguments, code=0)
-    return ended.summary["result"]["visible"]
+def warnings_of(ended, words):
+    return [line for line in ended.stdout.splitlines() if words in line]
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("arguments", "visible"),
+    ("mask", "arguments", "visible"),
     [
-        ([], A),  # the one with the most free memory
-        (["device=cpu"], ""),
-        (["device=cuda:1"], B),
-        (["device=GPU-bbbb", "auto_device=false"], B),
-        (["device=cuda:1", "auto_device=true"], A),
+        (None, [], A),  # the one with the most free memory
+        (None, ["device=cpu"], ""),
+        (None, ["device=cuda:1"], B),
+        (None, ["device=GPU-bbbb", "auto_device=false"], B),
+        (None, ["device=cuda:1", "auto_device=true"], A),
+        # a mask is never widened
+        ("1", [], B),
+        ("1", ["auto_device=false", "device=cuda:0"], B),
+        ("GPU-cccc", [], ""),
     ],
 )
-def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, arguments, visible):
+def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, mask, arguments, visible):
+    if mask is not None:
+        world.environ["CUDA_VISIBLE_DEVICES"] = mask
     ended = world.train("what_it_was_given", *arguments, code=0)
     given, (attempt,) = ended.summary["result"], ended.attempts
     assert given["visible"] == visible
     assert given["device"] == ("cuda:0" if visible else "cpu")
     assert attempt["gpu_uuid"] == (visible or None)
+    if mask == "GPU-cccc":
+        assert "CUDA_VISIBLE_DEVICES=GPU-cccc" in warnings_of(ended, " warning: ")[0]
 
 
-def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(world: World):
+def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(world):
     world.environ["CUDA_VISIBLE_DEVICES"] = ""
     ended = world.train("what_it_was_given", "device=cuda", code=2)
     assert "device=cuda: no such GPU here" in ended.stderr
     ended = world.train("what_it_was_given", "num_gpus=2", code=0)
-    said = [line for line in ended.stdout.splitlines() if "num_gpus=2" in line]
-    assert len(said) == 1
-    assert "on the CPU in one process" in said[0]
+    (said,) = warnings_of(ended, "num_gpus=2")
+    assert "on the CPU in one process" in said
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(world: World):
-    ended = world.train("what_it_was_given", "auto_device=false", "device=cuda:7", code=2)
-    assert "device=cuda:7" in ended.stderr
-    assert A in ended.stderr
-    assert B in ended.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([PLAIN, "auto_device=false", "device=cuda:7"], ["device=cuda:7", A, B]),
+        # the largest request that could be met is named
+        ([PLAIN, "min_gpu_memory_mb=90000"], ["24000"]),
+        ([PLAIN, "num_gpus=3"], ["only 2 GPUs"]),
+        (["trainer._target_=no_such_module.train", TOO_MUCH, WAITS], ["no_such_module"]),
+    ],
+)
+def test_what_no_waiting_would_help_is_refused_at_once(world, arguments, words):
+    ended = world.run(*arguments, code=2)
+    for word in words:
+        assert word in ended.stderr
 
 
 def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(world, two_gpus):
     two_gpus.cuda = 12020
     two_gpus.update(0)
-    ended = world.run("trainer._target_=trainers.computes_on_its_device", code=2)
+    ended = world.train("computes_on_its_device", code=2)
     (message,) = ended.stderr.strip().splitlines()
     assert message.startswith("CUDA cannot work here: ")
     for words in ("the driver supports CUDA 12.2", "this torch was built", "device=cpu"):
         assert words in message
     assert [(a["outcome"], a["action"]) for a in ended.attempts] == [("setup", "give_up")]
-    ended = world.run("trainer._target_=trainers.computes_on_its_device", "device=cpu", code=0)
+    world.train("computes_on_its_device", "device=cpu", code=0)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -73,29 +91,11 @@ def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a
     code = f"import time, warnings; warnings.warn('{words}'); time.sleep(1.2)"
     argv = json.dumps([sys.executable, "-c", code])
     ended = world.run("trainer=command", f"trainer.argv={argv}", code=0)
-    said = [line for line in ended.stdout.splitlines() if "may train on the CPU" in line]
-    assert len(said) == 1
-    assert "cuda:0: The NVIDIA driver on your system is too old" in said[0]
+    (said,) = warnings_of(ended, "may train on the CPU")
+    assert "cuda:0: The NVIDIA driver on your system is too old" in said
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_a_mask_is_never_widened(world: World):
-    world.environ["CUDA_VISIBLE_DEVICES"] = "1"
-    assert visible_to_trainer(world) == B
-    assert visible_to_trainer(world, "auto_device=false", "device=cuda:0") == B
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_hidden_by_mistake_mean_a_warning_that_names_the_variable(world: World):
-    world.environ["CUDA_VISIBLE_DEVICES"] = "GPU-cccc"
-    ended = world.train("what_it_was_given")
-    assert ended.summary["result"]["device"] == "cpu"
-    warning = next(line for line in ended.stdout.splitlines() if " warning: " in line)
-    assert "CUDA_VISIBLE_DEVICES" in warning
-    assert "GPU-cccc" in warning
-
-
-def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, two_gpus: Machine):
+def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world, two_gpus):
     attempts = world.folder / "attempts"
     go = world.folder / "go"
     world.environ |= {
@@ -125,12 +125,8 @@ def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world: World, two_gpu
     assert "23000 MiB free" in ended.attempts[1]["reason"]
 
 
-def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
-    process = world.start(
-        "trainer._target_=trainers.what_it_was_given",
-        "min_gpu_memory_mb=22000",
-        "gpu_check_interval_seconds=0.1",
-    )
+def test_waits_until_enough_memory_is_free(world, two_gpus):
+    process = world.start(PLAIN, TOO_MUCH, SOON)
     wait_until(
         lambda: len(two_gpus.calls("nvmlDeviceGetMemoryInfo_v2")) >= 12, "it looks repeatedly"
     )
@@ -142,55 +138,27 @@ def test_waits_until_enough_memory_is_free(world: World, two_gpus: Machine):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world: World):
-    too_much = "min_gpu_memory_mb=22000"
-    in_time = ("gpu_wait_timeout_minutes=0.01", "gpu_check_interval_seconds=0.1")
-    ended = world.train("what_it_was_given", too_much, *in_time)
+def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world):
+    ended = world.train("what_it_was_given", TOO_MUCH, "gpu_wait_timeout_minutes=0.01", SOON)
     assert ended.summary["result"]["visible"] == ""
     assert " warning: no GPU" in ended.output
     never = ("allow_cpu_fallback=false", "wait_for_gpu=false")
-    ended = world.train("what_it_was_given", too_much, *never, code=75)
-    assert ended.summary["status"] == "no_device"
-    assert ended.attempts == []
+    ended = world.train("what_it_was_given", TOO_MUCH, *never, code=75)
+    assert (ended.summary["status"], ended.attempts) == ("no_device", [])
     assert "22000" in ended.stderr
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_request_that_no_gpu_could_ever_meet_fails_at_once(world: World):
-    ended = world.train("what_it_was_given", "min_gpu_memory_mb=90000", code=2)
-    assert "24000" in ended.stderr, "the largest request that could be met is named"
-    ended = world.train("what_it_was_given", "num_gpus=3", code=2)
-    assert "only 2 GPUs" in ended.stderr
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_signal_ends_the_waiting_at_once(world: World):
-    process = world.start(
-        "trainer._target_=trainers.what_it_was_given",
-        "min_gpu_memory_mb=22000",
-        "gpu_check_interval_seconds=1000",
-    )
-    journal = world.run_dir / "journal.jsonl"
-    wait_until(journal.exists, "the job has started")
+def test_a_signal_ends_the_waiting_at_once(world):
+    process = world.start(PLAIN, TOO_MUCH, WAITS)
+    wait_until((world.run_dir / "journal.jsonl").exists, "the job has started")
     process.send_signal(signal.SIGINT)
     ended = world.end(process, code=130)
-    assert ended.summary["status"] == "interrupted"
-    assert ended.attempts == []
+    assert (ended.summary["status"], ended.attempts) == ("interrupted", [])
     assert "Traceback" not in ended.output
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_a_trainer_that_cannot_be_imported_ends_the_waiting(world: World):
-    ended = world.run(
-        "trainer._target_=no_such_module.train",
-        "min_gpu_memory_mb=22000",
-        "gpu_check_interval_seconds=1000",
-    )
-    assert ended.returncode == 2, ended.output
-    assert "no_such_module" in ended.stderr
-
-
-def test_a_lost_gpu_is_skipped_with_its_reason(world: World, two_gpus: Machine):
+def test_a_lost_gpu_is_skipped_with_its_reason(world, two_gpus):
     two_gpus.fail("nvmlDeviceGetMemoryInfo", GPU_IS_LOST, 0)
     two_gpus.fail("nvmlDeviceGetMemoryInfo_v2", GPU_IS_LOST, 0)
     ended = world.train("what_it_was_given")
@@ -199,15 +167,11 @@ def test_a_lost_gpu_is_skipped_with_its_reason(world: World, two_gpus: Machine):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_module_that_starts_cuda_at_import_sees_the_attempts_gpu(world: World):
+def test_who_starts_cuda_at_import_sees_the_attempts_gpu(world):
     ended = world.run("trainer._target_=trainer_that_starts_cuda.train", code=0)
     assert ended.summary["result"] == A
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_an_interpreter_in_which_a_library_has_started_cuda_runs_no_attempt(world: World):
-    ended = world.with_libraries().run(
-        "trainer._target_=trainer_with_cuda_library.train", "trainer.preload_modules=[starts_cuda]"
-    )
-    assert ended.returncode == 0, ended.output
+    # an interpreter in which a library has done so runs no attempt
+    of_a_library = "trainer._target_=trainer_with_cuda_library.train"
+    preloads = "trainer.preload_modules=[starts_cuda]"
+    ended = world.with_libraries().run(of_a_library, preloads, code=0)
     assert ended.summary["result"] == A

@@ -1,28 +1,20 @@
 """Several GPUs for one job, as the launcher has them: on simulated machines."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
-from simulated_nvml import Gpu, Machine
-
-MachineWith = Callable[..., Machine]
+from simulated_nvml import Gpu
 
 PROGRAM = """
 import json, logging, os, sys, time
 from pathlib import Path
 from robust_train.config.composition import complete
-from robust_train.model.errors import ConfigError
+from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import MemoryReported
 from robust_train.queue.devices import Devices
-from robust_train.model.errors import NoDevice
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import Registry
 from robust_train.config.checks import checked
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.attempt import Attempt
-from robust_train.model.spec import AttemptSpec
-from robust_train.model.spec import Room
+from robust_train.model.spec import AttemptSpec, Room
 
 def devices(environ={}, **keys):
     cfg = complete({"num_gpus": 2, **keys})
@@ -51,7 +43,7 @@ def records():
 """
 
 
-def test_a_job_takes_exchanges_and_gives_back_its_gpus_together(machine_with: MachineWith) -> None:
+def test_a_job_takes_exchanges_and_gives_back_its_gpus_together(machine_with):
     gpus = [Gpu(), Gpu(total_mib=16000, name="V100"), Gpu(free_mib=30000), Gpu(free_mib=20000)]
     machine = machine_with(*gpus)
     told = machine.python(
@@ -141,16 +133,14 @@ print(json.dumps({
         "num_gpus=3, or less min_gpu_memory_mb"
     )
     assert told["too_many"] == told["too_many_without_queue"] == too_many
-    assert told["too_many_for_the_mask"].startswith(
-        "ConfigError: num_gpus=3: only 2 GPUs here could"
-    )
+    assert told["too_many_for_the_mask"] == told["too_many_still"]
     assert told["one_gpu"].startswith(
         "ConfigError: num_gpus=2 cannot be combined with device=cuda:1"
     )
     assert "CUDA_VISIBLE_DEVICES" in told["one_gpu"]
 
 
-def test_after_waiting_in_vain_a_job_takes_fewer_gpus(machine_with: MachineWith) -> None:
+def test_after_waiting_in_vain_a_job_takes_fewer_gpus(machine_with):
     machine = machine_with(Gpu(), Gpu(), Gpu(free_mib=100))
     told = machine.python(
         PROGRAM

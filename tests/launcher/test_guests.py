@@ -1,7 +1,5 @@
 """Started as a rank by another engine: real ``torchrun`` on this machine, and the pure parts."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -9,10 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,12 +38,7 @@ SMALL = (
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-def robust_train(*words: str, environ: dict[str, str]) -> str:
-    command = [sys.executable, "-m", "robust_train.cli.main", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True).stdout
-
-
-def cold(argv: Sequence[object], cwd: Path, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+def cold(argv, cwd, environ):
     """Start an interpreter as users do."""
     return subprocess.Popen(
         [sys.executable, *argv],
@@ -66,21 +57,19 @@ class Agents:
     world: World
 
     @property
-    def run_dir(self) -> Path:
+    def run_dir(self):
         return self.world.run_dir
 
-    def start(self, *options: str, trouble: str = "") -> subprocess.Popen[str]:
+    def start(self, *options, trouble=""):
         argv = (*TORCHRUN[1:], *options, SCRIPT, self.run_dir)
         return cold(argv, self.world.folder, {**self.world.environ, "TROUBLE": trouble})
 
-    def run(self, *options: str, trouble: str = "") -> tuple[int, str]:
+    def run(self, *options, trouble=""):
         process = self.start("--standalone", "--nproc-per-node=2", *options, trouble=trouble)
         output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
-    def tasks(
-        self, *command: object, trouble: str = "", start: Callable[..., Any] = cold
-    ) -> list[subprocess.Popen[str]]:
+    def tasks(self, *command, trouble="", start=cold):
         """Start two tasks as srun does: ranks without an agent."""
         srun = {
             "SLURM_JOB_ID": "4711",
@@ -99,25 +88,25 @@ class Agents:
             for rank in "01"
         ]
 
-    def end(self, tasks: list[subprocess.Popen[str]]) -> str:
-        """Wait until tasks have completed; return what they printed."""
+    def end(self, tasks, fails=False):
+        """Wait until all tasks have completed, or failed; return what they printed."""
         outputs = [task.communicate(timeout=240)[0] for task in tasks]
-        assert [task.returncode for task in tasks] == [0, 0], outputs
+        assert {bool(task.returncode) for task in tasks} == {fails}, outputs
         return "".join(outputs)
 
     @property
-    def summary(self) -> dict:
+    def summary(self):
         return json.loads((self.run_dir / "summary.json").read_text())
 
     @property
-    def sizes(self) -> list[tuple[int, int]]:
+    def sizes(self):
         return sizes_in(self.run_dir)
 
-    def has_the_weights_of_an_undisturbed_run(self) -> bool:
+    def has_the_weights_of_an_undisturbed_run(self):
         return self.summary["result"] == pytest.approx(undisturbed(), abs=1e-12)
 
 
-def sizes_in(run_dir: Path) -> list[tuple[int, int]]:
+def sizes_in(run_dir):
     """Return micro-batch and accumulation of each attempt."""
     lines = map(json.loads, (run_dir / "journal.jsonl").read_text().splitlines())
     names = "batch_size", "gradient_accumulation_steps"
@@ -125,25 +114,21 @@ def sizes_in(run_dir: Path) -> list[tuple[int, int]]:
     return [tuple(spec[name] for name in names) for spec in started]
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 @pytest.fixture
-def agents(world: World) -> Agents:
+def agents(world):
     return Agents(world)
 
 
-def test_tasks_repeat_a_step_and_their_next_start_goes_on_with_half_the_batch(agents: Agents):
+def test_tasks_repeat_a_step_and_their_next_start_goes_on_with_half_the_batch(agents):
     """The ranks are those of torchrun, without its agent and the imports of each."""
     tasks = agents.tasks(trouble="runs_out_in_step=3 runs_out=5", start=warm.start)
-    output = "".join("".join(task.communicate(timeout=240)) for task in tasks)
-    assert all(task.returncode for task in tasks), output
-    assert "step 3: out of memory" in output
-    tasks = agents.tasks(trouble="runs_out=5", start=warm.start)
-    output = "".join("".join(task.communicate(timeout=240)) for task in tasks)
-    assert not any(task.returncode for task in tasks), output
+    assert "step 3: out of memory" in agents.end(tasks, fails=True)
+    output = agents.end(agents.tasks(trouble="runs_out=5", start=warm.start))
     assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
     assert agents.sizes == [(8, 1), (4, 2)]
     assert agents.has_the_weights_of_an_undisturbed_run()
@@ -152,31 +137,22 @@ def test_tasks_repeat_a_step_and_their_next_start_goes_on_with_half_the_batch(ag
 @pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "in the step")
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_a_step_is_repeated_on_all_ranks_and_a_restart_goes_on_with_half_the_batch(agents: Agents):
-    code, output = agents.run("--max-restarts=1", trouble="runs_out_in_step=3 runs_out=5")
+def test_a_step_is_repeated_on_all_ranks_a_restart_has_half_the_batch_and_one_more_the_same(agents):
+    code, output = agents.run(
+        "--max-restarts=2", trouble="runs_out_in_step=3 runs_out=5 is_killed=8"
+    )
     assert code == 0, output
     assert "step 3: out of memory" in output
-    assert agents.sizes == [(8, 1), (4, 2)]
-    assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
-    assert agents.has_the_weights_of_an_undisturbed_run()
-
-
-@pytest.mark.slow
-def test_after_a_kill_of_a_rank_a_restart_is_the_same_again(agents: Agents):
-    code, output = agents.run("--max-restarts=2", trouble="runs_out=5 is_killed=8")
-    assert code == 0, output
     assert agents.sizes == [(8, 1), (4, 2), (4, 2)]
+    assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
     assert "rank 1 was killed: the same again" in output
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 
 @pytest.mark.slow
-def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents: Agents):
-    def fails(trouble: str) -> str:
-        tasks = agents.tasks(trouble=trouble)
-        outputs = [task.communicate(timeout=240)[0] for task in tasks]
-        assert all(task.returncode for task in tasks), outputs
-        return "".join(outputs)
+def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents):
+    def fails(trouble):
+        return agents.end(agents.tasks(trouble=trouble), fails=True)
 
     assert "a bug of mine" in fails("has_a_bug=4")
     agents.world.environ["SLURM_RESTART_COUNT"] = "1"
@@ -189,7 +165,7 @@ def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents: Agents):
 
 @pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents: Agents):
+def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents):
     port = free_port()
     options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
     options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
@@ -204,11 +180,11 @@ def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents: Agents):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_gpus")
-def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_on(agents: Agents):
+def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_on(agents):
     agents.world.environ["AUTO_DEVICE"] = "1"
     tasks = agents.tasks(trouble="waits=5")
     wait_until(lambda: len([*agents.run_dir.glob("waits-*")]) == 2, "both ranks to wait")
-    queue = robust_train("queue", "--json", environ=agents.world.environ)
+    queue = warm.robust_train("queue", "--json", environ=agents.world.environ).stdout
     for task in tasks:
         task.send_signal(signal.SIGTERM)
     output = "".join(task.communicate(timeout=120)[0] for task in tasks)
@@ -224,13 +200,13 @@ def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers", "accelerate"])
-def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents: Agents, framework: str):
+def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents, framework):
     pytest.importorskip(framework)
     world = agents.world
     folder = world.folder / "two"
     words = (f"trainer._target_=conformance_trainers.{framework}", *SMALL)
 
-    def weights(name: str) -> list[float]:
+    def weights(name):
         return torch.tensor(json.loads((world.folder / name).read_text())).flatten().tolist()
 
     world.environ |= {"READY_FILE": str(world.folder / "ready")}
@@ -252,7 +228,7 @@ def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents: Agents, 
 
 
 @pytest.mark.slow
-def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(agents: Agents):
+def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(agents):
     """Without one it would be another folder for each rank and restart."""
     small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
     command = (ROOT / "train_robust.py", *small, "auto_device=false", "device=cpu")
@@ -298,7 +274,7 @@ SLURM = {
         (SLURM | {"SLURM_RESTART_COUNT": "1"}, ("srun", 4, 5, 1, "slurm-4711", 1)),
     ],
 )
-def test_a_rank_of_an_engine_is_recognised(environ: Mapping[str, str], found: tuple):
+def test_a_rank_of_an_engine_is_recognised(environ, found):
     rank = guest_rank(environ)
     numbers = rank.rank, rank.world_size, rank.local_rank
     assert (rank.engine, *numbers, rank.job, rank.restarts) == found
@@ -313,7 +289,7 @@ def test_a_rank_of_an_engine_is_recognised(environ: Mapping[str, str], found: tu
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell, or submitit
     ],
 )
-def test_all_else_is_an_ordinary_launcher(environ: Mapping[str, str]):
+def test_all_else_is_an_ordinary_launcher(environ):
     assert guest_rank(environ) is None
 
 
@@ -343,7 +319,7 @@ def test_srun_s_ranks_get_what_torch_reads():
         ("r1n[2,5]-ib", "r1n2-ib"),
     ],
 )
-def test_the_first_host_of_a_list_of_slurm_s(hosts: str, first: str):
+def test_the_first_host_of_a_list_of_slurm_s(hosts, first):
     assert first_host(hosts) == first
 
 
@@ -355,7 +331,7 @@ def test_a_number_that_is_none_is_refused_in_one_line():
 # --- whose failure --------------------------------------------------------------------------------
 
 
-def left(rank: int, kind: FailureKind, at: float, by: int | None = None) -> RankEnd:
+def left(rank, kind, at, by=None):
     ending = Failed(Failure(kind, f"{kind.value} of {rank}"), caused_by_rank=by)
     return RankEnd(rank, ending=ending, at=at)
 
@@ -390,7 +366,7 @@ def test_the_cause_is_the_failure_that_the_others_followed_from(failures, messag
 def test_ranks_see_a_flag_at_the_same_look_however_far_each_is():
     store, seen = dist.HashStore(), {}
 
-    def loop(rank: int, pause: float) -> None:
+    def loop(rank, pause):
         with StoreVotes(store, rank, 3) as votes:
             for look in range(1, 100_000):
                 if votes.look("stop", rank):

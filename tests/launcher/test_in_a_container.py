@@ -1,29 +1,29 @@
-"""As the first process of a container, and by the manifests for those who start containers."""
+"""As the first process of a container, by the manifests for those who start containers, and in a
+memory cgroup."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import re
 import shlex
 import signal
 import subprocess
+import uuid
 from pathlib import Path
 
 import pytest
 import yaml
 
 import warm
-from world import ROOT, World, wait_until
+from robust_train.readable import MIB
+from world import ROOT, wait_until
 
 _NAMESPACE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 CAN_UNSHARE = not subprocess.run([*_NAMESPACE, "true"], capture_output=True).returncode
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or sandbox allows no PID namespaces")
-def test_as_process_1_it_saves_a_checkpoint_on_sigterm_and_goes_on_from_it(world: World) -> None:
-    ready = world.folder / "ready"
-    world.environ["READY_FILE"] = str(ready)
+def test_as_process_1_it_saves_a_checkpoint_on_sigterm_and_goes_on_from_it(world, ready):
     job = world.command("trainer._target_=trainers.stops_once_then_completes")
     process = subprocess.Popen([*_NAMESPACE, *job], cwd=world.folder, env=world.environ)
     wait_until(ready.exists, "the trainer runs")
@@ -36,17 +36,17 @@ def test_as_process_1_it_saves_a_checkpoint_on_sigterm_and_goes_on_from_it(world
     assert summary["result"] == "went on from when-preempted"
 
 
-def _kubernetes() -> dict:
+def _kubernetes():
     return yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())
 
 
-def _arguments_of_skypilot() -> list[str]:
+def _arguments_of_skypilot():
     task = yaml.safe_load((ROOT / "examples/skypilot/task.yaml").read_text())
     words = shlex.split(task["run"].replace("\\\n", " "))
     return words[words.index("train_robust.py") + 1 :]
 
 
-def test_the_manifests_commands_are_composed(tmp_path: Path) -> None:
+def test_the_manifests_commands_are_composed(tmp_path):
     container = _kubernetes()["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["python", "train_robust.py"]
     for arguments in (container["args"], _arguments_of_skypilot()):
@@ -56,13 +56,13 @@ def test_the_manifests_commands_are_composed(tmp_path: Path) -> None:
         assert yaml.safe_load(shown.stdout)["allow_cpu_fallback"] is False
 
 
-def test_the_pod_is_given_longer_than_the_trainer() -> None:
+def test_the_pod_is_given_longer_than_the_trainer():
     pod = _kubernetes()["spec"]["template"]["spec"]
     (grace,) = (a for a in pod["containers"][0]["args"] if a.startswith("stop_grace_seconds="))
     assert pod["terminationGracePeriodSeconds"] > int(grace.partition("=")[2]) + 10
 
 
-def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended() -> None:
+def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended():
     rules = _kubernetes()["spec"]["podFailurePolicy"]["rules"]
     (fatal,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
     readme = (ROOT / "README.md").read_text()
@@ -74,3 +74,56 @@ def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended() -> None:
     assert fatal["values"] == [1, 2, 76]
     service = (ROOT / "examples/systemd/robust-train.service").read_text()
     assert "\nRestartPreventExitStatus=1 2 76\n" in service
+
+
+# --- the kernel's OOM killer, for real: the launcher in a memory cgroup of its own ---
+
+LIMIT_BYTES = 1200 * MIB
+
+
+class Cgroup:
+    """A memory cgroup with a limit; v2 or v1, whichever this machine has."""
+
+    def __init__(self, limit_bytes):
+        root = Path("/sys/fs/cgroup")
+        is_v2 = "memory" in _text(root / "cgroup.controllers").split()
+        self.folder = (root if is_v2 else root / "memory") / f"robust-train-{uuid.uuid4().hex}"
+        self.folder.mkdir()
+        limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
+        (self.folder / limit).write_text(str(limit_bytes))
+        with contextlib.suppress(OSError):  # no swap to flee to, where the kernel counts it
+            swap = "memory.swap.max" if is_v2 else "memory.memsw.limit_in_bytes"
+            (self.folder / swap).write_text("0" if is_v2 else str(limit_bytes))
+
+    def enter(self):
+        """Move the calling process into it; called in the child before it becomes the launcher."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def remove(self):
+        wait_until(lambda: not _text(self.folder / "cgroup.procs"), "the cgroup is empty")
+        self.folder.rmdir()
+
+
+def _text(path):
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def cgroup():
+    try:
+        made = Cgroup(LIMIT_BYTES)
+    except OSError as error:
+        pytest.skip(f"a memory cgroup cannot be made here: {error}")
+    yield made
+    made.remove()
+
+
+def test_a_child_that_the_kernel_killed_for_memory_is_tried_again_with_less(world, cgroup):
+    overrides = ("trainer._target_=trainers.fills_memory", "training.num_workers=0")
+    ended = world.end(world.start(*overrides, preexec_fn=cgroup.enter), code=0)
+    assert [attempt["outcome"] for attempt in ended.attempts] == ["host_oom", "completed"]
+    assert "OOM killer" in ended.attempts[0]["message"]
+    assert [attempt["batch_size"] for attempt in ended.attempts] == [64, 32]

@@ -1,7 +1,5 @@
 """The micro-batch with which each attempt begins, before and after a search."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,24 +11,23 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import BatchSizeFound
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
-from robust_train.model.spec import Retry
 from robust_train.policy.decide import first_attempt, first_decision
-from robust_train.policy.sizes import PolicySettings, size_to_begin_with
+from robust_train.policy.sizes import size_to_begin_with
 from robust_train.readable import GIB
 
 GPU = GpuInfo("GPU-1", "NVIDIA H200", 0, "0:1", 140 * GIB, 139 * GIB, GIB)
 AUTO = {"batch_size": "auto"}
 
 
-def policy(**cfg: object) -> PolicySettings:
+def policy(**cfg):
     return policy_settings(checked(complete(cfg)))
 
 
-def begin(settings: PolicySettings, *gpus: GpuInfo) -> Retry:
+def begin(settings, *gpus):
     return first_decision(settings, gpus or (GPU,))
 
 
-def sizes(decision: Retry) -> tuple[int, int]:
+def sizes(decision):
     return decision.spec.batch_size, decision.spec.gradient_accumulation_steps
 
 

@@ -1,7 +1,5 @@
 """A user's mistake: one line, exit code 2, no traceback, nothing started."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import pytest
 
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, explain, explain_option
-from world import World
 
 OF_THE_COMMAND = [
     (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
@@ -50,15 +47,18 @@ OF_THE_CONFIGURATION = [
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
     (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
     (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),
+    (["num_gpus=0"], ["num_gpus=0: must be 1 or more"]),
+    (["num_gpus=2", "min_num_gpus=3"], ["min_num_gpus=3: must not be above num_gpus=2"]),
+    (["num_gpus=2", "isolation=none"], ["num_gpus=2: every GPU needs a process of its own"]),
 ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [*OF_THE_COMMAND, *(pytest.param(*variant, marks=pytest.mark.slow) for variant in VARIANTS)],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ids=str,
 )
-def test_the_command_refuses_in_one_line(world: World, arguments: list[str], words: list[str]):
+def test_the_command_refuses_in_one_line(world, arguments, words):
     # which trainer it is does not matter but for its own name and for the built-in one's data
     is_light = not any(one.startswith(("trainer._target_", "dataset.root")) for one in arguments)
     light = ("trainer._target_=trainers.uses_run",) if is_light else ()
@@ -70,20 +70,17 @@ def test_the_command_refuses_in_one_line(world: World, arguments: list[str], wor
         assert not world.run_dir.exists()
 
 
-def accept(arguments: list[str]) -> None:
-    with hydra.initialize_config_module("robust_train.configs", version_base="1.3"):
-        cfg = hydra.compose("robust", overrides=arguments)
-    checked(cfg)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     OF_THE_CONFIGURATION,
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    ids=str,
 )
-def test_a_configuration_is_refused_in_one_line(arguments: list[str], words: list[str]):
-    with pytest.raises(REFUSALS) as refused:
-        accept(arguments)
+def test_a_configuration_is_refused_in_one_line(arguments, words):
+    with (
+        hydra.initialize_config_module("robust_train.configs", version_base="1.3"),
+        pytest.raises(REFUSALS) as refused,
+    ):
+        checked(hydra.compose("robust", overrides=arguments))
     message = explain(refused.value, "robust", arguments)
     assert len(message.splitlines()) == 1, message
     for word in words:
@@ -99,28 +96,23 @@ def test_a_configuration_is_refused_in_one_line(arguments: list[str], words: lis
         (["--frobnicate"], "write KEY=VALUE"),
     ],
 )
-def test_an_override_with_dashes_is_answered_with_what_to_write(arguments: list[str], write: str):
-    line = explain_option(arguments, "robust")
-    assert line is not None
-    assert line.endswith(write)
+def test_an_override_with_dashes_is_answered_with_what_to_write(arguments, write):
+    assert explain_option(arguments, "robust").endswith(write)
     assert explain_option(["-m", "--config-name", "robust", "model=cnn"], "robust") is None
 
 
-def test_a_target_that_is_not_callable_is_refused_in_one_line(world: World):
+def test_a_target_that_is_not_callable_is_refused_in_one_line(world):
     """Only its import, in the first attempt, can show it."""
     world.run("trainer._target_=trainers.json").was_refused(["trainers.json", "not callable"])
     world.run("trainer._target_=trainers.no_such").was_refused(["no_such", "trainers"])
 
 
-def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world: World):
-    (world.folder / "broken_trainer.py").write_text(
-        "import json\n\nundefined_name\n\ndef train(cfg): ...\n"
-    )
+def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world):
+    module = "import json\n\nundefined_name\n\ndef train(cfg): ...\n"
+    (world.folder / "broken_trainer.py").write_text(module)
     world.environ["PYTHONPATH"] += f":{world.folder}"
-    ended = world.run("trainer._target_=broken_trainer.train", code=2)
-    assert "NameError" in ended.stderr
-    assert "broken_trainer.py, line 3" in ended.stderr
-    assert "Traceback" not in ended.output
+    ended = world.run("trainer._target_=broken_trainer.train")
+    ended.was_refused(["NameError", "broken_trainer.py, line 3"])
 
 
 def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exit_code(world):
@@ -128,16 +120,13 @@ def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exi
     (world.folder / "train.py").write_text("def train(cfg, run): return 1.5\n")
     main = [sys.executable, "-m", "robust_train.cli.main", "train"]
     words = ["trainer._target_=train.train", "model=none", "dataset=none"]
-    environ = world.environ | {"HYDRA_FULL_ERROR": "1", "PYTHONSAFEPATH": ""}
-    ended = world.run(*words, code=0)
-    assert ended.summary["result"] == 1.5
+    assert world.run(*words, code=0).summary["result"] == 1.5
     refused = subprocess.run(
         [*main, *words, "epochs=3"],
         cwd=world.folder,
-        env=environ,
+        env=world.environ | {"HYDRA_FULL_ERROR": "1", "PYTHONSAFEPATH": ""},
         capture_output=True,
         text=True,
-        check=False,
     )
     assert refused.returncode == 2
     assert "Traceback" in refused.stderr
@@ -145,16 +134,14 @@ def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exi
     assert last.startswith("epochs=3: no such key; did you mean training.epochs? A key of your own")
 
 
-def test_an_unwritable_run_folder_is_named(world: World):
+def test_an_unwritable_run_folder_is_named(world):
     blocked = world.folder / "blocked"
     blocked.write_text("a file, not a folder")
     world.run_dir = blocked / "run"
-    ended = world.run(code=2)
-    assert str(blocked) in ended.stderr
-    assert "Traceback" not in ended.output
+    world.run().was_refused([str(blocked)])
 
 
-def test_help_starts_nothing(world: World):
+def test_help_starts_nothing(world):
     ended = world.run("--help", code=0)
     assert ended.stdout.startswith("usage: python train_robust.py ")
     assert "min_gpu_memory_mb" in ended.stdout
@@ -162,7 +149,7 @@ def test_help_starts_nothing(world: World):
     assert not world.run_dir.exists()
 
 
-def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world: World):
+def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world):
     limit = (400 << 20, 400 << 20)
     ended = world.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
     ended.was_refused(["400 MiB (ulimit -d)", "no room to import torch"])
@@ -170,7 +157,7 @@ def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world: World):
 
 
 @pytest.mark.slow
-def test_a_library_that_crashes_for_lack_of_room_adds_no_words_of_its_own(world: World):
+def test_a_library_that_crashes_for_lack_of_room_adds_no_words_of_its_own(world):
     code = "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
     (world.folder / "falls_over.py").write_text(code)
     limit = (1 << 30, 1 << 30)

@@ -3,7 +3,6 @@
 import os
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memory_limit import MIB, limit_growth, limited_growth
@@ -18,22 +17,6 @@ def built_in(cfg, run):
 
     limit_growth(int(os.environ["DATA_LIMIT_BYTES"]))
     return train(cfg, run)
-
-
-def a_plain_loop(cfg):
-    """Needs 4 MiB for each sample of its micro-batch, and knows nothing of micro_batches."""
-    model = nn.Sequential(nn.Linear(1, 2**20, bias=False), nn.Flatten(), nn.Linear(2**20, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    torch.set_num_threads(1)
-    model(torch.zeros(1, 1)).sum().backward()
-    limit_growth(32 * 10 * MIB)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for _ in range(cfg.training.gradient_accumulation_steps):
-            loss = model(torch.ones(cfg.training.batch_size, 1)).mean()
-            (loss / cfg.training.gradient_accumulation_steps).backward()
-        optimizer.step()
-    return cfg.training.batch_size
 
 
 def checkpoints_within_a_limit(cfg, run):
