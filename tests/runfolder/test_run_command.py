@@ -24,7 +24,7 @@ from robust_train.folder.run_list import choose_run, read_run
 from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu
 from sweep_world import SweepWorld
-from terminal_screen import run_on_a_terminal
+from terminal import run_at_a_terminal
 from two_gpu_machine import A
 from world import Ended, World, is_running, wait_until
 
@@ -85,9 +85,9 @@ class Host:
 
     def in_terminal(self, *arguments):
         command = [sys.executable, "-m", "robust_train.cli.main", *arguments]
-        code, shown = run_on_a_terminal(command, 200, 24, dict(os.environ))
-        assert code == 0, shown.decode()
-        return shown.decode()
+        code, shown = run_at_a_terminal(command, os.environ)
+        assert code == 0, shown
+        return shown
 
 
 @pytest.fixture

@@ -272,3 +272,8 @@ def tells_its_memory(cfg, run):
     waits_for_the_go(f".{run.attempt}")
     if run.attempt == 1:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fills_memory(cfg):
+    """Touches 20 MiB of memory for each sample of the batch."""
+    return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))
