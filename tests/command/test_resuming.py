@@ -64,24 +64,6 @@ def test_files_that_belong_together_are_handed_over_together_and_the_report_know
     assert report.stdout.strip() == str(scripts.run_dir / "report.html")
 
 
-def test_a_checkpoint_that_the_script_names_needs_no_pattern(scripts):
-    code = (
-        "echo with $*; [ $ROBUST_TRAIN_ATTEMPT = 2 ] && exit; touch mine; "
-        'echo \'{"event": "checkpoint", "path": "mine", "step": 4}\' >> "$ROBUST_TRAIN_EVENTS"; '
-        "echo MemoryError: no more; exit 1"
-    )
-
-    own = ("--batch-size", "8", "--resume-argv", "--from {checkpoint}")
-    ended = scripts.run(*own, "--", "sh", "-c", code, "{batch_size}")
-    # an empty file is no checkpoint, whoever says so
-    assert "is missing or torn" in ended.output
-    code = code.replace("touch mine", "echo 4 > mine")
-    scripts.run_dir.rename(scripts.folder / "first")
-    ended = scripts.run(*own, "--", "sh", "-c", code, "{batch_size}").with_code(0)
-    assert f"with --from {scripts.folder / 'mine'}" in ended.stdout
-    assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 4
-
-
 def test_an_older_checkpoint_is_no_news_while_the_newest_is_written_over(scripts):
     """It would count as progress in each attempt, and the job would never end."""
     (scripts.folder / "ckpt").mkdir()

@@ -152,6 +152,8 @@ for step in (1, 2):
     with open(f"{step}.pkl", "wb") as file:
         file.write(whole if step == 1 else whole[:500])
     tell(f"{step}.pkl")
+open("3.pkl", "w").close()
+tell("3.pkl")  # an empty file is no checkpoint, whoever says so
 os.kill(os.getpid(), signal.SIGKILL)
 """
 LACKS_A_FILE = """
@@ -165,15 +167,16 @@ for step in (1, 2):
     tell(folder)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+READS_ANOTHER = ["retry", "earlier_checkpoint", "none"]
 
 
 @pytest.mark.parametrize(
     ("code", "actions", "words"),
     [
-        (DAMAGED, ["retry", "earlier_checkpoint", "none"], "resumed at 1"),
-        (LACKS_A_FILE, ["retry", "earlier_checkpoint", "none"], "step_2 cannot be read: again"),
+        (DAMAGED, READS_ANOTHER, ["resumed at 1", "3.pkl is empty; it is not used"]),
+        (LACKS_A_FILE, READS_ANOTHER, ["step_2 cannot be read: again"]),
         pytest.param(
-            DAMAGED.replace("(1, 2)", "(2,)"), ["retry", "give_up"], "", marks=pytest.mark.slow
+            DAMAGED.replace("(1, 2)", "(2,)"), ["retry", "give_up"], [], marks=pytest.mark.slow
         ),
     ],
     ids=["damaged", "a file missing in a folder", "the only one"],
@@ -184,7 +187,7 @@ def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
     code, own = TELLS + code, ("--resume-argv", "{checkpoint}")
     ended = run_program(scripts, code, *own, exit_code=int(actions[-1] == "give_up"))
     assert [one["action"] for one in ended.attempts] == actions
-    assert words in ended.stdout
+    assert [one for one in words if one not in ended.output] == []
 
 
 WRITTEN_OVER = """

@@ -235,11 +235,15 @@ class _Attempt:
             self._resumed = None
             log.warning(_BEGAN_AGAIN, given.name, path.name)
         self._known = _stamped(path)
-        damage = self._run.saving.damage_in(path)
+        has_size = self._known is None or self._known[1][1]
+        is_empty = not has_size and not is_whole(path)
+        damage = self._run.saving.damage_in(path) or is_empty
         seen, before = (path, self._known, step), self._doubted
         is_final = self._has_ended or seen == before
         self._doubted = seen if damage and not is_final else None
-        if self._doubted is None:
+        if self._doubted is None and is_empty:
+            log.warning("checkpoint %s is empty; it is not used", path)
+        elif self._doubted is None:
             checked = None if damage else self._run.position
             self._run.checkpoint_saved(
                 path,
