@@ -68,28 +68,6 @@ def fills_the_memory_to_the_last_byte(cfg, run):
             small.append([0] * 1000)
 
 
-def recovers_inside_two_steps(cfg, run):
-    """Parts of more than four samples run out of memory, in both steps."""
-    weight = torch.ones((), requires_grad=True)
-    for step in (1, 2):
-
-        def loss_of(part, step=step):
-            held_by_the_part = torch.ones(2 * MIB)
-            if len(part) > 4 * step:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            del held_by_the_part
-            return (part * weight).mean()
-
-        run.backward(loss_of, torch.ones(16 * step, 4))
-        run.micro_batch_plan = run.micro_batch_plan
-        run.progress(step)
-    return "recovered"
-
-
-def has_a_plain_bug(cfg, run):
-    raise KeyError("no matter of memory")
-
-
 def ends_epochs(cfg, run):
     """As the README has it for trainers of one's own."""
     for epoch in (1, 2):

@@ -57,12 +57,6 @@ def fails_at_2(cfg):
     return float(cfg.training.seed)
 
 
-def is_killed_at_2(cfg):
-    if cfg.training.seed == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return float(cfg.training.seed)
-
-
 def fails_at_2_while_others_work(cfg, run):
     """2 fails once all are there; the others go on until they are told to stop."""
     number = cfg.training.seed

@@ -169,21 +169,9 @@ class Machine:
         """
         self._trouble(f"error.{function}.{where}", code)
 
-    def delay(self, function: str, milliseconds: int, where: int | str = "system") -> None:
-        """Let a function take its time."""
-        self._trouble(f"delay.{function}.{where}", milliseconds)
-
-    def hang(self, function: str, where: int | str = "system", pid: int = 0) -> None:
-        """Let a function not come back until :meth:`heal`, whatever signals come: in one process,
-        or in every one."""
-        self._trouble(f"hang.{function}.{where}", pid)
-
-    def heal(self) -> None:
-        """Let what hangs go on."""
-        hanging = [name for name in self._troubles if name.startswith("hang.")]
-        for name in hanging:
-            del self._troubles[name]
-        self._write()
+    def hang(self, function: str, where: int | str = "system") -> None:
+        """Let a function not come back, whatever signals come."""
+        self._trouble(f"hang.{function}.{where}", 1)
 
     def _trouble(self, name, value):
         self._troubles[name] = value

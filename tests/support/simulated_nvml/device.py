@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1024**2
+_RETURNS_AFTER_SECONDS = 0.05  # of a dead process's memory
 
 
 class OutOfMemory(Exception):
@@ -26,19 +27,15 @@ class SharedDevice:
 
     Args:
         state: the machine's state file.
-        returns_after_seconds: how long a dead process's memory stays taken.
         owner: a number that stands for this process in what is told.
         tell: is told of each thing that happens, in order: ``takes``, ``refuses``, ``returns``, or
             ``dies`` where a dead process's memory came back; the owner, the GPU, and MiB.
     """
 
-    def __init__(
-        self, state, returns_after_seconds=0.05, owner=-1, tell=lambda event, owner, gpu, mib: None
-    ):
+    def __init__(self, state, owner=-1, tell=lambda event, owner, gpu, mib: None):
         self.state = state
         self.held = state.with_name("held")
         self.lock = state.with_name("held.lock")
-        self.returns_after_seconds = returns_after_seconds
         self.owner = owner
         self._tell = tell
         self._happened: list[tuple[str, int, str, int]] = []
@@ -74,7 +71,7 @@ class SharedDevice:
                 if row["died"] is None and not _lives(row["pid"]):
                     row["died"] = now
             for row in list(held):
-                if row["died"] is not None and now - row["died"] >= self.returns_after_seconds:
+                if row["died"] is not None and now - row["died"] >= _RETURNS_AFTER_SECONDS:
                     held.remove(row)
                     self._happened.append(("dies", row["owner"], row["uuid"], row["mib"]))
 

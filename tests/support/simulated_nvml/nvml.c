@@ -2,9 +2,8 @@
  *
  * Keys, one a line: gpus N, driver TEXT, gpu.I.{uuid,name,pci,total,free,used,reserved,util,
  * compute_mode,mig,compute,graphics}, gpu.I.mig.J.{uuid,name,total,free,used,reserved,gi,ci,…},
- * error.FUNCTION.{LABEL,all} CODE, delay.FUNCTION.LABEL MILLISECONDS, hang.FUNCTION.LABEL PID (0 for
- * every process). A label is "I", "I.mig.J" or
- * "system". A process list is "PID:BYTES PID:-", where - is the driver's "not available".
+ * error.FUNCTION.{LABEL,all} CODE, hang.FUNCTION.LABEL 1. A label is "I", "I.mig.J" or "system".
+ * A process list is "PID:BYTES PID:-", where - is the driver's "not available".
  */
 #include "state.h"
 

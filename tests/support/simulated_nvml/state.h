@@ -73,20 +73,14 @@ static void log_call(const char *function, const char *label) {
     close(fd);
 }
 
-/* What every call does first: fresh state, call log, the delay and error set for it. */
+/* What every call does first: fresh state, call log, the hang and the error set for it. */
 static int enter(const char *function, const char *label) {
     char key[192];
     state_refresh();
     log_call(function, label);
-    snprintf(key, sizeof key, "delay.%s.%s", function, label);
-    long long delay_ms = state_number(key, 0);
-    if (delay_ms > 0) {
-        struct timespec pause = {delay_ms / 1000, (delay_ms % 1000) * 1000000L};
-        nanosleep(&pause, NULL);
-    }
     /* a wedged driver: no signal ends it, only that the key goes */
     snprintf(key, sizeof key, "hang.%s.%s", function, label);
-    for (long long who; (who = state_number(key, -1)) == 0 || who == getpid(); state_refresh()) {
+    for (; state_number(key, 0); state_refresh()) {
         struct timespec pause = {0, 10000000L};
         nanosleep(&pause, NULL);
     }
