@@ -180,7 +180,7 @@ def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_t
 
 def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(world, ready, monkeypatch):
     submitit = pytest.importorskip("submitit")
-    from requeued_job import RequeuedJob
+    from trainers import RequeuedJob
 
     monkeypatch.setenv("READY_FILE", str(ready))
     monkeypatch.setenv("PYTHONPATH", world.environ["PYTHONPATH"])

@@ -6,7 +6,7 @@ import signal
 from robust_train.folder.checkpoints import SUFFIX
 from world import is_running, wait_until
 
-TRAINER = "trainer._target_=saving_trainers.counts"
+TRAINER = "trainer._target_=steered_trainers.counts"
 
 
 def test_what_was_saved_while_the_launcher_stood_still_is_resumed_from(world):

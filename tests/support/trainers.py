@@ -277,3 +277,17 @@ def tells_its_memory(cfg, run):
 def fills_memory(cfg):
     """Touches 20 MiB of memory for each sample of the batch."""
     return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))
+
+
+class RequeuedJob:
+    """As people hand it to submitit: a callable whose ``checkpoint`` submits it again."""
+
+    def __call__(self, run_dir: Path):
+        from robust_train import launch
+
+        return launch("trainers.stops_once_then_completes", {}, run_dir=run_dir).result
+
+    def checkpoint(self, run_dir: Path):
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, run_dir)
