@@ -213,14 +213,16 @@ def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(hos
         assert running[1].queue.open_gpus() == ()
         assert not running[1].queue.take(["GPU-0"], 4000 * MIB)
         running[0].end()
-        later(UNSEEN_SECONDS + 1)
         assert behind.poll() == [0]
 
     def it_answers_again():
         head.driver_hangs = False
         running[1].end()
 
-    assert head.wait(hangs, one_ends, it_answers_again) == [1]
+    def time_passes():
+        later(UNSEEN_SECONDS + 1)
+
+    assert head.wait(hangs, time_passes, one_ends, it_answers_again) == [1]
     assert "has not answered" in head.said[-1].sentence()
 
 
@@ -256,7 +258,7 @@ def test_a_driver_that_hangs_for_all_stops_no_command(machine_with):
 
 def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_returns(caplog):
     answers, calls = threading.Event(), []
-    for limit_seconds in (0.0, 600.0):
+    for limit_seconds in (0.0, 60.0):
         with pytest.raises(NoAnswer, match=r"has not answered for .* dmesg"):
             ask(lambda: answers.wait(calls.append(1)), limit_seconds)
     assert (len(calls), len(caplog.records)) == (1, 1)
