@@ -257,6 +257,10 @@ def _evaluate(
     return in_step.joined([(result, part) for (result, _), part in found])
 
 
+_Key = tuple[str, str, int]
+_MEANS = ("mean", "avg")
+
+
 @dataclass
 class _OfPart:
     """What ``self.log`` was given for a part, and the part's loss."""
@@ -264,9 +268,7 @@ class _OfPart:
     samples: int
     loss: Tensor | None = None
     # by hook, name, and how often it was logged before: what to log, its figure, and how
-    values: dict[tuple[str, str, int], tuple[Any, Any, dict[str, Any]]] = field(
-        default_factory=dict
-    )
+    values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(default_factory=dict)
 
     def take(
         self,
@@ -305,6 +307,7 @@ class _Logs:
         self.objects = MetricObjects(lambda: trainer.lightning_module)
         self._trainer = trainer
         self._has_warned: set[str] = set()
+        self._are_losses: dict[str, bool] = {}  # of values that are no means
 
     @contextlib.contextmanager
     def part(
@@ -339,6 +342,10 @@ class _Logs:
         for key in dict.fromkeys(key for one in parts for key in one.values):
             own = [one for one in parts if key in one.values]
             value, figure, options = own[0].values[key]
+            kind = str(options["reduce_fx"]).lower()
+            kind = getattr(options["reduce_fx"], "__name__", kind)
+            if isinstance(value, Tensor) and kind not in _MEANS:
+                self._compare(key[1], own, key)
             if len(parts) > 1:
                 sizes = [one.values[key][2]["batch_size"] for one in own]
                 if None not in sizes:
@@ -349,23 +356,28 @@ class _Logs:
                         key[1],
                         own,
                         figures,
-                        options["reduce_fx"],
+                        kind,
                     )
                 elif isinstance(figure, Tensor) and not self.objects.is_exact(value):
                     setattr(value, LATEST, _mean(own, figures))
             results.log(*key[:2], value, **options)
+
+    def _compare(self, name: str, parts: Sequence[_OfPart], key: _Key) -> None:
+        """Learn once whether a value is the loss: of a single sample an extreme is it too."""
+        several = (one for one in parts if one.samples > 1)
+        if name not in self._are_losses and (one := next(several, None)) is not None:
+            self._are_losses[name] = one.is_loss(one.values[key][1])
 
     def _joined(
         self,
         name: str,
         parts: Sequence[_OfPart],
         figures: Sequence[Tensor],
-        reduce_fx: Any,
+        kind: str,
     ) -> Tensor:
         """Return a batch's value of those of its parts."""
-        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-        is_mean = kind in ("mean", "avg") or len(parts) == 1
-        if is_mean or all(map(_OfPart.is_loss, parts, figures)):
+        is_mean = kind in _MEANS or len(parts) == 1
+        if is_mean or self._are_losses.get(name, True):
             return _mean(parts, figures)
         values = torch.stack(list(figures))
         if values.tolist() == [one.samples for one in parts]:
