@@ -102,7 +102,9 @@ _PLAN_IS_GONE = (
     "`accelerate estimate-memory` predicts a model's memory"
 )
 _GONE = {"MemoryPlan": _PLAN_IS_GONE, "plan_memory": _PLAN_IS_GONE}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+_HOMES = {
+    name: home for home, names in _NAMES.items() for name in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -113,8 +115,12 @@ def __getattr__(name: str) -> Any:
     if name in _GONE:
         raise ImportError(f"robust_train.{name} {_GONE[name]}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'robust_train' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)
+        raise AttributeError(
+            f"module 'robust_train' has no attribute {name!r}"
+        )
+    value = getattr(
+        importlib.import_module(f"robust_train.{_HOMES[name]}"), name
+    )
     globals()[name] = value
     return value
 

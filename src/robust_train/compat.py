@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode as TorchDispatchMode,
+    )
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 else:
@@ -38,7 +40,9 @@ else:
     def __getattr__(name: str) -> Any:
         """Return one of these names, whose module is imported then."""
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}"
+            )
         return getattr(importlib.import_module(_HOMES[name]), name)
 
 
@@ -47,7 +51,9 @@ def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
     torch.cuda._lazy_call(action)
 
 
-def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[None]:
+def preserve_version_counter(
+    torch: Any, tensor: Any
+) -> AbstractContextManager[None]:
     """Let changes of ``tensor`` within the block go unseen by autograd's version counter."""
     guard: AbstractContextManager[None] = (
         torch.autograd._unsafe_preserve_version_counter(tensor)
@@ -115,12 +121,16 @@ def set_allocator_settings(torch: Any, settings: str) -> None:
     torch refuses them."""
     # torch 2.10 and later; before that the function of CUDA's own
     apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
+    (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(
+        settings
+    )
 
 
 def record_allocator_history(torch: Any, max_entries: int) -> None:
     """Record where GPU memory is allocated from, for :func:`dump_allocator_snapshot`."""
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
+    torch.cuda.memory._record_memory_history(
+        stacks="python", max_entries=max_entries
+    )
 
 
 def end_allocator_history(torch: Any) -> None:
@@ -138,13 +148,17 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
-def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
+def watch_optimizer_steps(
+    on_step: Callable[[], None],
+) -> Callable[[], None] | None:
     """Have ``on_step`` called after every step of every torch optimizer of this process. Returns
     what ends that; None if torch is not loaded, or others have hooks there: adding to them while
     another thread goes through them would raise over there."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
-    if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
+    if register is None or getattr(
+        optimizer, "_global_optimizer_post_hooks", True
+    ):
         return None
 
     def step_is_done(
@@ -233,7 +247,8 @@ def importances_of(study: Any) -> dict[str, float]:
     finally:
         if is_hidden:
             del sys.modules[name]
-    with warnings.catch_warnings():  # of few trials, and of what is experimental
+    # of few trials, and of what is experimental
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         evaluator = PedAnovaImportanceEvaluator()
         return dict(get_param_importances(study, evaluator=evaluator))
@@ -364,10 +379,11 @@ def collectives_begun(group: Any) -> int:
     """Return how many collectives a process group has begun; constant if no one counts them."""
     try:
         return int(group._get_sequence_number_for_group())
+    # a wrapper around several backends may refuse
     except (
         AttributeError,
         RuntimeError,
-    ):  # a wrapper around several backends may refuse
+    ):
         return 0
 
 
@@ -388,7 +404,9 @@ def reset_sharding(root: Any) -> None:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 # made by the first pass
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                if (
+                    whole := getattr(parameter, "_unsharded_param", None)
+                ) is not None:
                     whole.grad = None
 
 
@@ -427,7 +445,8 @@ def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
     found: Any = getattr(trainer, "_metrics", None)
     modes = list(found.values()) if isinstance(found, dict) else [None]
     are_lists = all(
-        isinstance(mode, dict) and all(isinstance(one, list) for one in mode.values())
+        isinstance(mode, dict)
+        and all(isinstance(one, list) for one in mode.values())
         for mode in modes
     )
     return found if are_lists else {}
@@ -464,7 +483,9 @@ def saving_files(
 
     def taken(save: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any, **options: Any) -> None:
-            is_file = isinstance(next(iter(arguments[1:]), None), (str, os.PathLike))
+            is_file = isinstance(
+                next(iter(arguments[1:]), None), (str, os.PathLike)
+            )
             if not is_file or threading.get_ident() != thread:
                 save(*arguments, **options)
                 return
@@ -501,7 +522,9 @@ def save_trainer(trainer: Any) -> None:
     trainer._save_checkpoint(trainer.model, trial=None)
 
 
-def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -> None:
+def saving_through(
+    trainer: Any, around: Callable[[Callable[[], None]], None]
+) -> None:
     """Have a transformers ``Trainer`` call ``around(save)`` in place of each save."""
     write = trainer._save_checkpoint
 
@@ -573,19 +596,24 @@ def load_shards(
                 piece = self.storage_data[key]
                 with (folder / piece.relative_path).open("rb") as file:
                     file.seek(piece.offset)
-                    check(io.BytesIO(file.read(piece.length)), piece.relative_path)
+                    check(
+                        io.BytesIO(file.read(piece.length)),
+                        piece.relative_path,
+                    )
             return super().read_data(plan, planner)
 
     names = "Metadata MetadataIndex ChunkStorageMetadata TensorStorageMetadata TensorProperties"
     known = [
-        getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")
+        getattr(metadata, name)
+        for name in (*names.split(), "_MEM_FORMAT_ENCODING")
     ]
     check(index, index.name)
     with (
         safe_globals([*known, filesystem._StorageInfo, _get_layout]),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # that it reads without the other ranks
+        # that it reads without the other ranks
+        warnings.simplefilter("ignore")
         where = load(index, weights_only=True)
         try:
             state_dict_loader.load(

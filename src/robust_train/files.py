@@ -74,10 +74,14 @@ def write_json(
     )
     with replacing(path, durable=durable) as temporary:
         # bytes of a path that are no text are escaped, as JSON does it
-        temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
+        temporary.write_bytes(
+            (text + "\n").encode("utf-8", "backslashreplace")
+        )
 
 
-def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
+def set_aside(
+    folder: Path, stays: re.Pattern[str] | None = None
+) -> Path | None:
     """Move what a folder holds into ``earlier-<n>`` there, but for names that match ``stays``;
     return the new folder, None if there was nothing. Raises OSError: that is not possible."""
     left = [
@@ -163,7 +167,11 @@ class Spacing:
     def known(self, kind: str) -> str:
         """Return the kind that counts: the same for all that come after too many others."""
         # a trainer may name an event of its own for each step
-        return kind if kind in self._seen or len(self._seen) < self._MOST_KINDS else ""
+        return (
+            kind
+            if kind in self._seen or len(self._seen) < self._MOST_KINDS
+            else ""
+        )
 
     def passes(
         self,
@@ -186,7 +194,9 @@ def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
     """Return content and owner of a file that anybody may have put there. Raises OSError: it cannot
     be read. ELOOP for a symbolic link, EINVAL for what is not a regular file or has more than
     ``most_bytes``."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(
+        path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    )
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -224,7 +234,9 @@ _DECODER = json.JSONDecoder(
     parse_int=lambda text: (
         int(text) if len(text) < 20 and abs(int(text)) < _LARGEST else None
     ),
-    parse_float=lambda text: float(text) if abs(float(text)) < _LARGEST else None,
+    parse_float=lambda text: (
+        float(text) if abs(float(text)) < _LARGEST else None
+    ),
     parse_constant=lambda text: None,
 )
 
@@ -238,7 +250,9 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     with path.open("rb") as file:
         for line in file:
             try:
-                content = _DECODER.decode(line.decode("utf-8", "replace").strip())
+                content = _DECODER.decode(
+                    line.decode("utf-8", "replace").strip()
+                )
             except (ValueError, RecursionError):
                 content = None
             if isinstance(content, dict) or line.strip():
@@ -292,7 +306,9 @@ def plain(
 
     with contextlib.suppress(Exception):  # of methods that are not ours
         if kind.startswith("omegaconf."):
-            value = sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=True)
+            value = sys.modules["omegaconf"].OmegaConf.to_container(
+                value, resolve=True
+            )
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
         if isinstance(value, Mapping) and is_walked:

@@ -18,7 +18,9 @@ def as_clock(seconds: int) -> str:
     """Return integer seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return (
+        f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    )
 
 
 def duration(seconds: float) -> str:
@@ -37,7 +39,9 @@ def duration(seconds: float) -> str:
             count, rest = divmod(whole, size)
             part = rest // smaller
             return (
-                f"{count} {name} {part} {smaller_name}" if part else f"{count} {name}"
+                f"{count} {name} {part} {smaller_name}"
+                if part
+                else f"{count} {name}"
             )
     return f"{whole} s"
 
@@ -140,7 +144,8 @@ def named_line(error: BaseException) -> str:
 def one_line(text: str) -> str:
     """Return a name that may have line breaks and control characters, with these written out."""
     return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text
     )
 
 
@@ -156,5 +161,7 @@ def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
         texts = [cell_text(cell) for cell in cells]
         width = max(map(len, texts))
         is_right = any(isinstance(cell, int) for cell in cells)
-        columns.append([t.rjust(width) if is_right else t.ljust(width) for t in texts])
+        columns.append(
+            [t.rjust(width) if is_right else t.ljust(width) for t in texts]
+        )
     return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

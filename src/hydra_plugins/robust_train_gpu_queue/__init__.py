@@ -73,7 +73,12 @@ class RobustSweeper(Sweeper):
         config: DictConfig,
     ) -> None:
         """Take what Hydra gives once."""
-        self._arguments = (hydra_context, task_function, config, self._settings)
+        self._arguments = (
+            hydra_context,
+            task_function,
+            config,
+            self._settings,
+        )
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that ``arguments`` describe."""

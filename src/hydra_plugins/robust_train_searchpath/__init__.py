@@ -16,7 +16,9 @@ class RobustTrainSearchPath(SearchPathPlugin):
 
         composition.register()
         keys.register()
-        search_path.append(provider="robust-train", path="pkg://robust_train.configs")
+        search_path.append(
+            provider="robust-train", path="pkg://robust_train.configs"
+        )
 
 
 __all__ = ["RobustTrainSearchPath"]

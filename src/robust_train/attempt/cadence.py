@@ -71,7 +71,9 @@ def seconds_between_saves(
         return LEAST_SECONDS
     loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
     loses_least = max(loses_least, LEAST_SECONDS)
-    shortest = SHORTEST_SECONDS if failures else min(loses_least, SHORTEST_SECONDS)
+    shortest = (
+        SHORTEST_SECONDS if failures else min(loses_least, SHORTEST_SECONDS)
+    )
     interval = min(max(cost / _LARGEST_SHARE, shortest), LONGEST_SECONDS)
     return min(interval, loses_least) if failures else interval
 
@@ -85,7 +87,8 @@ class SaveClock:
         *,
         # seconds that the job's last save has taken, None if not known
         cost: float | None = None,
-        failures: int = 0,  # attempts of the job that have ended before this one
+        # attempts of the job that have ended before this one
+        failures: int = 0,
         job_seconds: float = 0.0,  # since the job's first launch
         now: Callable[[], float] = time.monotonic,  # the clock, in seconds
     ) -> None:
@@ -136,7 +139,9 @@ class SaveClock:
             self.spent += seconds
             # the first one also allocates the memory that the next ones use again
             is_first, self._has_saved = not self._has_saved, True
-            known = seconds / _FIRST_COSTS if self._cost is None else self._cost
+            known = (
+                seconds / _FIRST_COSTS if self._cost is None else self._cost
+            )
             self._cost = min(seconds, known) if is_first else seconds
         self._saving_since = None
 
@@ -151,7 +156,11 @@ class SaveClock:
         now = self._now()
         self.interval, self._last_saved = now - self._last_saved, now
         # the next one may have begun before this one was on the disk
-        if step is None or self._saved_step is None or step >= self._saved_step:
+        if (
+            step is None
+            or self._saved_step is None
+            or step >= self._saved_step
+        ):
             self.copied()
             self._mark(step)
         return self._cost
@@ -186,7 +195,9 @@ class Batches:
         found = (one.position for one in known if one.path == path.absolute())
         at, more = next(found, START), skips_to - step
         if step and more > 0 and (batches := round(more * at.batches / step)):
-            log.info("training diverged here: passing over %d batches", batches)
+            log.info(
+                "training diverged here: passing over %d batches", batches
+            )
             at = Position(at.batches + batches, at.in_pass + batches)
         self._resumed = at
 
@@ -194,7 +205,9 @@ class Batches:
         """Yield a pass over a loader; of the first one what is left."""
         at, self._resumed = self._resumed, START
         given = max(at.batches, self._at.batches)
-        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        has_state = hasattr(loader, "state_dict") and hasattr(
+            loader, "load_state_dict"
+        )
         self._loader = loader if has_state else None
         done = skips = at.in_pass
         if at.loader is not None and has_state:
@@ -236,7 +249,8 @@ class Saving:
         is_main: bool = True,
     ) -> None:
         self.report = report
-        self.is_main = is_main  # whether this is rank 0, which saves and reports
+        # whether this is rank 0, which saves and reports
+        self.is_main = is_main
         self.batches = Batches()
         self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
@@ -244,12 +258,15 @@ class Saving:
         # where no one would resume and so no manifest is written
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
-        self._job_started = time.time() if identity is None else identity.started
+        self._job_started = (
+            time.time() if identity is None else identity.started
+        )
         # why the last checkpoint could not be written, empty if it was
         self.owed = ""
         self._proves = proves
         self.rotates = False  # whether it is we who remove old ones
-        self._bytes_per_second = _READS_BYTES_PER_SECOND  # of reading back, as measured
+        # of reading back, as measured
+        self._bytes_per_second = _READS_BYTES_PER_SECOND
         self._contents: dict[Path, int] = {}  # of what was read back
         # manifests that could not be written, by checkpoint
         self._unlisted: dict[Path, Manifest] = {}
@@ -265,7 +282,9 @@ class Saving:
             known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,
-            cost=next((one.seconds for one in reversed(known) if one.seconds), None),
+            cost=next(
+                (one.seconds for one in reversed(known) if one.seconds), None
+            ),
             failures=self._attempt - 1,
             job_seconds=max(time.time() - self._job_started, 0.0),
         )
@@ -301,7 +320,9 @@ class Saving:
                 record_checkpoint(self.folder, manifest)
             except OSError as error:
                 why = error.strerror or error
-                log.warning("no manifest of the checkpoint %s yet: %s", path, why)
+                log.warning(
+                    "no manifest of the checkpoint %s yet: %s", path, why
+                )
                 if path.exists():
                     return
             del self._unlisted[path]
@@ -340,7 +361,11 @@ class Saving:
 
         def loss_of(one: Manifest) -> str:
             may_be = one.loss == "finite" and one.step is not None
-            return "proven" if may_be and self._proves(one.step or 0) else one.loss
+            return (
+                "proven"
+                if may_be and self._proves(one.step or 0)
+                else one.loss
+            )
 
         if self.job is not None:
             with _warned():

@@ -84,7 +84,8 @@ class CheckpointFolder:
         *,
         keep: int,  # 0: who writes them removes old ones
         write_folder: Callable[[Content, Path], Path] | None = None,
-        copies: int = 1,  # of a checkpoint's size that ranks of this host make at the same time
+        # of a checkpoint's size that ranks of this host make at the same time
+        copies: int = 1,
         suffix: str = ".pt",
     ) -> None:
         saving.rotates = keep > 0
@@ -138,7 +139,9 @@ class CheckpointFolder:
         self.report_written(wait=True)
         owed: list[Callable[[], None]] = []
 
-        def later(save: Callable[[Any], None], content: Any, file: Path) -> None:
+        def later(
+            save: Callable[[Any], None], content: Any, file: Path
+        ) -> None:
             copied = self._room.copy({os.path.relpath(file, path): content})
             if copied is None:
                 save(content)
@@ -173,7 +176,10 @@ class CheckpointFolder:
                 raise
             why = first_line(error)
             # torch's writer of files does not say why
-            run_dir, is_of_system = self.path.parent, isinstance(error, OSError)
+            run_dir, is_of_system = (
+                self.path.parent,
+                isinstance(error, OSError),
+            )
             if not is_of_system and why_full(run_dir, str(path)):
                 why = os.strerror(ENOSPC)
             if self._saving.is_main:
@@ -206,18 +212,25 @@ class CheckpointFolder:
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
             one = values.parent
-            if one != resumed_from and not one.with_name(one.name + SUFFIX).exists():
+            if (
+                one != resumed_from
+                and not one.with_name(one.name + SUFFIX).exists()
+            ):
                 shutil.rmtree(one, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))
-        return self._checked(write_atomically(content, path.with_suffix(self._suffix)))
+        return self._checked(
+            write_atomically(content, path.with_suffix(self._suffix))
+        )
 
     def _checked(self, path: Path) -> Path:
         if self._saving.is_main and (damage := self._saving.damage_in(path)):
-            raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
+            raise CheckpointError(
+                f"checkpoint {path}: {damage}; it is not used"
+            )
         return path
 
     def _report(self, path: Path, step: int, at: Position) -> None:
@@ -261,14 +274,19 @@ class HostCopies:
     as long to fill. Pinned for a GPU, which then writes at full speed, all tensors in one go."""
 
     def __init__(self, copies: int = 1) -> None:
-        self._copies = copies  # like it that ranks of this host make at the same time
+        # like it that ranks of this host make at the same time
+        self._copies = copies
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, content: Content) -> Content | None:
         """Return a copy with all tensors in host memory; None if there is no room."""
         tensors: dict[str, Tensor] = {}
-        named_map(lambda name, one: tensors.setdefault(name, one.detach()), content)
-        known = {name: (one.shape, one.dtype) for name, one in self._buffers.items()}
+        named_map(
+            lambda name, one: tensors.setdefault(name, one.detach()), content
+        )
+        known = {
+            name: (one.shape, one.dtype) for name, one in self._buffers.items()
+        }
         new = {
             name: one
             for name, one in tensors.items()
@@ -290,7 +308,9 @@ class HostCopies:
                 else one.to("cpu", copy=True)
                 for name, one in tensors.items()
             }
-            for device in {one.device for one in tensors.values() if one.is_cuda}:
+            for device in {
+                one.device for one in tensors.values() if one.is_cuda
+            }:
                 torch.cuda.synchronize(device)
         except Exception as error:
             self._buffers.clear()
@@ -312,7 +332,9 @@ class HostCopies:
         """Return whether the copies with so many bytes more leave others as much as they take."""
         kept = sum(map(_bytes_of, self._buffers.values())) * self._copies
         more *= self._copies
-        return kept + more <= LARGEST_COPY * (read_host_memory().available + kept)
+        return kept + more <= LARGEST_COPY * (
+            read_host_memory().available + kept
+        )
 
 
 def _settled(value: Any) -> Any:
@@ -323,7 +345,9 @@ def _settled(value: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
+    return int(
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+    )
 
 
 def contents_of(state: Mapping[str, Any], step: int) -> Content:
@@ -358,7 +382,9 @@ def is_of_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) or classify_failure(error).kind is full
 
 
-def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
+def together(
+    act: Callable[[], Any], gather: Callable[[Any], list[Any]]
+) -> Any:
     """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
     result, error = None, None
     try:
@@ -390,7 +416,11 @@ def named_map(
 
     def changed(keys: Sequence[Any], leaf: Any) -> Any:
         name = ".".join(str(getattr(key, "key", key)) for key in keys)
-        return change(name, leaf) if isinstance(leaf, Tensor) else change_other(leaf)
+        return (
+            change(name, leaf)
+            if isinstance(leaf, Tensor)
+            else change_other(leaf)
+        )
 
     new = dict(tree_map_with_path(changed, content))
     for name, part in content.items():
@@ -432,9 +462,11 @@ def read_newest(
             why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
             raise OSError(ESTALE, why, str(path.parent))
 
-    wait_until_readable(compare)  # a network disk shows a new file to some hosts later
+    # a network disk shows a new file to some hosts later
+    wait_until_readable(compare)
     for name in gather([path.name, *names])[0]:
-        candidate = path.parent / name  # which may be another one on another node
+        # which may be another one on another node
+        candidate = path.parent / name
         try:
             read = partial(
                 _read,
@@ -443,7 +475,9 @@ def read_newest(
                 share,
                 is_compared=candidate == path,
             )
-            return candidate, wait_until_readable(partial(together, read, gather))
+            return candidate, wait_until_readable(
+                partial(together, read, gather)
+            )
         except _Unusable as fault:
             log.warning(
                 "the checkpoint %s is damaged (%s); trying the one before it",

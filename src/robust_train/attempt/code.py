@@ -69,7 +69,11 @@ class Code:
         files are not as they were. A disk that is full costs the record."""
         if self._rank:
             return
-        files = {name: path for name, path in own_modules() if name not in self._seen}
+        files = {
+            name: path
+            for name, path in own_modules()
+            if name not in self._seen
+        }
         files |= {path: path for path in program if PROGRAM_FILE.search(path)}
         self._seen |= files.keys()
         changed: dict[str, int] = {}
@@ -202,7 +206,9 @@ def own_modules() -> list[tuple[str, str]]:
             and path.endswith(".py")
             and name.partition(".")[0] not in _OURS
             and not {"site-packages", "dist-packages"} & set(Path(path).parts)
-            and not path.startswith(tuple(f"{one}{os.sep}" for one in libraries))
+            and not path.startswith(
+                tuple(f"{one}{os.sep}" for one in libraries)
+            )
         ):
             found.append((name, path))
     return found

@@ -30,7 +30,8 @@ log = logging.getLogger("robust_train")
 _RECENT = 128
 _LEAST_RECENT = 16
 _STEPS_TO_PROVE = 100
-_SPIKES = 10  # times `patience`: a spike may pass, a loss that is not finite does not
+# times `patience`: a spike may pass, a loss that is not finite does not
+_SPIKES = 10
 # median absolute deviation to standard deviation, of a normal distribution
 _SIGMA = 1.4826
 
@@ -56,7 +57,9 @@ class Losses:
         """Return the losses with one more."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
-            recent = (*self.recent, loss)[-_RECENT:] if plan.spike_sigma else ()
+            recent = (
+                (*self.recent, loss)[-_RECENT:] if plan.spike_sigma else ()
+            )
             return Losses(step, loss, recent=recent)
         return replace(
             self,
@@ -133,7 +136,8 @@ class Guard:
         self._late_updates: LateFigures | None = None
         self._loss: Tensor | None = None  # of the step in progress
         self._is_reported = self._is_given = False  # the loss, by the trainer
-        self._skipped = self._skips_from = 0  # updates in a row, from this step on
+        # updates in a row, from this step on
+        self._skipped = self._skips_from = 0
         self._recomputes_every = 0
         self._has_differed = False
 
@@ -239,7 +243,9 @@ class Guard:
         if done.is_bad is not None:
             if not done.waits:
                 self._count_update(number, bool(done.is_bad))
-            elif (earlier := self._late_updates.swap(number, done.is_bad)) is not None:
+            elif (
+                earlier := self._late_updates.swap(number, done.is_bad)
+            ) is not None:
                 self._count_update(earlier[0], bool(earlier[1]))
         return done.moved
 
@@ -257,11 +263,12 @@ class Guard:
         self._skipped += 1
         if self._is_main:
             self._send(UpdateSkipped(step, self._skipped))
-            text = (
-                "step %d: loss or gradient norm is not finite: the update is left out"
-            )
+            text = "step %d: loss or gradient norm is not finite: the update is left out"
             log.warning(text, step)
-        if self.divergence is not None and self._skipped > self.divergence.max_skips:
+        if (
+            self.divergence is not None
+            and self._skipped > self.divergence.max_skips
+        ):
             first = self._skips_from
             why = (
                 f"loss or gradient norm was not finite in {self._skipped} updates in a row from "
@@ -289,7 +296,9 @@ class Guard:
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is to be computed twice."""
-        return self._recomputes_every > 0 and step % self._recomputes_every == 0
+        return (
+            self._recomputes_every > 0 and step % self._recomputes_every == 0
+        )
 
     def compared(
         self,

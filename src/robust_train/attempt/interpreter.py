@@ -81,7 +81,9 @@ def main() -> NoReturn:
         data, descriptors = b"", list[int]()
         # closed with an answer of ours unread, the socket is reset
         with contextlib.suppress(ConnectionResetError):
-            data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(
+                channel, 1, _MOST_DESCRIPTORS
+            )
         if not data:
             os._exit(0)  # the launcher is gone or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:
@@ -184,7 +186,9 @@ def _be_attempt(
                 request,
                 report.load,
                 report,
-                stopping=partial(stop_on_signals, is_script=request.config.is_script),
+                stopping=partial(
+                    stop_on_signals, is_script=request.config.is_script
+                ),
             )
             status = int(error is not None)
             send.flush()
@@ -250,7 +254,9 @@ class _Reporter:
         if self._code is not None:
             of = self._request.config.trainer
             folder = os.path.abspath(of.cwd or "")
-            self._code.note([os.path.join(folder, word) for word in of.argv or ()])
+            self._code.note(
+                [os.path.join(folder, word) for word in of.argv or ()]
+            )
         names = _installed_modules()
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
@@ -352,7 +358,9 @@ def set_environment(
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # no look-up of the host's name, which may have no address, or one that others do not reach
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+    if (
+        lightning := sys.modules.get("lightning_utilities.core.rank_zero")
+    ) is not None:
         # read when it was imported, before there was a rank
         lightning.rank_zero_only.rank = rank
 
@@ -371,7 +379,9 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
         for handler in logging.getLogger().handlers:
             handler.addFilter(lambda record: _mark(rank, record))
     with contextlib.suppress(OSError):  # a full disk, perhaps
-        faulthandler.register(signals.DUMP_STACKS, file=request.stacks_file.open("a"))
+        faulthandler.register(
+            signals.DUMP_STACKS, file=request.stacks_file.open("a")
+        )
     if request.spec.gpus:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))

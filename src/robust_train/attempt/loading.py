@@ -44,7 +44,9 @@ def load(ref: TrainerRef) -> Trainer:
     found, names = _import_module(ref)
     for name in names:
         if not hasattr(found, name):
-            functions = [key for key, value in vars(found).items() if callable(value)]
+            functions = [
+                key for key, value in vars(found).items() if callable(value)
+            ]
             close = difflib.get_close_matches(
                 name,
                 functions,
@@ -64,11 +66,16 @@ def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
-            if name not in sys.modules and importlib.util.find_spec(name) is None:
+            if (
+                name not in sys.modules
+                and importlib.util.find_spec(name) is None
+            ):
                 continue
             return importlib.import_module(name), parts[end:]
         except Exception as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            missing = (
+                error.name if isinstance(error, ModuleNotFoundError) else None
+            )
             if missing and (name == missing or name.startswith(missing + ".")):
                 continue
             raise _failed_import(ref, error) from error
@@ -104,7 +111,8 @@ def _unpickled(ref: TrainerRef, pickled: bytes) -> Trainer:
         raise _failed_import(ref, error) from error
     main = vars(sys.modules["__main__"])
     for name, value in getattr(trainer, "__globals__", {}).items():
-        main.setdefault(name, value)  # an object is pickled by the name of its class
+        # an object is pickled by the name of its class
+        main.setdefault(name, value)
     return trainer
 
 
@@ -120,7 +128,11 @@ def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
         *_, (last, line) = traceback.walk_tb(error.__traceback__)
         where = f"{last.f_code.co_filename}, line {line}"
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    extra = f'; pip install "robust-train[{missing}]"' if missing in _EXTRAS else ""
+    extra = (
+        f'; pip install "robust-train[{missing}]"'
+        if missing in _EXTRAS
+        else ""
+    )
     problem = no_room or named_line(error)
     return ref.refused(f"cannot be imported: {problem} ({where}){extra}")
 
@@ -176,11 +188,15 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
     for part in parts:
         is_dict = isinstance(part._content, dict)
         for name, node in (
-            part._content.items() if is_dict else enumerate(part._content or ())
+            part._content.items()
+            if is_dict
+            else enumerate(part._content or ())
         ):
             is_workers = str(name).endswith("workers")
             if isinstance(node, Container):
-                parts += [] if node._is_none() or node._is_missing() else [node]
+                parts += (
+                    [] if node._is_none() or node._is_missing() else [node]
+                )
                 unknown |= {str(name)} if is_workers else set()
             elif (
                 is_workers
@@ -195,4 +211,6 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
                 )
     NotedValue.names.clear()
     NotedValue.names.update(unknown)
-    return lambda ending: any(name.endswith(ending) for name in NotedValue.names)
+    return lambda ending: any(
+        name.endswith(ending) for name in NotedValue.names
+    )

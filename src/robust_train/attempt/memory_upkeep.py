@@ -91,7 +91,9 @@ class CacheChecks:
         unused = unused_share()
         empties = unused > 0 and unused >= self._threshold
         longest = max(_LONGEST_GAP, self._every)
-        self._left = self._gap = min(2 * self._gap, longest) if empties else self._every
+        self._left = self._gap = (
+            min(2 * self._gap, longest) if empties else self._every
+        )
         return empties
 
 
@@ -116,7 +118,11 @@ class AttemptMemory(MemoryKeeper):
         self._index = device_index(config.device)
         self._settings = memory = config.memory
         kinds = (
-            ("step", memory.empty_cache_frequency, memory.empty_cache_threshold),
+            (
+                "step",
+                memory.empty_cache_frequency,
+                memory.empty_cache_threshold,
+            ),
             ("save", int(memory.clear_after_save), 0.0),
             ("epoch", int(memory.clear_after_epoch), 0.0),
         )
@@ -160,7 +166,9 @@ class AttemptMemory(MemoryKeeper):
         self._reserve.release()
         try:
             # another rank records itself what it has run out of
-            is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
+            is_elsewhere = (
+                isinstance(error, RankFailure) and error.is_elsewhere
+            )
             if isinstance(error, Exception) and not is_elsewhere:
                 failure = classify_failure(error)
                 if failure.kind.is_memory:
@@ -183,7 +191,8 @@ class AttemptMemory(MemoryKeeper):
         self._watch_allocator(step)
         every = self._settings.log_frequency
         if every and step >= self._next_log:
-            if self._next_log:  # not on the first step, which still takes what it needs
+            # not on the first step, which still takes what it needs
+            if self._next_log:
                 self._run.record_memory(f"step {step}")
             self._next_log = step + every - step % every
         self.occasion("step")
@@ -191,7 +200,9 @@ class AttemptMemory(MemoryKeeper):
     def occasion(self, reason: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
         checks = self._checks.get(reason)
-        if checks is not None and checks.empties(lambda: self._cached().unused_share):
+        if checks is not None and checks.empties(
+            lambda: self._cached().unused_share
+        ):
             self._clear(reason, thorough=False)
 
     def ran_out(
@@ -220,7 +231,9 @@ class AttemptMemory(MemoryKeeper):
         """Warn, once, if steps in a row had to empty the cache; shrink if that is configured."""
         before, total = self._alloc_retries, self._read_alloc_retries()
         self._alloc_retries = total
-        has_retried = total is not None and before is not None and total > before
+        has_retried = (
+            total is not None and before is not None and total > before
+        )
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
         if total is None or self._tight_steps < _TIGHT_STEPS:
             return
@@ -240,8 +253,12 @@ class AttemptMemory(MemoryKeeper):
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
-        self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
-        has_history = self._index is not None and self._settings.snapshot_on_oom
+        self._is_set_up = limit_when_cuda_starts(
+            self._settings.fraction, self._index
+        )
+        has_history = (
+            self._index is not None and self._settings.snapshot_on_oom
+        )
         if self._is_set_up and has_history:
             self._end_history = record_history_after_an_oom(self._run.run_dir)
 

@@ -142,7 +142,12 @@ class AttemptRequests:
         Refused: this trainer cannot do it."""
         request, verb = waiting.request, waiting.request.verb
         if verb == "figures":
-            return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
+            return {
+                "answer": {
+                    "attempt_pid": os.getpid(),
+                    "memory": memory_in_use(),
+                }
+            }
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":
@@ -194,9 +199,14 @@ class AttemptRequests:
                 "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
             )
         changed = run.shrink("requested by 'robust-train halve-batch'")
-        size, least = run.micro_batcher.size, run.micro_batch_plan.min_batch_size
+        size, least = (
+            run.micro_batcher.size,
+            run.micro_batch_plan.min_batch_size,
+        )
         if changed is None and size is None:
-            raise Refused("no batch was split so far; try again after the first step")
+            raise Refused(
+                "no batch was split so far; try again after the first step"
+            )
         if changed is None:
             raise Refused(
                 f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller "

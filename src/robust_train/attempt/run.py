@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -167,7 +173,9 @@ class Run:
             self.checkpoint_saved,
             is_main=self.is_main,
         )
-        self.trackers = TrackerNote(run_dir, self.saving.job if rank == 0 else None)
+        self.trackers = TrackerNote(
+            run_dir, self.saving.job if rank == 0 else None
+        )
         self.speed = SpeedMeter(
             world_size,
             self._samples,
@@ -339,7 +347,9 @@ class Run:
             bad_step=bad,
             has_checkpoint=before is not None,
             passes_over=self.passes_over,
-            reads_lr=self.has_read("lr") if self.reads_lr is None else self.reads_lr,
+            reads_lr=self.has_read("lr")
+            if self.reads_lr is None
+            else self.reads_lr,
         )
         return Spoiled(
             replace(
@@ -417,7 +427,9 @@ class Run:
             **options,
         )
         if options.get("training", True):
-            self.guard.computed(result[0] if isinstance(result, tuple) else result)
+            self.guard.computed(
+                result[0] if isinstance(result, tuple) else result
+            )
         return result
 
     def step(
@@ -514,7 +526,11 @@ class Run:
         return self._micro_batcher is not None
 
     def _samples(self) -> int | None:
-        return self.micro_batch_plan.samples if self.has_read("batch_size") else None
+        return (
+            self.micro_batch_plan.samples
+            if self.has_read("batch_size")
+            else None
+        )
 
     def _steps_done(self) -> int:
         return self.steps_before if self.last_step is None else self.last_step
@@ -523,7 +539,9 @@ class Run:
         if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
             if event.training:
                 size = getattr(event, "after", None) or event.before
-                self.last_micro_batch = min(size, self.last_micro_batch or size)
+                self.last_micro_batch = min(
+                    size, self.last_micro_batch or size
+                )
             event = replace(event, last_micro_batch=self.last_micro_batch)
         self.send(event)
 
@@ -618,7 +636,9 @@ class Run:
             write()
         except CheckpointError as error:
             if self.is_main:
-                log.warning("%s; training goes on, earlier ones are kept", error)
+                log.warning(
+                    "%s; training goes on, earlier ones are kept", error
+                )
             self.checkpoint_failed(str(error))
 
     @property
@@ -638,7 +658,9 @@ class Run:
         loss, spent = self.guard.losses.of_checkpoint(step), 0.0
         if self.is_main:
             at = self.position if position is None else position
-            damage = self.saving.damage_in(Path(path)) if position is None else ""
+            damage = (
+                self.saving.damage_in(Path(path)) if position is None else ""
+            )
             self.saving.saved(
                 Path(path),
                 step,
@@ -668,7 +690,9 @@ class Run:
         self.speed.pause()
         self.memory_keeper.occasion("save")
         if self._checkpoint_answers:
-            self.answer_checkpoint({"answer": {"path": str(path), "step": step}})
+            self.answer_checkpoint(
+                {"answer": {"path": str(path), "step": step}}
+            )
 
     def epoch_ended(
         self,
@@ -726,7 +750,11 @@ class Run:
         step: Json,
     ) -> None:
         value = figures.get(self._objective) if self._objective else None
-        if self.is_main and isinstance(value, (int, float)) and isinstance(step, int):
+        if (
+            self.is_main
+            and isinstance(value, (int, float))
+            and isinstance(step, int)
+        ):
             self.send(ValueReported(float(value), step, self._mode))
 
     def monitors(

@@ -72,7 +72,8 @@ def run_attempt(
     stopping: Stopping,  # how this process is asked to stop
     # called twice a second, where the launcher itself runs the attempt
     tick: Callable[[], None] = lambda: None,
-    process_ends: bool = True,  # with the attempt, so memory need not be returned
+    # with the attempt, so memory need not be returned
+    process_ends: bool = True,
     rank: int = 0,  # of all on all nodes
     flags: Flags | None = None,  # how several ranks agree
 ) -> BaseException | None:
@@ -108,7 +109,8 @@ def run_attempt(
                     )
                 finally:
                     run.finish_saving()
-                run.is_cooperative = True  # a signal has nothing to interrupt any more
+                # a signal has nothing to interrupt any more
+                run.is_cooperative = True
                 if run.saving.owed and not run.was_told_to_stop:
                     unsaved = CheckpointError(run.saving.owed)
                     # its last steps are repeated once there is room on the disk
@@ -144,7 +146,9 @@ def figures_of(result: Any, objective: str | None) -> Any:
         return result
     if objective not in result:
         names = ", ".join(map(str, result))
-        log.warning("objective=%s: not in the result, which has %s", objective, names)
+        log.warning(
+            "objective=%s: not in the result, which has %s", objective, names
+        )
     return {**result, "objective": result.get(objective)}
 
 
@@ -180,7 +184,9 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
-        return Failure(FailureKind.BUG, f"the trainer called sys.exit({error.code!r})")
+        return Failure(
+            FailureKind.BUG, f"the trainer called sys.exit({error.code!r})"
+        )
     if isinstance(error, Spoiled):
         return error.failure
     if isinstance(error, (ConfigError, UserError)):
@@ -190,14 +196,18 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
     if failure.kind is FailureKind.HOST_OOM and not supports(run, WORKERS):
-        failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
+        failure = replace(
+            failure, evidence=replace(failure.evidence, no_workers=True)
+        )
     return failure
 
 
 def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
     """Return one line about a key that the trainer reads and its config does not have."""
     frames = traceback.extract_tb(_without_omegaconf(error.__traceback__))
-    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
+    place = (
+        f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
+    )
     key = error.full_key
     return f"{place} {key}, which the config lacks; give it with +{key}=VALUE"
 
@@ -227,8 +237,12 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
         traceback=None if is_in_words else trainer_traceback(error),
         error=_pickled(error),
         others_know=of_rank is not None,
-        caused_by_rank=of_rank.rank if of_rank and of_rank.is_elsewhere else None,
-        exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in classes),
+        caused_by_rank=of_rank.rank
+        if of_rank and of_rank.is_elsewhere
+        else None,
+        exceptions=tuple(
+            f"{cls.__module__}.{cls.__qualname__}" for cls in classes
+        ),
     )
 
 
@@ -249,7 +263,11 @@ def _pickled(error: BaseException) -> str | None:
         pickle.loads(data)  # many exceptions can be dumped but not built again
     except Exception:
         return None
-    return base64.b64encode(data).decode() if len(data) < _LARGEST_ERROR_BYTES else None
+    return (
+        base64.b64encode(data).decode()
+        if len(data) < _LARGEST_ERROR_BYTES
+        else None
+    )
 
 
 def stop_trainer(run: Run) -> Callable[[], None]:
@@ -300,7 +318,9 @@ def _watched_signals(
     *, is_script: bool
 ) -> tuple[list[signal.Signals], list[signal.Signals]]:
     """Return the signals that ask for a stop, and of these the ones that change nothing."""
-    watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    watched = [
+        s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN
+    ]
     is_preempted_by_it = UNDER_SUBMITIT in os.environ and not is_script
     return watched, [signal.SIGTERM] if is_preempted_by_it else []
 
@@ -340,9 +360,13 @@ def _end_at_signal(
         if info.si_pid != os.getppid():
             if info.si_signo in no_stop:
                 continue
-            info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
+            info = (
+                signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
+            )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)
         # a handler in Python runs in the main thread, which may wait for its next task for ever
-        signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
+        signal.pthread_kill(
+            threading.main_thread().ident or 0, _WAKES_MAIN_THREAD
+        )
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)

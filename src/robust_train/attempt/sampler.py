@@ -101,9 +101,11 @@ class Sampler:
 
     def __init__(
         self,
-        run_dir: Path,  # where the file belongs; samples of earlier attempts in it are kept
+        # where the file belongs; samples of earlier attempts in it are kept
+        run_dir: Path,
         attempt: int,  # number of the attempt
-        device: str,  # what the attempt trains on, in this process's own numbering
+        # what the attempt trains on, in this process's own numbering
+        device: str,
         interval_seconds: float,  # see above
         # returns the last optimizer step that was reported
         step: Callable[[], int | None],
@@ -124,7 +126,9 @@ class Sampler:
         self._ask_next = 0.0  # when NVML is to be asked again
         self._often_until = time.monotonic() + nvml_seconds
         self._process = psutil.Process()
-        self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
+        self._resident = (
+            resident_bytes_of_tree if whole_tree else resident_bytes
+        )
         self._interval_seconds = interval_seconds
         self._cost_share = cost_share
         self._step = step

@@ -37,7 +37,9 @@ class Moment:
         torch = started_torch()
         # after a fault the device answers nothing
         with contextlib.suppress(RuntimeError):
-            if torch is not None and has_context(torch, torch.cuda.current_device()):
+            if torch is not None and has_context(
+                torch, torch.cuda.current_device()
+            ):
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
                 self._event = event
@@ -90,14 +92,16 @@ class SpeedMeter:
         ranks: int = 1,
         # returns the samples of this rank in a step, None if unknown
         samples: Callable[[], int | None] = lambda: None,
-        report: Callable[[Speed], None] = lambda speed: None,  # takes the figures
+        # takes the figures
+        report: Callable[[Speed], None] = lambda speed: None,
     ) -> None:
         self.least_seconds = 0.0
         self._ranks = ranks
         self._samples = samples
         self._report = report
         self._is_on = True
-        self._is_explicit = False  # someone measures the waits for data themselves
+        # someone measures the waits for data themselves
+        self._is_explicit = False
         self._step = 0
         self._interval: _Interval | None = None
         self._wait_from: Moment | None = None
@@ -153,7 +157,9 @@ class SpeedMeter:
     def _waited(self, start: Moment) -> None:
         """Count the time since ``start`` as one without data, unless the GPU computed all along."""
         if self._interval is not None:
-            seconds = time.perf_counter() - start.at if start.is_past() else 0.0
+            seconds = (
+                time.perf_counter() - start.at if start.is_past() else 0.0
+            )
             self._interval.waited = (self._interval.waited or 0.0) + seconds
 
     def alone_until_now(self) -> None:
@@ -203,7 +209,8 @@ class SpeedMeter:
         recent = sorted(
             one.seconds / one.steps
             for number, one in enumerate(reversed(newest))
-            if number < _LEAST_RECENT or until - one.begin.at <= _REPORT_SECONDS
+            if number < _LEAST_RECENT
+            or until - one.begin.at <= _REPORT_SECONDS
         )
         return Speed(
             steps=self._steps,
@@ -213,17 +220,27 @@ class SpeedMeter:
             seconds_per_step_now=_rounded(_quantile(recent, 0.5)),
             data_share=share if self._is_explicit else None,
             between_share=None if self._is_explicit else share,
-            seconds_alone_per_step=_rounded(sum(alone) / len(alone)) if alone else None,
+            seconds_alone_per_step=_rounded(sum(alone) / len(alone))
+            if alone
+            else None,
         )
 
     def _data_share(self, newest: Sequence[_Interval]) -> float | None:
-        known = [(one.waited, one.seconds) for one in newest if one.waited is not None]
+        known = [
+            (one.waited, one.seconds)
+            for one in newest
+            if one.waited is not None
+        ]
         if not known:
             return None
         waits = [waited for waited, _ in known]
         waited = self._sum(waits)
         computed = sum(seconds for _, seconds in known) - sum(waits)
-        return round(waited / max(waited + computed, waited), 4) if waited else 0.0
+        return (
+            round(waited / max(waited + computed, waited), 4)
+            if waited
+            else 0.0
+        )
 
     def _sum(self, durations: Sequence[float]) -> float:
         """Return the sum; where it is unknown what is data and what is not, rare peaks are

@@ -75,7 +75,8 @@ class OutputStream:
         """Return what has arrived, empty if nothing has."""
         try:
             return os.read(self.read_fd, 1 << 16)
-        except OSError:  # nothing now; or EIO: a terminal whose other side is closed
+        # nothing now; or EIO: a terminal whose other side is closed
+        except OSError:
             return b""
 
     def show(self, data: bytes) -> None:
@@ -211,7 +212,9 @@ class AttemptLog:
         *lines, rest = (self._unfinished.pop(stream, b"") + data).split(b"\n")
         cut = rest.rstrip(b"\r").rfind(b"\r")
         if rest:
-            self._unfinished[stream] = rest[max(cut, 0) :][-_LONGEST_LINE_BYTES:]
+            self._unfinished[stream] = rest[max(cut, 0) :][
+                -_LONGEST_LINE_BYTES:
+            ]
         now = time.monotonic()
         if not lines and now < self._next_state:
             return
@@ -228,7 +231,9 @@ class AttemptLog:
         with contextlib.suppress(OSError):
             self._file.truncate(self._settled_bytes)
             self._settled_bytes += self._file.write(lines)
-            self._file.write(b"\n".join(map(_settled, self._unfinished.values())))
+            self._file.write(
+                b"\n".join(map(_settled, self._unfinished.values()))
+            )
 
 
 def _settled(line: bytes) -> bytes:

@@ -45,7 +45,8 @@ _SECONDS = 10
 _MOST_BYTES = 1 << 20
 
 
-_pipe: int | None = None  # to the command in the foreground; None if this is that
+# to the command in the foreground; None if this is that
+_pipe: int | None = None
 with contextlib.suppress(
     KeyError,
     ValueError,
@@ -54,7 +55,8 @@ with contextlib.suppress(
     _inherited = int(os.environ.pop(_VARIABLE))
     os.set_inheritable(_inherited, False)
     _pipe = _inherited
-is_detached = _pipe is not None  # Whether this process is the one in the background
+# Whether this process is the one in the background
+is_detached = _pipe is not None
 
 
 def is_due(config: RobustConfig) -> bool:
@@ -88,7 +90,10 @@ def start() -> int:
         code = process.wait()
         output.seek(0)
         print(
-            output.read().decode(errors="replace"), end="", file=sys.stderr, flush=True
+            output.read().decode(errors="replace"),
+            end="",
+            file=sys.stderr,
+            flush=True,
         )
     return code if code >= 0 else 128 - code
 
@@ -159,8 +164,6 @@ def past_logout() -> tuple[list[str], str]:
     prefix, remedy = _SCOPE, "before you log out: loginctl enable-linger"
     if not works:
         prefix = []
-        remedy = (
-            "systemd-run --user --scope, which would prevent that, does not work here"
-        )
+        remedy = "systemd-run --user --scope, which would prevent that, does not work here"
     note = f"\nThis host ends a user's processes at logout (KillUserProcesses=yes): {remedy}"
     return prefix, note

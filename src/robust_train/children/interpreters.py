@@ -33,7 +33,11 @@ from robust_train.host.linux import (
     set_mark,
     shared_machine_environment,
 )
-from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
+from robust_train.host.signals import (
+    ORPHAN_GRACE_SECONDS,
+    STOP_SIGNALS,
+    stop_signal,
+)
 from robust_train.host.wire import read_events, send_file
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
@@ -133,7 +137,8 @@ class Interpreter:
         message: Preparation | Begin,
         descriptors: Sequence[int] = (),
     ) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the reaper reports
+        # it has ended, which the reaper reports
+        with contextlib.suppress(OSError):
             send_file(
                 self.channel,
                 pickle.dumps(message),
@@ -223,7 +228,9 @@ class Interpreters:
         printed; return whether there was anything."""
         for one in self._uncollected:
             one.collect()
-        self._uncollected = [one for one in self._uncollected if one.is_running]
+        self._uncollected = [
+            one for one in self._uncollected if one.is_running
+        ]
         return self.pump.move()
 
     def await_prepared(
@@ -232,7 +239,9 @@ class Interpreters:
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-        while pending := [one for one in wanted if one.is_running and one.answers_due]:
+        while pending := [
+            one for one in wanted if one.is_running and one.answers_due
+        ]:
             channels = [one.channel.fileno() for one in pending]
             readable([*self.pump.descriptors, *channels], TICK_SECONDS)
             self.poll()
@@ -258,7 +267,9 @@ class Interpreters:
                 below = (root, *root.children(recursive=True))
                 spared.update(process.pid for process in below)
         return kill_descendants(
-            lambda process: process.pid not in spared and self._is_ours(process)
+            lambda process: (
+                process.pid not in spared and self._is_ours(process)
+            )
         )
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -286,7 +297,9 @@ class Interpreters:
             self.forget(one)
         if is_owner:
             if left := self.kill_leftovers(()):
-                log.warning("processes %s of the attempt cannot be ended", left)
+                log.warning(
+                    "processes %s of the attempt cannot be ended", left
+                )
             self.poll()
             self._reaper.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -347,7 +360,9 @@ def discard_early() -> None:
         _at_hand.pop().close()
 
 
-def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparation:
+def preparation(
+    modules: Sequence[str], *, is_standby: bool = False
+) -> Preparation:
     """Return what an interpreter of this process's jobs does first."""
     return Preparation(
         path=tuple(os.path.abspath(entry) for entry in sys.path),

@@ -65,7 +65,9 @@ _FIELDS = (
 )
 
 
-def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
+def notifications(
+    config: NotifyConfig, environ: Mapping[str, str]
+) -> NotifyConfig:
     """Return where a job's notifications go; ``environ`` holds the URLs (see ``hide_urls``)."""
     if sweep_folder() is not None and not config.sweep_jobs:
         return NotifyConfig()
@@ -88,7 +90,9 @@ def sentence(
     reason = shortened(state.reason or "", 300)
     match event:
         case "completed":
-            shown = "" if result is None else f": {shortened(str(result), 200)}"
+            shown = (
+                "" if result is None else f": {shortened(str(result), 200)}"
+            )
             return f"{job} completed in {spent}{shown}"
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"
@@ -117,7 +121,8 @@ class Notifier:
         self._hopes_for_gpu = self._is_unsaved = False
         self._last_news: tuple[str, float] | None = None
         self._deliveries: list[_Delivery] = []
-        self._lock = threading.Lock()  # in-process attempts: their thread ticks
+        # in-process attempts: their thread ticks
+        self._lock = threading.Lock()
 
     def poll(self, state: RunState) -> None:
         """Notify of what is new in a job's state, and check the deliveries under way."""
@@ -152,8 +157,13 @@ class Notifier:
             case Stalled():
                 text = f" made no progress in attempt {attempt}: the attempt is ended"
             case CheckpointFailed():
-                name, text = "disk", f": no checkpoint could be saved: {event.reason}"
-            case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
+                name, text = (
+                    "disk",
+                    f": no checkpoint could be saved: {event.reason}",
+                )
+            case AttemptEnded(
+                record=Attempt(kind=FailureKind.DISK_FULL) as record
+            ):
                 name, text = "disk", f": {record.message}"
             case _:
                 return
@@ -178,7 +188,9 @@ class Notifier:
             return same.get(state.state, state.state)
         if hoped and not self._hopes_for_gpu:
             return "cpu"
-        is_long = time.time() - state.since >= 60 * self._settings.waiting_minutes
+        is_long = (
+            time.time() - state.since >= 60 * self._settings.waiting_minutes
+        )
         return "waiting" if is_waiting and is_long else ""
 
     def _notify(
@@ -229,7 +241,11 @@ class Notifier:
             )
         if urls:
             program = (sys.executable, "-m", __name__)
-            message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
+            message = {
+                "urls": urls,
+                "title": f"robust-train: {event}",
+                "body": text,
+            }
             variables = {"PYTHONSAFEPATH": "1"}
             self.deliver(
                 event,
@@ -265,7 +281,9 @@ class Notifier:
                     start_new_session=True,
                 )
         except (OSError, ValueError) as error:
-            self._log_failure(name, getattr(error, "strerror", None) or str(error))
+            self._log_failure(
+                name, getattr(error, "strerror", None) or str(error)
+            )
             return
         until = time.monotonic() + _LIMIT_SECONDS
         self._deliveries.append(_Delivery(name, process, errors, until))
@@ -323,9 +341,15 @@ class _Delivery:
                 return self.why_ended
             if process.returncode == 0:
                 return ""
-            errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
+            errors.seek(
+                max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0)
+            )
             lines = errors.read().decode(errors="replace").strip().splitlines()
-        return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
+        return (
+            shortened(lines[-1], 300)
+            if lines
+            else f"exit code {process.returncode}"
+        )
 
 
 def main() -> None:
@@ -334,7 +358,9 @@ def main() -> None:
     try:
         import apprise
     except ImportError:
-        sys.exit("Apprise is not installed: pip install 'robust-train[notify]'")
+        sys.exit(
+            "Apprise is not installed: pip install 'robust-train[notify]'"
+        )
     logging.disable(logging.CRITICAL)  # its lines may name parts of a URL
     failed = []
     for number, url in enumerate(given["urls"], start=1):
@@ -345,7 +371,9 @@ def main() -> None:
             )
         if not sent:
             scheme, separator, _ = url.partition("://")
-            failed.append(f"{scheme if separator else 'no scheme'} (URL {number})")
+            failed.append(
+                f"{scheme if separator else 'no scheme'} (URL {number})"
+            )
     if failed:
         sys.exit(f"not delivered: {', '.join(failed)}")
 

@@ -43,10 +43,21 @@ def clean(arguments: Namespace) -> Answer:
             "age_seconds": round(age),
             "bytes": size,
         }
-        row = (run.id, run.status, state.name, duration(age), mib(size), run.run_dir)
+        row = (
+            run.id,
+            run.status,
+            state.name,
+            duration(age),
+            mib(size),
+            run.run_dir,
+        )
         rows.append(row)
     listed = [*folders.values()]
-    data: dict[str, Json] = {"dry_run": arguments.dry_run, "runs": listed, "kept": kept}
+    data: dict[str, Json] = {
+        "dry_run": arguments.dry_run,
+        "runs": listed,
+        "kept": kept,
+    }
     if not rows:
         which = "ended" if arguments.all else "completed"
         nothing = (

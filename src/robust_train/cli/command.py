@@ -83,7 +83,8 @@ class Command:
             name
             for each in self.options
             for name in each.names
-            if name.startswith("-") and each.settings.get("action") != "store_true"
+            if name.startswith("-")
+            and each.settings.get("action") != "store_true"
         }
 
 
@@ -146,7 +147,9 @@ class Table:
         for row in self.rows:
             # as text: a name may contain what rich reads as markup. A UUID is there to be copied,
             # so it folds rather than lose its end
-            table.add_row(*(Text(cell_text(cell), overflow="fold") for cell in row))
+            table.add_row(
+                *(Text(cell_text(cell), overflow="fold") for cell in row)
+            )
         Console().print(table)
 
 

@@ -14,7 +14,9 @@ _RUN = option(
     help="which run; default: your only live one",
 )
 _WHICH_HELP = "id, run folder or job name; default: your only live job"
-_ENDED_HELP = "id, run folder, sweep folder or job name; default: the last that ended"
+_ENDED_HELP = (
+    "id, run folder, sweep folder or job name; default: the last that ended"
+)
 _WHICH = option(
     "which",
     nargs="?",
@@ -307,7 +309,9 @@ _MACHINE = (
         "runs:best",
         (
             _FOLDER,
-            flag("--checkpoint", help="print the path of its checkpoint instead"),
+            flag(
+                "--checkpoint", help="print the path of its checkpoint instead"
+            ),
             _JSON,
         ),
         about="Print the overrides of the best job of a sweep so far, as words for a shell; of "
@@ -504,7 +508,9 @@ GROUPS = {
 }
 """The commands as ``--help`` lists them."""
 
-COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
+COMMANDS = {
+    command.name: command for group in GROUPS.values() for command in group
+}
 
 NOW = {
     "runs": "ps",

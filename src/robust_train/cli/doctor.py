@@ -70,11 +70,18 @@ def doctor(arguments: Namespace) -> Answer:
             if arguments.clear:
                 problem = f"--clear {arguments.clear}: you have not excluded this GPU"
                 if registry.clear(arguments.clear):
-                    return Answer(shown=[f"{arguments.clear} is no longer excluded"])
+                    return Answer(
+                        shown=[f"{arguments.clear} is no longer excluded"]
+                    )
                 return Answer(error=problem)
             jobs, faults = registry.jobs(), registry.faults()
-            inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
-            queue["file_system"], queue["jobs"] = registry.file_system, len(jobs)
+            inventory = replace(
+                inventory, gpus=registry.marked(inventory.gpus)
+            )
+            queue["file_system"], queue["jobs"] = (
+                registry.file_system,
+                len(jobs),
+            )
             if registry.owner:  # who could remove reservations of others
                 queue["owner"] = user_name(registry.owner)
                 queue["tmpfiles_line"] = tmpfiles_line(path)
@@ -83,9 +90,7 @@ def doctor(arguments: Namespace) -> Answer:
     doubt, cuda = None, torch_cuda_version()
     if not inventory.may_run(cuda):  # torch is not imported
         versions = inventory.cuda_versions(cuda)
-        doubt = (
-            f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
-        )
+        doubt = f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
     known = machine(inventory, jobs)
     busy = {uuid: job.id for job in jobs for uuid in job.gpus}
     usable = []
@@ -111,7 +116,10 @@ def doctor(arguments: Namespace) -> Answer:
     for row in known["gpus"]:
         row["why_not"] = row["why_not"] or doubt
         row["usable"] = row["why_not"] is None
-    is_fine = any(row["usable"] for row in known["gpus"]) and queue["problem"] is None
+    is_fine = (
+        any(row["usable"] for row in known["gpus"])
+        and queue["problem"] is None
+    )
     data = {
         **known,
         **_facts(inventory),
@@ -142,7 +150,9 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "container": not sees_host_pids()
         or any(mark.exists() for mark in _CONTAINER_MARKS),
         "host_memory_limit_bytes": read_host_memory().total,
-        "cgroup_limit_bytes": min((limit for limit, _ in cgroup_rooms()), default=None),
+        "cgroup_limit_bytes": min(
+            (limit for limit, _ in cgroup_rooms()), default=None
+        ),
         "cpus": len(os.sched_getaffinity(0)),
     }
 
@@ -183,7 +193,10 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
         Table(
             ("what", "value"),
             [
-                (name.removesuffix("_bytes").replace("_", " "), _text(name, value))
+                (
+                    name.removesuffix("_bytes").replace("_", " "),
+                    _text(name, value),
+                )
                 for name, value in data.items()
                 if value is not None and name not in _PARTS_OF_THEIR_OWN
             ],
@@ -205,7 +218,9 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
         for one in faults:
             date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["time"]))
             lines.append(f"    {date} {one['job']}: {one['reason']}")
-    lines += [f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]]
+    lines += [
+        f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]
+    ]
     for one in data["probes"]:
         lines.append(f"probe of GPU {one['index']}: {one['result']}")
     queue = data["queue"]
@@ -233,7 +248,9 @@ def _text(name: str, value: Json) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {known or '-'}" for key, known in value.items())
+        return ", ".join(
+            f"{key} {known or '-'}" for key, known in value.items()
+        )
     return mib(value) if name.endswith("_bytes") else str(value)
 
 
@@ -296,7 +313,9 @@ def probe_here() -> None:
         sys.exit(" ".join(str(error).split()))
     total = torch.cuda.get_device_properties(0).total_memory
     # memory runs out at a limit of this process: others may come to the GPU meanwhile
-    torch.cuda.set_per_process_memory_fraction(min(_PROBE_CACHE_BYTES / total, 1.0), 0)
+    torch.cuda.set_per_process_memory_fraction(
+        min(_PROBE_CACHE_BYTES / total, 1.0), 0
+    )
     print(exercise(torch.device("cuda", 0), _PROBE_CACHE_BYTES))
 
 

@@ -143,7 +143,11 @@ def exit_code_of_error(error: BaseException) -> int | None:
     if isinstance(error, JobInterrupted):
         return error.exit_code
     # its own traceback, without the launcher's frames
-    shown = error.__cause__ if isinstance(error.__cause__, TrainerFailed) else error
+    shown = (
+        error.__cause__
+        if isinstance(error.__cause__, TrainerFailed)
+        else error
+    )
     code: int | None = getattr(shown, "exit_code", None)
     if code is not None:
         text = error if isinstance(error, UserError) else shown
@@ -169,7 +173,9 @@ def print_failure(summary: Summary) -> None:
     is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
     if is_shown and last is not None and last.script is not None:
         return
-    traceback = last.traceback if last and kind not in MEMORY_FAILURES else None
+    traceback = (
+        last.traceback if last and kind not in MEMORY_FAILURES else None
+    )
     if traceback is not None:
         print(traceback, file=sys.stderr, end="")
     if not is_shown and (traceback is None or kind is not FailureKind.BUG):

@@ -13,7 +13,12 @@ import psutil
 
 from robust_train.cli.command import Answer, Table
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.processes import find_holders, is_hidden, is_there, user_name
+from robust_train.gpu.processes import (
+    find_holders,
+    is_hidden,
+    is_there,
+    user_name,
+)
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.host.linux import named, processes_of
 from robust_train.model.events import Json
@@ -46,13 +51,18 @@ def gpus(arguments: Namespace | None = None) -> Answer:
     with contextlib.suppress(QueueProblem):
         if path.exists():
             with contextlib.closing(Registry(path)) as registry:
-                inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
+                inventory = replace(
+                    inventory, gpus=registry.marked(inventory.gpus)
+                )
                 jobs = registry.jobs()
     data = machine(inventory, jobs)
     shown: list[str | Table] = [data["problem"]] if data["problem"] else []
     if data["gpus"]:
         shown.append(Table(_OF_GPUS, [_gpu_row(gpu) for gpu in data["gpus"]]))
-    shown += [f"GPU {lost.index} skipped: {lost.reason}" for lost in inventory.skipped]
+    shown += [
+        f"GPU {lost.index} skipped: {lost.reason}"
+        for lost in inventory.skipped
+    ]
     return Answer(data, shown, [data["warning"]] if data["warning"] else [])
 
 
@@ -62,9 +72,14 @@ def machine(
 ) -> dict[str, Json]:
     """Return the GPUs in JSON's types: whether programs started here see them, since when their
     ``jobs`` leave them idle, and the user and command of each process if known."""
-    visible, holders = visible_gpus(inventory, os.environ), find_holders(inventory.gpus)
+    visible, holders = (
+        visible_gpus(inventory, os.environ),
+        find_holders(inventory.gpus),
+    )
     shown = {gpu.uuid for gpu in visible.gpus}
-    idle = {uuid: seconds for job in jobs for uuid, seconds in job.idle().items()}
+    idle = {
+        uuid: seconds for job in jobs for uuid, seconds in job.idle().items()
+    }
     found = [asdict(gpu) for gpu in inventory.gpus]
     for gpu in found:
         gpu["visible"] = gpu["uuid"] in shown
@@ -84,7 +99,10 @@ def machine(
 
 def _gpu_row(gpu: dict[str, Json]) -> list[object]:
     percent, processes = gpu["utilization_percent"], gpu["processes"]
-    notes = ["" if gpu["visible"] else f"hidden by {VARIABLE}", gpu["unusable"]]
+    notes = [
+        "" if gpu["visible"] else f"hidden by {VARIABLE}",
+        gpu["unusable"],
+    ]
     if gpu["idle_seconds"] is not None:
         idle = as_clock(gpu["idle_seconds"])
         notes.append(f"idle for {idle} under its job (robust-train queue)")
@@ -119,7 +137,11 @@ def queue(arguments: Namespace) -> Answer:
         "lists those on the CPU too"
     )
     if not os.path.exists(path):
-        data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
+        data: dict[str, Json] = {
+            "directory": str(path),
+            "jobs": [],
+            "excluded": [],
+        }
         return Answer(data, [nothing])
     with contextlib.closing(Registry(path)) as registry:
         found, excluded = registry.jobs(), registry.exclusions()
@@ -138,7 +160,9 @@ def queue(arguments: Namespace) -> Answer:
     shown: list[str | Table] = [nothing]
     if jobs:
         shown = [Table(_OF_JOBS, [_job_row(job) for job in jobs])]
-    shown += [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
+    shown += [
+        f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]
+    ]
     shown += describe(found, gpus) if arguments.verbose else ()
     shown += [f"{fault.uuid}: {fault.sentence()}" for fault in excluded]
     data = {
@@ -191,7 +215,9 @@ def _job_as_json(
                 "taken_bytes": taken_bytes,
                 "idle_seconds": idle.get(uuid),
             }
-            for uuid, taken_bytes in zip(job.gpus, job.taken_bytes, strict=True)
+            for uuid, taken_bytes in zip(
+                job.gpus, job.taken_bytes, strict=True
+            )
         ],
         "seconds_in_state": round(max(now - job.since, 0.0), 1),
         "reason": "; ".join(reasons) or None,
@@ -223,7 +249,9 @@ def _about_launcher(job: QueuedJob) -> list[str]:
 def _job_row(job: dict[str, Json]) -> list[object]:
     many, claim = job["num_gpus"], job["claim_bytes"] // MIB
     known = [gpu for gpu in job["gpus"] if gpu["index"] is not None]
-    names = [str(gpu["index"]) for gpu in known] or [g["uuid"] for g in job["gpus"]]
+    names = [str(gpu["index"]) for gpu in known] or [
+        g["uuid"] for g in job["gpus"]
+    ]
     return [
         job["id"],
         job["position"],

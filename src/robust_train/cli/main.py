@@ -63,14 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return limit.exit_code
         if not isinstance(error, OSError):
             raise
-        if error.filename is not None or error.errno not in (errno.EPIPE, *_FULL):
+        if error.filename is not None or error.errno not in (
+            errno.EPIPE,
+            *_FULL,
+        ):
             raise
         # what is not written yet has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # `… | head` has seen enough
             return 128 + signal.SIGPIPE
         print(
-            f"robust-train: cannot write the output: {error.strerror}", file=sys.stderr
+            f"robust-train: cannot write the output: {error.strerror}",
+            file=sys.stderr,
         )
         return EXIT_FAILED
     return code
@@ -198,7 +202,9 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(
+    command: Command, words: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return the words of the command itself, and those of the program that it runs.
 
     The program begins after ``--``, or with the first word that is no option, no option's value
@@ -220,12 +226,16 @@ def _split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]
 
 def _listing(groups: Mapping[str, Collection[Command]]) -> str:
     """Return usage and help of commands, a line each."""
-    width = max(len(one.name) for commands in groups.values() for one in commands)
+    width = max(
+        len(one.name) for commands in groups.values() for one in commands
+    )
     parts = ["usage: robust-train COMMAND [OPTIONS]"]
     for title, commands in groups.items():
         parts.append(f"\n{title}:")
         parts += [f"  {one.name.ljust(width)}  {one.help}" for one in commands]
-    parts.append("\nrobust-train COMMAND --help shows the options of a command;")
+    parts.append(
+        "\nrobust-train COMMAND --help shows the options of a command;"
+    )
     parts.append("robust-train --version shows the version.")
     return "\n".join(parts)
 

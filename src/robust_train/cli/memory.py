@@ -66,9 +66,13 @@ _LEFT = {"not permitted", "still there"}
 
 def request(arguments: Namespace) -> Answer:
     """Have a live run do what the command is called after, or say what helps without a run."""
-    action = _ACTIONS.get(arguments.command, arguments.command.removeprefix("memory "))
+    action = _ACTIONS.get(
+        arguments.command, arguments.command.removeprefix("memory ")
+    )
     given = vars(arguments)
-    options = {name: given[name] for name in ("force", "fraction") if name in given}
+    options = {
+        name: given[name] for name in ("force", "fraction") if name in given
+    }
     try:
         run = choose_run(arguments.run)
         answer = ask(run, f"memory_{action}", **options)
@@ -133,7 +137,9 @@ def enable(arguments: Namespace) -> Answer:
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
     exported = allocator.exported_expandable_segments(os.environ)
-    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
+    settings = allocator.allocator_settings(
+        os.environ, expandable_segments=True
+    )
     line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
         line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
@@ -147,9 +153,13 @@ def _described(run: KnownRun, answer: dict[str, Json]) -> list[str | Table]:
     for name in _FIGURES:
         if answer["after"].get(name) is not None:
             sizes = [answer[part][name] for part in parts]
-            figures = [None if size is None else f"{size / MIB:.1f}" for size in sizes]
+            figures = [
+                None if size is None else f"{size / MIB:.1f}" for size in sizes
+            ]
             rows.append([name.replace("_", " "), *figures])
-    sentence = f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}"
+    sentence = (
+        f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}"
+    )
     return [sentence, Table(("MiB", *parts), rows)]
 
 
@@ -157,7 +167,9 @@ def kill(arguments: Namespace) -> Answer:
     """List the caller's CUDA processes, ask, and end them."""
     inventory = read_inventory()
     if inventory.problem is not None:
-        raise CommandFailed(f"CUDA processes cannot be listed: {inventory.problem}")
+        raise CommandFailed(
+            f"CUDA processes cannot be listed: {inventory.problem}"
+        )
     me = psutil.Process()
     targets, refusals = choose(
         list_cuda_processes(inventory),
@@ -166,13 +178,25 @@ def kill(arguments: Namespace) -> Answer:
         {process.pid for process in (me, *me.parents())},
     )
     if refusals:
-        reasons = "; ".join(f"pid {pid} {why}" for pid, why in refusals.items())
-        refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
-        return Answer({"refused": refused}, error=f"{reasons}; nothing was ended")
+        reasons = "; ".join(
+            f"pid {pid} {why}" for pid, why in refusals.items()
+        )
+        refused = [
+            {"pid": pid, "reason": why} for pid, why in refusals.items()
+        ]
+        return Answer(
+            {"refused": refused}, error=f"{reasons}; nothing was ended"
+        )
     if not targets:
         nothing = "no CUDA process of yours runs on this machine's GPUs"
-        return Answer({"dry_run": arguments.dry_run, "processes": []}, [nothing])
-    number = "this process" if len(targets) == 1 else f"these {len(targets)} processes"
+        return Answer(
+            {"dry_run": arguments.dry_run, "processes": []}, [nothing]
+        )
+    number = (
+        "this process"
+        if len(targets) == 1
+        else f"these {len(targets)} processes"
+    )
     if not arguments.json:
         Table(_OF_PROCESSES, [_row(process) for process in targets]).print()
     how: dict[CudaProcess, str | None] = dict.fromkeys(targets)
@@ -186,7 +210,10 @@ def kill(arguments: Namespace) -> Answer:
             f"{process.command} (pid {process.pid}) {_SENTENCES[result]}"
             for process, result in endings.items()
         ]
-    ended = [{**asdict(process), "result": result} for process, result in how.items()]
+    ended = [
+        {**asdict(process), "result": result}
+        for process, result in how.items()
+    ]
     return Answer(
         {"dry_run": arguments.dry_run, "processes": ended},
         lines,
@@ -213,7 +240,9 @@ def choose(
     for pid in dict.fromkeys(named) if named else known:
         process = known.get(pid)
         if pid in ancestors:
-            refusals[pid] = "is this command itself, or what it was started from"
+            refusals[pid] = (
+                "is this command itself, or what it was started from"
+            )
         elif process is None:
             unknown = "is not a CUDA process: NVML does not list it"
             refusals[pid] = listed.others.get(pid, unknown)
@@ -236,7 +265,10 @@ def end_all(
     """
     how = dict.fromkeys(processes, "gone")
     left = list(how)
-    for signum, result in ((signal.SIGTERM, "ended"), (signal.SIGKILL, "killed")):
+    for signum, result in (
+        (signal.SIGTERM, "ended"),
+        (signal.SIGKILL, "killed"),
+    ):
         for process in left:
             try:
                 # one that ended just before SIGKILL did so by itself

@@ -44,7 +44,9 @@ def resume(arguments: Namespace) -> Answer:
     if which and os.path.isfile(Path(which) / SWEEP_FILE):
         command = _of_sweep(Path(which).resolve())
     else:
-        command = _of_job(choose_run(which, dead_too=True) if which else _unfinished())
+        command = _of_job(
+            choose_run(which, dead_too=True) if which else _unfinished()
+        )
     print(command, flush=True)
     return os.execvp("sh", _words_of(command))
 
@@ -59,7 +61,9 @@ def _unfinished() -> KnownRun:
 def _of_job(run: KnownRun) -> str:
     """Return the command that resumes a job; that of its sweep if it is a part of one."""
     if run.alive:
-        raise CommandFailed(f"{run.id} is alive: robust-train attach {run.id} shows it")
+        raise CommandFailed(
+            f"{run.id} is alive: robust-train attach {run.id} shows it"
+        )
     if not run.is_unfinished:
         raise CommandFailed(f"{run.id} has completed: nothing is left to do")
     if (sweep := _sweep_of(run)) is not None:
@@ -87,7 +91,9 @@ def _refuse_anothers(file: Path) -> None:
 def _sweep_of(run: KnownRun) -> Path | None:
     """Return the sweep folder that a job's folder lies in."""
     parents = run.run_dir.parents
-    return next((folder for folder in parents if (folder / SWEEP_FILE).is_file()), None)
+    return next(
+        (folder for folder in parents if (folder / SWEEP_FILE).is_file()), None
+    )
 
 
 def _of_sweep(folder: Path) -> str:

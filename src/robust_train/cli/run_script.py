@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING
 
 from robust_train.cli.command import CommandFailed
 from robust_train.cli.commands import COMMANDS
-from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
+from robust_train.config.placeholders import (
+    PLACEHOLDERS,
+    literal,
+    placeholders_in,
+)
 from robust_train.config.trainers import name_of_program
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
@@ -61,10 +65,17 @@ def run(arguments: Namespace) -> int:
         discard_early()
 
 
-_OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key}
+_OPTIONS = {
+    one.key: one.names[0] for one in COMMANDS["run"].options if one.key
+}
 """The options by the keys that they give."""
 
-_TEXTS = {"device", "job_name", "trainer.checkpoint_glob", "trainer.resume_argv"}
+_TEXTS = {
+    "device",
+    "job_name",
+    "trainer.checkpoint_glob",
+    "trainer.resume_argv",
+}
 """Keys whose values go into the config unchanged, past the grammar of overrides."""
 
 
@@ -74,7 +85,9 @@ def overrides_of(arguments: Namespace) -> list[str]:
     Raises CommandFailed if it does not describe a job.
     """
     own = vars(arguments)
-    given = {key: own[name[2:].replace("-", "_")] for key, name in _OPTIONS.items()}
+    given = {
+        key: own[name[2:].replace("-", "_")] for key, name in _OPTIONS.items()
+    }
     given |= _batch_sizes(arguments)
     _check_learning_rate(arguments)
     overrides = ["trainer=command"]
@@ -86,7 +99,9 @@ def overrides_of(arguments: Namespace) -> list[str]:
 
 def _gives(arguments: Namespace, key: str) -> bool:
     """Return whether an override before the program gives this key."""
-    return any(each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides)
+    return any(
+        each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides
+    )
 
 
 def _used(arguments: Namespace) -> set[str]:
@@ -96,10 +111,14 @@ def _used(arguments: Namespace) -> set[str]:
 
 def _check_learning_rate(arguments: Namespace) -> None:
     is_used = "learning_rate" in _used(arguments)
-    is_given = arguments.learning_rate is not None or _gives(arguments, "training.lr")
+    is_given = arguments.learning_rate is not None or _gives(
+        arguments, "training.lr"
+    )
     problem = ""
     if is_used and not is_given:
-        problem = "{learning_rate} is used but not given; add --learning-rate LR"
+        problem = (
+            "{learning_rate} is used but not given; add --learning-rate LR"
+        )
     if arguments.scale_learning_rate is not None and not is_used:
         problem = (
             "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
@@ -115,7 +134,9 @@ def _batch_sizes(arguments: Namespace) -> dict[str, int | None]:
     if batch_size is None and not _gives(arguments, "training.batch_size"):
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
         if _used(arguments) & sizes or least is not None:
-            problem = "the batch size is used but not given; add --batch-size N"
+            problem = (
+                "the batch size is used but not given; add --batch-size N"
+            )
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
         # the script has a batch size of its own, so a smaller one of ours would change nothing
         batch_size = least = 1
@@ -136,7 +157,9 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
         "trainer.argv": list(map(literal, arguments.program)),
         "trainer.resume_argv": list(map(literal, resume)),
         "trainer.checkpoint_glob": literal(arguments.checkpoint or ""),
-        "job_name": literal(arguments.name or name_of_program(arguments.program)),
+        "job_name": literal(
+            arguments.name or name_of_program(arguments.program)
+        ),
         "device": arguments.device,
     }
     return {key: value for key, value in texts.items() if value}
@@ -213,7 +236,9 @@ def _warnings(
     by_key = _gives(arguments, "training.batch_size")
     if (arguments.batch_size or by_key) and "batch_size" not in used:
         option = (
-            "training.batch_size" if by_key else f"--batch-size {arguments.batch_size}"
+            "training.batch_size"
+            if by_key
+            else f"--batch-size {arguments.batch_size}"
         )
         yield (
             f"{option} is not in the script's command, so unless the script reads "

@@ -35,10 +35,24 @@ from robust_train.readable import as_clock, duration, mib, percent, shortened
 from robust_train.report.facts import GOODPUT, share_of
 from robust_train.report.story import goodput_in
 from robust_train.report.wording import batch_in_words
-from robust_train.sweep.record import SWEEP_FILE, SweepTable, read_rows, read_table
+from robust_train.sweep.record import (
+    SWEEP_FILE,
+    SweepTable,
+    read_rows,
+    read_table,
+)
 from robust_train.sweep.table import best_first, short_result
 
-_COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
+_COLUMNS = (
+    "id",
+    "state",
+    "job",
+    "where",
+    "step",
+    "time",
+    "result",
+    "run folder",
+)
 _FACTS = (
     "exit_code",
     "run_dir",
@@ -70,7 +84,9 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 def list_jobs(arguments: Namespace) -> Answer:
     """List the user's jobs, live and past, the newest first, and how interrupted ones go on."""
-    runs = [run for run in find_runs()[::-1] if run.alive or not arguments.live]
+    runs = [
+        run for run in find_runs()[::-1] if run.alive or not arguments.live
+    ]
     if arguments.goodput:
         return _goodput(runs)
     shown = runs if arguments.all or arguments.live else runs[:USUALLY]
@@ -95,23 +111,32 @@ def _goodput(runs: Sequence[KnownRun]) -> Answer:
     since = time.time() - _WEEK_SECONDS
     recent = [run for run in runs if run.state and run.state.updated >= since]
     found = [goodput_in(run.run_dir) or {} for run in recent]
-    parts = {name: sum(one.get(name, 0.0) for one in found) for name in GOODPUT}
+    parts = {
+        name: sum(one.get(name, 0.0) for one in found) for name in GOODPUT
+    }
     share, wall = share_of(parts), sum(parts.values())
     data: About = {"jobs": len(recent), "goodput": {**parts, "share": share}}
     if share is None:
-        return Answer(data, ["no run of yours has taken any time in the last 7 days"])
+        return Answer(
+            data, ["no run of yours has taken any time in the last 7 days"]
+        )
     rows = [
         (name, duration(seconds), percent(seconds / wall))
         for name, seconds in parts.items()
     ]
-    sentence = f"goodput {percent(share)} of the {duration(wall)} of the last 7 days"
+    sentence = (
+        f"goodput {percent(share)} of the {duration(wall)} of the last 7 days"
+    )
     return Answer(data, [Table(("part", "time", "share"), rows), sentence])
 
 
 def _listed(run: KnownRun) -> About:
     """Return a run as `--json` lists it, with the result of a completed one."""
     about = run.about()
-    if run.status == "completed" and (summary := read_summary(run.run_dir)) is not None:
+    if (
+        run.status == "completed"
+        and (summary := read_summary(run.run_dir)) is not None
+    ):
         about["result"] = summary.objective
     return about
 
@@ -124,7 +149,8 @@ def _row(run: KnownRun, about: About) -> list[object]:
         run.id,
         "interrupted" if run.status == DIED else run.status,
         about.get("name"),
-        (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
+        (about.get("device") or "-")
+        + ("" if run.is_here else f" on {about['host']}"),
         _step(about),
         as_clock(int(about["seconds"])) if "seconds" in about else None,
         short_result(result),
@@ -135,7 +161,11 @@ def _row(run: KnownRun, about: About) -> list[object]:
 def _step(about: About) -> str | None:
     """Return ``12/400``, or ``12`` if the number of all steps is unknown."""
     step, total = about.get("step"), about.get("total_steps")
-    return None if step is None else "/".join(map(str, filter(None, (step, total))))
+    return (
+        None
+        if step is None
+        else "/".join(map(str, filter(None, (step, total))))
+    )
 
 
 def status(arguments: Namespace) -> Answer:
@@ -152,7 +182,8 @@ def status(arguments: Namespace) -> Answer:
         "run": run.id,
         "job": about.get("name"),
         "state": since if run.alive or "last_state" in about else state,
-        "why": waiting.get("reason") or (state != "running" and about.get("reason")),
+        "why": waiting.get("reason")
+        or (state != "running" and about.get("reason")),
         "batch": attempt and batch_in_words(attempt),
         "step": _step(about),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
@@ -186,9 +217,7 @@ def stop(arguments: Namespace) -> Answer:
     if run.is_orphaned:
         return _stop_orphaned(run, now=arguments.now)
     answer = live.ask(run, "stop", now=arguments.now)
-    sentence = (
-        f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
-    )
+    sentence = f"{run.id} (pid {run.pid}, {answer['before']}) stops and will exit with 143"
     return Answer({"run": run.id, **answer}, [sentence])
 
 
@@ -204,23 +233,27 @@ def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
     )
     if stays or is_held(run.run_dir):
         which = named(stays) if stays else "a process that cannot be seen here"
-        raise CommandFailed(f"{run.id}: {which} is left of it and does not end")
-    sentence = f"{run.id}: its launcher was killed; ended what was left: {left}"
+        raise CommandFailed(
+            f"{run.id}: {which} is left of it and does not end"
+        )
+    sentence = (
+        f"{run.id}: its launcher was killed; ended what was left: {left}"
+    )
     data = {"run": run.id, "before": run.status, "after": DIED}
     return Answer(data, [sentence])
 
 
 def _stop_sweep(folder: Path) -> Answer:
-    jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
+    jobs = [
+        run.id for run in find_live_runs() if folder in run.run_dir.parents
+    ]
     try:
         if not jobs and is_held(folder) is False:
             raise requests.Refused("this sweep has ended")
         requests.request_sweep_stop(folder)
     except (OSError, requests.Refused) as error:
         raise CommandFailed(f"{folder}: {error}") from error
-    sentence = (
-        f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"
-    )
+    sentence = f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"
     data = {"sweep": str(folder), "jobs": jobs, "after": "stopping"}
     return Answer(data, [sentence])
 
@@ -232,10 +265,14 @@ def logs(arguments: Namespace) -> int:
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
-        raise CommandFailed(f"{run.id}: no log of attempt {attempt}; there are {there}")
+        raise CommandFailed(
+            f"{run.id}: no log of attempt {attempt}; there are {there}"
+        )
     if not numbers and not follows:
         reason = (run.state and run.state.reason) or run.run_dir
-        raise CommandFailed(f"{run.id} ({run.status}) has started no attempt: {reason}")
+        raise CommandFailed(
+            f"{run.id} ({run.status}) has started no attempt: {reason}"
+        )
     for data in output_of(
         run.run_dir,
         attempt,
@@ -265,7 +302,9 @@ def attach(arguments: Namespace) -> int:
                 if now is not None and now.alive and now.state is not None:
                     live.show(now.state)
     except KeyboardInterrupt:
-        print(f"\n{run.id} keeps running; robust-train attach {run.id} shows it again")
+        print(
+            f"\n{run.id} keeps running; robust-train attach {run.id} shows it again"
+        )
         return 0
     return _wait_for(run.run_dir)
 
@@ -283,7 +322,9 @@ def _wait_for(folder: Path) -> int:
             time.sleep(POLL_SECONDS)
         table = read_table(folder)
         code = None if table is None else table.exit_code
-        print(f"{folder}: {'died' if code is None else f'ended with exit code {code}'}")
+        print(
+            f"{folder}: {'died' if code is None else f'ended with exit code {code}'}"
+        )
         return EXIT_FAILED if code is None else code
     while (run := read_run(folder)) is not None and run.alive:
         time.sleep(POLL_SECONDS)
@@ -312,7 +353,9 @@ def _any_run(which: str | None) -> KnownRun:
 
 def _attempts_in(run_dir: Path) -> list[int]:
     """Return the numbers of the attempts that have a log."""
-    found = (_NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*")))
+    found = (
+        _NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*"))
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -384,7 +427,9 @@ def max_jobs(arguments: Namespace) -> Answer:
     except OSError as error:
         raise CommandFailed(f"{folder}: {error}") from error
     data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
-    return Answer(data, [f"{folder}: at most {number} jobs at once from now on"])
+    return Answer(
+        data, [f"{folder}: at most {number} jobs at once from now on"]
+    )
 
 
 def best(arguments: Namespace) -> Answer:
@@ -408,5 +453,7 @@ def best(arguments: Namespace) -> Answer:
     }
     shown = checkpoint if arguments.checkpoint else shlex.join(row.overrides)
     if not shown and not arguments.json:
-        raise CommandFailed(f"{row.folder}: job {row.job} has reported no checkpoint")
+        raise CommandFailed(
+            f"{row.folder}: job {row.job} has reported no checkpoint"
+        )
     return Answer(data, [str(shown)])

@@ -24,7 +24,9 @@ def init(arguments: Namespace) -> Answer:
     folder = Path(arguments.dir)
     files = [path for path in _TEMPLATE.rglob("*") if path.is_file()]
     names = sorted(
-        str(path.relative_to(_TEMPLATE)) for path in files if path.suffix != ".pyc"
+        str(path.relative_to(_TEMPLATE))
+        for path in files
+        if path.suffix != ".pyc"
     )
     for name in names:
         if os.path.lexists(folder / name):
@@ -42,7 +44,9 @@ def init(arguments: Namespace) -> Answer:
         problem = f"{error.filename}: {error.strerror}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     there = "" if folder == Path() else f"cd {folder} && "
-    return Answer(shown=[f"wrote {', '.join(names)}; now: {there}python main.py"])
+    return Answer(
+        shown=[f"wrote {', '.join(names)}; now: {there}python main.py"]
+    )
 
 
 def notify(arguments: Namespace) -> Answer:
@@ -90,12 +94,14 @@ def report(arguments: Namespace) -> Answer:
         try:
             folder = choose_run(arguments.path, dead_too=True).run_dir
         except NoLiveRun as error:
-            problem = (
-                f"{folder}: no such folder, and no run of yours has that id or name"
-            )
+            problem = f"{folder}: no such folder, and no run of yours has that id or name"
             raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     of_a_sweep = os.path.isfile(folder / SWEEP_FILE)
-    story = sweep_story_of(folder) if of_a_sweep else story_of(read_sources(folder))
+    story = (
+        sweep_story_of(folder)
+        if of_a_sweep
+        else story_of(read_sources(folder))
+    )
     if isinstance(story, Story) and story.status == "empty":
         problem = (
             "neither a run folder (with journal.jsonl) "
@@ -115,7 +121,9 @@ def report(arguments: Namespace) -> Answer:
         try:
             save(where / FILE_NAME, page)
         except OSError as error:
-            problems.append(f"cannot write {where / FILE_NAME}: {error.strerror}")
+            problems.append(
+                f"cannot write {where / FILE_NAME}: {error.strerror}"
+            )
     target = folder / FILE_NAME
     if arguments.open and not webbrowser.open(target.resolve().as_uri()):
         problems.append("--open: no browser was found")
@@ -171,13 +179,19 @@ def completion(arguments: Namespace) -> int:
     from robust_train.cli.train import groups
     from robust_train.config.refusals import all_keys
 
-    choices = [f"{group}={name}" for group, names in groups().items() for name in names]
+    choices = [
+        f"{group}={name}"
+        for group, names in groups().items()
+        for name in names
+    ]
     found = all_keys(())
     groups_of_keys = {one.rpartition(".")[0] for one in found}
     keys = [f"{key}=" for key in found if key not in groups_of_keys]
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
     # commands of two words first: the first case that matches counts
-    names = sorted({*COMMANDS, *first_words}, key=lambda name: -len(name.split()))
+    names = sorted(
+        {*COMMANDS, *first_words}, key=lambda name: -len(name.split())
+    )
     script = _SCRIPT.format(
         keys=_words([*choices, *keys, *_OF_HYDRA]),
         cases="\n".join(case for case in map(_case, names) if case),

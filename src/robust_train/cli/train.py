@@ -26,9 +26,7 @@ _FULL_ERROR = "HYDRA_FULL_ERROR"
 _PACKAGE = "robust_train.configs"
 _CONFIGS = f"pkg://{_PACKAGE}"
 # a project's own config need not name our callback
-_RECORD_SWEEPS = (
-    "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
-)
+_RECORD_SWEEPS = "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
 
 
 def train(arguments: list[str]) -> NoReturn:
@@ -104,7 +102,8 @@ def hydra_main(
             if cfg is not None:  # called by the project's own code
                 return task(cfg)
             if task.__module__ == MAIN_MODULE:
-                return None  # a script without a guard, imported by its own attempt
+                # a script without a guard, imported by its own attempt
+                return None
             _prepare_process()
             code = _open(
                 job,
@@ -115,7 +114,9 @@ def hydra_main(
             return sys.exit(code) if code else None
 
         # the launcher gives `run` to whoever has such a parameter
-        names = inspect.signature(main, follow_wrapped=False).parameters.values()
+        names = inspect.signature(
+            main, follow_wrapped=False
+        ).parameters.values()
         main.__signature__ = inspect.Signature(list(names))  # type: ignore[attr-defined]
         return main
 
@@ -146,7 +147,10 @@ def _prepare_process() -> None:
         os._exit(128 + signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+        if signal.getsignal(signum) in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):
             signal.signal(signum, end)
 
 
@@ -206,7 +210,9 @@ def _open(
     code = 0
     try:
         with (
-            compat.mode_of_command_line() if composes_once else contextlib.nullcontext()
+            compat.mode_of_command_line()
+            if composes_once
+            else contextlib.nullcontext()
         ):
             hydra.main(
                 **compat.for_hydra(version_base),
@@ -251,7 +257,9 @@ def _answer(name: str) -> None:
         print(help_text(name), end="")
         sys.exit(0)
     if "--version" in arguments:
-        print(f"{name} of robust-train {importlib.metadata.version('robust-train')}")
+        print(
+            f"{name} of robust-train {importlib.metadata.version('robust-train')}"
+        )
         sys.exit(0)
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())
@@ -286,7 +294,9 @@ def may_set_mode(arguments: list[str]) -> bool:
     """Return whether an argument chooses another config, which may set ``hydra.mode``."""
     keys = ("hydra.mode", "hydra.searchpath")
     chooses_config = any(word.startswith(("-c", "--c")) for word in arguments)
-    return chooses_config or any(key in word for key in keys for word in arguments)
+    return chooses_config or any(
+        key in word for key in keys for word in arguments
+    )
 
 
 def _for_guest(arguments: list[str], name: str) -> list[str]:
@@ -296,7 +306,9 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
         return []
     for word in ("-m", "--multirun", "detach=true"):
         if word in arguments:
-            raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
+            raise ConfigError(
+                f"{word}: not as a rank of {guest.engine}; leave it out"
+            )
     found = []
     if name and not any(one.startswith("hydra.run.dir=") for one in arguments):
         found.append(f"hydra.run.dir={guest.folder}")
@@ -360,10 +372,14 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = [f"  {group:<8} {', '.join(found)}" for group, found in groups().items()]
+    choices = [
+        f"  {group:<8} {', '.join(found)}" for group, found in groups().items()
+    ]
     command = sys.argv[0]
     return _HELP.format(
-        command=command if command.startswith("robust-train ") else f"python {name}.py",
+        command=command
+        if command.startswith("robust-train ")
+        else f"python {name}.py",
         groups="\n".join(choices),
     )
 
@@ -372,7 +388,14 @@ def groups() -> dict[str, list[str]]:
     """Return the choices of each config group that people choose from."""
     found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
-        files = [one.name for one in resources.files(f"{_PACKAGE}.{group}").iterdir()]
-        names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+        files = [
+            one.name
+            for one in resources.files(f"{_PACKAGE}.{group}").iterdir()
+        ]
+        names = [
+            name.removesuffix(".yaml")
+            for name in files
+            if name.endswith(".yaml")
+        ]
         found[group] = sorted(names)
     return found

@@ -38,7 +38,8 @@ def guest_config(
         )
     with open_dict(own):
         own.num_gpus, own.isolation = world_size, "process"
-        own.max_launches = 0  # each restart is a launch, and the policy counts them
+        # each restart is a launch, and the policy counts them
+        own.max_launches = 0
     return cfg
 
 
@@ -72,7 +73,9 @@ def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
         config = replace(config, device=f"cuda:{rank}")
     if rank:
         # one record of memory over time, in one file
-        config = replace(config, memory=replace(config.memory, sample_interval_ms=0))
+        config = replace(
+            config, memory=replace(config.memory, sample_interval_ms=0)
+        )
     return config
 
 
@@ -108,8 +111,13 @@ def early_imports(cfg: DictConfig) -> list[str]:
         raise ConfigError(
             f"trainer.preload_modules={wanted}: must be a list of modules"
         )
-    several = cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None
-    return [*map(str, wanted or ()), *(["torch.distributed"] if several else [])]
+    several = (
+        cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None
+    )
+    return [
+        *map(str, wanted or ()),
+        *(["torch.distributed"] if several else []),
+    ]
 
 
 CODE = "code-as-it-was"
@@ -143,8 +151,10 @@ class AttemptRequest:
     resume_checkpoint: Path | None
     environ: dict[str, str]  # the whole environment of the attempt's process
     cwd: str
-    longest_pause: float = 0.0  # between two reports in the job so far, seconds
-    has_live_status: bool = False  # the launcher shows steps and loss on a terminal
+    # between two reports in the job so far, seconds
+    longest_pause: float = 0.0
+    # the launcher shows steps and loss on a terminal
+    has_live_status: bool = False
     # variables in `environ` that the other ranks do without
     of_first_rank: tuple[str, ...] = ()
     # the split of the batch that the job was asked for; None: this attempt's own
@@ -172,11 +182,14 @@ class Preparation:
     """What an interpreter does before it is given an attempt."""
 
     path: tuple[str, ...]  # the launcher's `sys.path`
-    argv: tuple[str, ...]  # the launcher's `sys.argv`: a trainer's module may parse it
-    modules: tuple[str, ...] = ()  # to import; one that fails is left to the attempt
+    # the launcher's `sys.argv`: a trainer's module may parse it
+    argv: tuple[str, ...]
+    # to import; one that fails is left to the attempt
+    modules: tuple[str, ...] = ()
     # leave the processor to the attempt that trains: as much time between imports as in them
     is_standby: bool = False
-    trainer: TrainerRef | None = None  # one of robust-train's own, which checks `cfg`
+    # one of robust-train's own, which checks `cfg`
+    trainer: TrainerRef | None = None
     cfg: DictConfig | None = None
 
 

@@ -70,7 +70,9 @@ def gone(key: str) -> str | None:
     return f"{key}: this key is gone; {GONE[key]}" if key in GONE else None
 
 
-def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
+def hide_urls(
+    cfg: DictConfig, environ: MutableMapping[str, str] = os.environ
+) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
     return whether there was any."""
     own = ours(cfg)
@@ -82,7 +84,9 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
     if not given:
         return False
     urls = (
-        [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
+        [str(url) for url in given]
+        if OmegaConf.is_list(given)
+        else str(given).split()
     )
     known = environ.get(URLS_VARIABLE, "").split()
     environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
@@ -151,7 +155,9 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
             if isinstance(value, ListConfig):
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"{name}: {str(error).splitlines()[0]}"
+            ) from error
         if isinstance(value, DictConfig):
             _resolve_all(value, f"{name}.")
 
@@ -260,7 +266,11 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if config.runs_inline and config.is_script:
         yield "isolation=none: a script (trainer.argv) always runs in a process of its own"
     if config.code == "first" and (config.is_script or config.runs_inline):
-        what = "isolation=none" if config.runs_inline else "a script (trainer.argv)"
+        what = (
+            "isolation=none"
+            if config.runs_inline
+            else "a script (trainer.argv)"
+        )
         yield f"code=first: {what} reads its files itself; leave it out"
     for number, rule in enumerate(config.retry.rules):
         if config.is_script and rule.exception is not None:

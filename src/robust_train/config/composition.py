@@ -17,7 +17,12 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import register_resolver, replace_node, typed_nodes
 from robust_train.config.checks import gone
-from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
+from robust_train.config.projects import (
+    GROUP,
+    defaults_for_theirs,
+    is_theirs,
+    ours,
+)
 from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig
 from robust_train.config.trainers import folder_name
 from robust_train.config.values import Declaration
@@ -41,7 +46,8 @@ def open_root(schema: type) -> DictConfig:
 def group_node(schema: type) -> DictConfig:
     """Return the typed keys of a group, with the defaults as they are written in YAML."""
     node: DictConfig = OmegaConf.structured(schema)
-    OmegaConf.set_readonly(node, None)  # the dataclass is frozen, a config is not
+    # the dataclass is frozen, a config is not
+    OmegaConf.set_readonly(node, None)
     for item in fields(schema):
         key: Declaration | None = item.metadata.get("key")
         if "group" in item.metadata:
@@ -140,7 +146,9 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     if not (isinstance(error, ConfigKeyError) and known):
         return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
     hint = meant(name, known, f"{parent}.")
-    return ConfigError(gone(str(error.full_key)) or f"{full_key}: no such key; {hint}")
+    return ConfigError(
+        gone(str(error.full_key)) or f"{full_key}: no such key; {hint}"
+    )
 
 
 register()

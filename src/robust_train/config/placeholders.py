@@ -26,19 +26,24 @@ class ScriptValues:
     """The values of one attempt; each field is a placeholder, and a variable in upper case."""
 
     batch_size: int  # micro-batch
-    gradient_accumulation_steps: int  # micro-batches of each process per optimizer step
+    # micro-batches of each process per optimizer step
+    gradient_accumulation_steps: int
     effective_batch_size: int  # samples of all processes per optimizer step
     # as given, scaled if that was asked for, less after training has diverged
     learning_rate: str
-    num_gpus: int  # processes that it is to start, one for each GPU that it sees
+    # processes that it is to start, one for each GPU that it sees
+    num_gpus: int
     min_batch_size: int  # no attempt uses a smaller micro-batch
     num_workers: int  # data-loader workers
-    device: str  # `cuda:0` (the first GPU that the script sees, and mostly the only one) or `cpu`
+    # `cuda:0` (the first GPU that the script sees, and mostly the only one) or `cpu`
+    device: str
     attempt: int  # number of the attempt, counted from 1
     checkpoint: str  # to go on from; empty for a fresh start
     run_dir: str  # the job's run folder
-    checkpoint_every_minutes: str = AUTO  # longest time without a checkpoint, or `auto`
-    checkpoint_every_steps: int = 0  # most optimizer steps without one; 0: any number
+    # longest time without a checkpoint, or `auto`
+    checkpoint_every_minutes: str = AUTO
+    # most optimizer steps without one; 0: any number
+    checkpoint_every_steps: int = 0
     # `true`: recompute activations to save memory
     gradient_checkpointing: str = "false"
 
@@ -50,12 +55,15 @@ class ScriptValues:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
         ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
         values = {**asdict(self), "$": "$"}
-        return _PLACEHOLDER.sub(lambda m: quote(str(values.get(m[1], m[0]))), text)
+        return _PLACEHOLDER.sub(
+            lambda m: quote(str(values.get(m[1], m[0]))), text
+        )
 
     def environment(self) -> dict[str, str]:
         """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
         return {
-            PREFIX + name.upper(): str(value) for name, value in asdict(self).items()
+            PREFIX + name.upper(): str(value)
+            for name, value in asdict(self).items()
         }
 
 
@@ -107,7 +115,10 @@ class MicroBatchPlan:
     @property
     def samples(self) -> int | None:
         """Samples of one rank in an optimizer step, None if unknown."""
-        return self.batch_size and self.batch_size * self.gradient_accumulation_steps
+        return (
+            self.batch_size
+            and self.batch_size * self.gradient_accumulation_steps
+        )
 
     @classmethod
     def of(cls, config: RobustConfig) -> MicroBatchPlan:

@@ -24,7 +24,11 @@ from robust_train.model.errors import ConfigError
 GROUP = "robust"
 
 _NAMES = {
-    "batch_size": ("batch_size", "train_batch_size", "per_device_train_batch_size"),
+    "batch_size": (
+        "batch_size",
+        "train_batch_size",
+        "per_device_train_batch_size",
+    ),
     "num_workers": ("num_workers",),
     "gradient_accumulation_steps": (
         "accumulate_grad_batches",
@@ -40,7 +44,10 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 def builds_on_ours(cfg: DictConfig) -> bool:
     """Return whether a config has our keys at its root, by ``defaults: [robust]``."""
-    return "training" in cfg and OmegaConf.get_type(cfg, "training") is TrainingConfig
+    return (
+        "training" in cfg
+        and OmegaConf.get_type(cfg, "training") is TrainingConfig
+    )
 
 
 def with_group(cfg: DictConfig) -> DictConfig:
@@ -174,7 +181,9 @@ def resolved(cfg: DictConfig) -> DictConfig:
 
 
 def _resolve(node: DictConfig | ListConfig) -> None:
-    names: Any = list(node) if isinstance(node, DictConfig) else range(len(node))
+    names: Any = (
+        list(node) if isinstance(node, DictConfig) else range(len(node))
+    )
     for name in names:
         with contextlib.suppress(OmegaConfBaseException):
             if OmegaConf.is_missing(node, name):

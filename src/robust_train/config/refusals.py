@@ -9,7 +9,11 @@ from collections.abc import Sequence
 import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,9 +36,7 @@ REFUSALS = (
     yaml.YAMLError,  # of a file that Hydra reads
 )
 
-_SEVERAL_VALUES = (
-    "{0}={1}: several values; add -m to sweep over them, or write a list: {0}=[{1}]"
-)
+_SEVERAL_VALUES = "{0}={1}: several values; add -m to sweep over them, or write a list: {0}=[{1}]"
 _NOT_INSTALLED = '{0}={1}: not installed; pip install "robust-train['
 _ANSWERS = {
     r"Ambiguous value for argument '([^=]*)=(.+)'": _SEVERAL_VALUES,
@@ -53,7 +55,9 @@ _ANSWERS = {
 }
 """What Hydra's messages mean, in order; braces are filled with what a pattern has found."""
 
-_UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in")
+_UNKNOWN_KEY = re.compile(
+    r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in"
+)
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _WRONG_TYPE = re.compile(
     r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)",
@@ -64,7 +68,11 @@ _NO_LIST = re.compile(
 )
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
-_ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or false"}
+_ACCEPTED = {
+    "Integer": "an integer",
+    "Float": "a number",
+    "bool": "true or false",
+}
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -78,9 +86,7 @@ def _of_the_system(error: BaseException) -> BaseException:
         return limit
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         place = error.filename or "the run folder"
-        problem = (
-            f"{place}: {error.strerror}; choose another folder with hydra.run.dir=…"
-        )
+        problem = f"{place}: {error.strerror}; choose another folder with hydra.run.dir=…"
         return unusable_folder(problem, error)
     return error
 
@@ -100,10 +106,16 @@ def explain(
             f"{error.override}: not an override; write key=value without spaces around =, and "
             "quotes around a value that holds spaces, commas, brackets or =: 'key=\"a, b\"'"
         )
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+    if isinstance(error, yaml.MarkedYAMLError) and (
+        mark := error.problem_mark
+    ):
         place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
         start = error.context_mark
-        begun = f" (it begins in line {start.line + 1})" if start is not None else ""
+        begun = (
+            f" (it begins in line {start.line + 1})"
+            if start is not None
+            else ""
+        )
         context = f" {error.context}{begun}" if error.context else ""
         return f"{place}: not YAML: {error.problem}{context}"
     chain = "\n".join(str(link) for link in _chain(error))
@@ -112,7 +124,9 @@ def explain(
             return answer.format(*match.groups())
     if match := _UNKNOWN_OPTION.search(chain):
         return _unknown_option(match[1], match[2], chain)
-    lines = [line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line]
+    lines = [
+        line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line
+    ]
     if isinstance(error, MissingConfigException):
         return lines[0].strip()
     found = _FULL_KEY.search(chain)
@@ -136,7 +150,9 @@ def _unknown_option(
 ) -> str:
     listed = _OPTIONS.search(chain)
     options = [
-        name for name in (listed[1].split() if listed else ()) if name != "__init__"
+        name
+        for name in (listed[1].split() if listed else ())
+        if name != "__init__"
     ]
     close = difflib.get_close_matches(option, options, n=1)
     near = f"; did you mean {close[0]}?" if close else ""
@@ -152,15 +168,15 @@ def _unknown_key(
 ) -> str:
     if answer := gone(key):
         return answer
-    typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
+    typed = next(
+        (o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key
+    )
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
     everything = all_keys(others, config_path, config_name)
     group, value = key.partition(".")[0], typed.partition("=")[2]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
-        return (
-            f"{typed}: no such key; in a sweep over {group} write {key}=choice({value})"
-        )
+        return f"{typed}: no such key; in a sweep over {group} write {key}=choice({value})"
     beside = [k for k in everything if k.rpartition(".")[0] == parent]
     if parent and beside:
         hint = meant(
@@ -169,7 +185,9 @@ def _unknown_key(
             f"{parent}.",
         )
     else:
-        near = _nearest(name, everything, 0.75) or _nearest(key, everything, 0.75)
+        near = _nearest(name, everything, 0.75) or _nearest(
+            key, everything, 0.75
+        )
         hint = f"did you mean {near}?" if near else "--cfg job lists all"
     if typed in overrides and not typed.startswith("~"):
         own = f"a key of your own takes a plus: +{typed}"
@@ -219,7 +237,9 @@ def explain_option(
     config_path: str = OURS,
 ) -> str | None:
     """Return one line about an option that Hydra does not have, None if there is none."""
-    unknown = [one for one in unknown_to_hydra(arguments) if one.startswith("-")]
+    unknown = [
+        one for one in unknown_to_hydra(arguments) if one.startswith("-")
+    ]
     if not unknown:
         return None
     name, _, value = unknown[0].lstrip("-").partition("=")
@@ -256,7 +276,10 @@ def all_keys(
         if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])
     ]
     groups.sort(key=lambda group: group not in ("training", "memory"))
-    return [*root, *(f"{group}.{name}" for group in groups for name in cfg[group])]
+    return [
+        *root,
+        *(f"{group}.{name}" for group in groups for name in cfg[group]),
+    ]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -197,7 +197,9 @@ class MemoryConfig:
         unit="milliseconds",
         range=FROM_10_OR_OFF,
     )
-    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
+    snapshot_on_oom: bool = key(
+        True, "when memory runs out, record what fills it"
+    )
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,9 @@ class NotifyConfig:
     )
     on: tuple[str, ...] = key(
         EVENTS,
-        "a list of " + ", ".join(f"`{event}`" for event in EVENTS) + "; `null`: all",
+        "a list of "
+        + ", ".join(f"`{event}`" for event in EVENTS)
+        + "; `null`: all",
         accepts="list",
         written=None,
         read=events,
@@ -323,8 +327,12 @@ class TrainerConfig:
         written=[],
         read=words_of_list,
     )
-    checkpoint_glob: str | None = key(None, "pattern of the script's own checkpoints")
-    cwd: str | None = key(None, "the script's working directory; `null`: the command's")
+    checkpoint_glob: str | None = key(
+        None, "pattern of the script's own checkpoints"
+    )
+    cwd: str | None = key(
+        None, "the script's working directory; `null`: the command's"
+    )
     stop_signal: str = key(
         "TERM",
         "asks the script to stop; at the end of `stop_grace_seconds` it is killed",
@@ -445,7 +453,9 @@ class RobustConfig(PlainConfig):
         more="Always UUIDs beside MIG slices or unreadable GPUs",
         choices=("auto", "uuid", "index"),
     )
-    allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
+    allow_cpu_fallback: bool = key(
+        True, "train on the CPU when no GPU will do"
+    )
     detach: bool = key(
         False,
         "go on in the background, past logout",
@@ -628,7 +638,9 @@ class RobustConfig(PlainConfig):
         """Return the learning rate for a script that trains with this effective batch."""
         training = self.training
         asked = (
-            training.batch_size * training.gradient_accumulation_steps * self.num_gpus
+            training.batch_size
+            * training.gradient_accumulation_steps
+            * self.num_gpus
         )
         power = {"linear": 1.0, "sqrt": 0.5}.get(
             self.trainer.scale_learning_rate or "",

@@ -59,7 +59,8 @@ class TrainerRef:
         if inline:
             return cls("inline.trainer")
         module, name = (
-            str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__")
+            str(getattr(trainer, key, ""))
+            for key in ("__module__", "__qualname__")
         )
         if _is_found(trainer, module, name):
             if module != "__main__":
@@ -105,7 +106,9 @@ class LaunchReached(BaseException):
 def end_import_at_launch(trainer: object) -> None:
     """End the import of a script without a guard, in its own attempt, where it calls ``launch``."""
     if getattr(trainer, "__module__", None) == MAIN_MODULE:
-        raise LaunchReached(f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}")
+        raise LaunchReached(
+            f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}"
+        )
 
 
 def _is_found(
@@ -123,12 +126,15 @@ def _is_found(
 def _is_module(name: str) -> bool:
     """Return whether there is a top-level module of this name; it is not imported."""
     try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
+        return (
+            name in sys.modules or importlib.util.find_spec(name) is not None
+        )
+    # a module that was put there by hand
     except (
         ImportError,
         ValueError,
         AttributeError,
-    ):  # a module that was put there by hand
+    ):
         return PathFinder.find_spec(name) is not None
 
 
@@ -137,7 +143,8 @@ def _script_of(trainer: Callable[..., Any]) -> str | None:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not os.path.isfile(file):
         return None
-    try:  # beside a script that runs with ``python -i``, functions may come from the prompt
+    # beside a script that runs with ``python -i``, functions may come from the prompt
+    try:
         source = inspect.getfile(inspect.unwrap(trainer))
     except TypeError:
         source = file
@@ -178,7 +185,9 @@ def name_of(trainer: Trainer) -> str:
     """Return a trainer's dotted path; of a callable its module and qualified name."""
     if isinstance(trainer, str):
         return trainer
-    module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
+    module, name = (
+        getattr(trainer, key, "") for key in ("__module__", "__qualname__")
+    )
     return f"{module}.{name}" if name else f"__main__.{type(trainer).__name__}"
 
 
@@ -211,12 +220,22 @@ def job_name(
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
     or the script; empty if there is nothing to name it by."""
-    is_own = target is not None and not target.startswith("robust_train.vision.")
+    is_own = target is not None and not target.startswith(
+        "robust_train.vision."
+    )
     # our defaults, which the config of a user's own trainer has as well
-    both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
-    name = chosen or "_".join(str(one) for one in both if one not in (None, "", "none"))
+    both = (
+        ()
+        if is_own and (model, dataset) == ("cnn", "digits")
+        else (model, dataset)
+    )
+    name = chosen or "_".join(
+        str(one) for one in both if one not in (None, "", "none")
+    )
     path = [part for part in (target or "").split(".") if part != "<locals>"]
-    return str(name or (name_of_program(argv) if argv else ".".join(path[-2:])))
+    return str(
+        name or (name_of_program(argv) if argv else ".".join(path[-2:]))
+    )
 
 
 def name_of_program(program: Sequence[str]) -> str:
@@ -237,7 +256,8 @@ def folder_name(*about: Any) -> str:
         "_",
         job_name(*about) or "job",
     )
-    return name.encode()[:200].decode(errors="ignore")  # file systems take 255 bytes
+    # file systems take 255 bytes
+    return name.encode()[:200].decode(errors="ignore")
 
 
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}

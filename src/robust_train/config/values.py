@@ -40,10 +40,14 @@ class Range:
 
 FROM_0 = Range("0 or more", lambda value: value >= 0)
 FROM_1 = Range("1 or more", lambda value: value >= 1)
-FROM_10_OR_OFF = Range("10 or more, or 0", lambda value: value >= 10 or value == 0)
+FROM_10_OR_OFF = Range(
+    "10 or more, or 0", lambda value: value >= 10 or value == 0
+)
 POSITIVE = Range("more than 0", lambda value: value > 0)
 SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
-POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1)
+POSITIVE_SHARE = Range(
+    "more than 0 and at most 1", lambda value: 0 < value <= 1
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,9 @@ class Declaration:
             number = float(given)
         except (TypeError, ValueError):
             auto = f" or {AUTO}" if self.written == AUTO else ""
-            raise ConfigError(f"{name}={given}: must be a number{auto}") from None
+            raise ConfigError(
+                f"{name}={given}: must be a number{auto}"
+            ) from None
         if not self.range.has(number):  # NaN is in no range
             raise ConfigError(f"{name}={number:g}: must be {self.range.words}")
         return number if isinstance(given, str) else given
@@ -118,7 +124,9 @@ def key(
 
 def group(cls: type, section: str = "") -> Any:
     """Declare a group of keys; ``section`` of the page is theirs."""
-    return field(default_factory=cls, metadata={"group": cls, "section": section})
+    return field(
+        default_factory=cls, metadata={"group": cls, "section": section}
+    )
 
 
 def open_group(cls: type) -> Any:
@@ -181,20 +189,29 @@ def events(name: str, given: Any) -> tuple[str, ...]:
     chosen = (given,) if isinstance(given, str) else tuple(map(str, given))
     for event in chosen:
         if event not in EVENTS:
-            raise ConfigError(f"{name}={event}: must be one of {', '.join(EVENTS)}")
+            raise ConfigError(
+                f"{name}={event}: must be one of {', '.join(EVENTS)}"
+            )
     return chosen
 
 
 _ACTIONS = ("retry", "stop", "exclude_gpu", "smaller_batch")
 _CONDITIONS = ("exit_code", "message", "exception")
-_TYPES = {"exit_code": int, "message": str, "exception": str, "then": str, "times": int}
+_TYPES = {
+    "exit_code": int,
+    "message": str,
+    "exception": str,
+    "then": str,
+    "times": int,
+}
 _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 
 def retry_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
     """Return the user's own rules for failures, in order."""
     return tuple(
-        _rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ())
+        _rule(f"{name}[{number}]", rule)
+        for number, rule in enumerate(given or ())
     )
 
 
@@ -203,8 +220,12 @@ def _rule(name: str, given: Any) -> RetryRule:
         raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
     for part in given:
         if part not in _TYPES:
-            raise ConfigError(f"{name}.{part}: no such key; {meant(str(part), _TYPES)}")
-    rule = {str(part): value for part, value in given.items() if value is not None}
+            raise ConfigError(
+                f"{name}.{part}: no such key; {meant(str(part), _TYPES)}"
+            )
+    rule = {
+        str(part): value for part, value in given.items() if value is not None
+    }
     if not set(_CONDITIONS).intersection(rule):
         raise ConfigError(
             f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}"
@@ -218,7 +239,9 @@ def _rule(name: str, given: Any) -> RetryRule:
         is_positive = value > 0 if type(value) is int else bool(value)
         if type(value) is not _TYPES[part] or not is_positive:
             accepted = (
-                "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
+                "an integer, 1 or more"
+                if _TYPES[part] is int
+                else "a string in quotes"
             )
             raise ConfigError(f"{name}.{part}={value}: must be {accepted}")
     if then == "stop" and "times" in rule:

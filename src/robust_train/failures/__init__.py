@@ -67,7 +67,9 @@ def classify_failure(
     return failure
 
 
-def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
+def _classified(
+    exception: BaseException, host_memory_ran_out: bool
+) -> Failure:
     if isinstance(exception, SystemExit):
         return _exit_of(exception)
     if isinstance(exception, RankFailure):
@@ -79,7 +81,9 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
         found = refined(match(report), report, stack)
         if found is None and named("UNCLEAR").matches(report):
             shortage = (
-                "host memory had run out just before" if host_memory_ran_out else ""
+                "host memory had run out just before"
+                if host_memory_ran_out
+                else ""
             )
             shortage = shortage or little_is_left()
             found = named("UNCLEAR").match if shortage else None
@@ -109,4 +113,6 @@ def _exit_of(stop: SystemExit) -> Failure:
     """Classify ``sys.exit``: 128 + n comes from a signal handler; any other code is a bug."""
     if isinstance(stop.code, int) and signal_of(stop.code) is not None:
         return classify_exit(stop.code)
-    return Failure(FailureKind.BUG, f"the trainer called sys.exit({stop.code!r})")
+    return Failure(
+        FailureKind.BUG, f"the trainer called sys.exit({stop.code!r})"
+    )

@@ -19,7 +19,9 @@ _RAISE_LIMIT = (
     "set a larger memory.fraction: "
     "the GPU had room, but this job's own limit was reached"
 )
-_OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
+_OTHERS = (
+    "see with nvidia-smi who else holds memory of this GPU, or use another"
+)
 _OF_THE_MODEL = (
     "set training.mixed_precision=true: activations take about half the memory",
     "set training.gradient_checkpointing=true: less memory for about a third more time",
@@ -28,18 +30,24 @@ _OF_THE_MODEL = (
 _FEWER_WORKERS = (
     "use fewer training.num_workers: each is a process with memory of its own"
 )
-_NO_WORKERS = "use fewer training.num_workers, 0 to load in the training process"
-_LESS_AHEAD = "use a smaller training.prefetch_factor: fewer batches wait in memory"
+_NO_WORKERS = (
+    "use fewer training.num_workers, 0 to load in the training process"
+)
+_LESS_AHEAD = (
+    "use a smaller training.prefetch_factor: fewer batches wait in memory"
+)
 _MORE_MEMORY = (
     "give the job more memory "
     "(the container's or the scheduler's limit counts, not the machine's)"
 )
 _MORE_SHARED_MEMORY = (
-    "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
+    "give the container more shared memory "
+    "(docker run --shm-size=8g, or --ipc=host)"
 )
 _ON_THE_CPU = "or train on the CPU: device=cpu"
 _THE_DEVICE_GIVEN = (
-    "let the trainer use the device that it is given (cfg.device): it has no GPU here"
+    "let the trainer use the device that it is given (cfg.device): "
+    "it has no GPU here"
 )
 _NEEDS_WORKERS = (_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD)
 _FOR_A_SCRIPT = {
@@ -67,7 +75,12 @@ _FOR_ANY_MODEL = {
 
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
-    FailureKind.HOST_OOM: (_FEWER_WORKERS, _LESS_AHEAD, *_SMALLER_BATCH, _MORE_MEMORY),
+    FailureKind.HOST_OOM: (
+        _FEWER_WORKERS,
+        _LESS_AHEAD,
+        *_SMALLER_BATCH,
+        _MORE_MEMORY,
+    ),
     FailureKind.WORKER_DEATH: (_NO_WORKERS, _LESS_AHEAD, _MORE_SHARED_MEMORY),
     FailureKind.DEVICE_FAULT: (
         "run once with CUDA_LAUNCH_BLOCKING=1: the traceback then names the kernel at fault",
@@ -179,12 +192,18 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
         )
     if kind is not FailureKind.DEVICE_OOM:
         return advice
-    first = ((_DEFRAGMENT, evidence.fragmented), (_RAISE_LIMIT, evidence.own_limit))
+    first = (
+        (_DEFRAGMENT, evidence.fragmented),
+        (_RAISE_LIMIT, evidence.own_limit),
+    )
     advice = (*(sentence for sentence, holds in first if holds), *advice)
     if evidence.own_limit:
         return tuple(sentence for sentence in advice if sentence != _OTHERS)
     if _is_others(evidence):
-        return (_OTHERS, *(sentence for sentence in advice if sentence != _OTHERS))
+        return (
+            _OTHERS,
+            *(sentence for sentence in advice if sentence != _OTHERS),
+        )
     return advice
 
 
@@ -207,10 +226,16 @@ def with_advice(
     if failure is None:
         return attempt
     instead: dict[str, str] = {}
-    if attempt.spec.num_workers == 0 or is_script or failure.evidence.no_workers:
+    if (
+        attempt.spec.num_workers == 0
+        or is_script
+        or failure.evidence.no_workers
+    ):
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if is_script:
-        instead |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
+        instead |= (
+            _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
+        )
     if not is_built_in:
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
@@ -226,7 +251,11 @@ def with_advice(
 def _is_others(evidence: Evidence) -> bool:
     """Return whether others hold more than was requested, and than a context takes."""
     e = evidence
-    if e.total_bytes is None or e.free_bytes is None or e.allocated_bytes is None:
+    if (
+        e.total_bytes is None
+        or e.free_bytes is None
+        or e.allocated_bytes is None
+    ):
         return False
     others = (
         e.total_bytes

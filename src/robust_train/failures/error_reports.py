@@ -157,7 +157,9 @@ _HINT = re.compile(
 )
 
 
-def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
+def reports_in(
+    text: str, types: tuple[str, ...] = ()
+) -> Iterator[ErrorReport]:
     """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
 
     Args:
@@ -167,7 +169,9 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
     lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-    starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
+    starts = [
+        number for number, line in enumerate(lines) if _TRACEBACK.search(line)
+    ]
     for start in starts:
         _unprefix(lines, start)
     if not starts:
@@ -186,7 +190,9 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
         return
     for number, report in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
-        known = types if number == 0 and report.types[0] in types else report.types
+        known = (
+            types if number == 0 and report.types[0] in types else report.types
+        )
         yield replace(report, types=known)
         if report.is_programming_error:
             return
@@ -205,7 +211,8 @@ def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
     headline = first = _first_line(lines)
-    if prefix is not None:  # "MemoryError: …" inside of another exception's message
+    # "MemoryError: …" inside of another exception's message
+    if prefix is not None:
         types = (*types, *names_of(prefix.group(1)))
     elif name not in ("", "RuntimeError") or not first:
         headline = f"{name}: {first}" if first else name
@@ -242,7 +249,9 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
             message.append(further)
         text = f"{header} {one_line(message)}" if header else one_line(message)
         cause = _ROOT_CAUSE.search(text)
-        shown = f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
+        shown = (
+            f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
+        )
         return ErrorReport(
             names_of(final.group(1)),
             text.strip(),
@@ -268,6 +277,10 @@ def _first_line(lines: list[str]) -> str:
     """Return the first line with words in it, unchanged."""
     stripped = (line.strip() for line in lines)
     return next(
-        (line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))),
+        (
+            line[:_LINE_LIMIT]
+            for line in stripped
+            if any(map(str.isalnum, line))
+        ),
         "",
     )

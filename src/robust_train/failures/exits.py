@@ -84,16 +84,22 @@ def classify_exit(
     """
     number = signal_of(returncode)
     name = None if number is None else signal.Signals(number).name
-    ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
+    ended = (
+        f"ended by {name}" if name else f"ended with exit code {returncode}"
+    )
     lines = output_tail.splitlines()[-_TAIL_LINES:]
-    record = next(filter(_KERNELS.search, output_tail.splitlines()), "").strip()[:300]
+    record = next(
+        filter(_KERNELS.search, output_tail.splitlines()), ""
+    ).strip()[:300]
     by_kernel = Failure(
         FailureKind.HOST_OOM,
         f"{ended}: {record or _OOM_KILLER}",
         Evidence(library="kernel"),
     )
     is_killed = name == "SIGKILL"
-    if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
+    if (is_killed and oom_killed) or (
+        record and (is_killed or name == "SIGTERM")
+    ):
         return by_kernel
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too

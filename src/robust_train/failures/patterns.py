@@ -25,7 +25,17 @@ _UNITS = "bkmgtpe"
 _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 # whose allocator's statistics are those of torch
 _TORCH = frozenset(
-    {"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None}
+    {
+        "torch",
+        "cuda",
+        "hip",
+        "cublas",
+        "cudnn",
+        "cufft",
+        "cusolver",
+        "nccl",
+        None,
+    }
 )
 # what CUDA's and HIP's names and numbers of errors follow
 _CODE = (
@@ -88,11 +98,16 @@ def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     ends = [header.start() for header in headers[1:]]
     for header, end in itertools.zip_longest(headers, ends):
         lines = text[header.end() : end].splitlines()
-        yield header, [line for line in lines if line and not line.startswith("#")]
+        yield (
+            header,
+            [line for line in lines if line and not line.startswith("#")],
+        )
 
 
 def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
-    types = " ".join(line for line in lines if line.startswith("type ")).split()
+    types = " ".join(
+        line for line in lines if line.startswith("type ")
+    ).split()
     words = [_words(line) for line in lines if not line.startswith("type ")]
     return Pattern(
         Match(
@@ -111,7 +126,8 @@ def _words(line: str) -> str:
     if line.startswith("code "):
         # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
         codes = (
-            re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code) for code in line.split()[1:]
+            re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code)
+            for code in line.split()[1:]
         )
         either = "|".join(codes)
         return rf"(?:{_CODE})(?:{either})\b"
@@ -122,14 +138,18 @@ def _words(line: str) -> str:
 
 
 def _figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
-    texts = (line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines)
+    texts = (
+        line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines
+    )
     return [re.compile(text, re.IGNORECASE) for text in texts]
 
 
 # compiled now: when memory has run out, there is none to compile them
 _ALL = list(_sections())
 PATTERNS = [
-    _pattern(header, lines) for header, lines in _ALL if header["kind"] != _FIGURE
+    _pattern(header, lines)
+    for header, lines in _ALL
+    if header["kind"] != _FIGURE
 ]
 FIGURES = {
     header["library"]: _figure(lines)
@@ -143,13 +163,19 @@ def match(report: ErrorReport) -> Match | None:
     the kind ``bug`` is one that no cause behind the exception can change."""
     if report.is_programming_error:
         is_believed = report.types[0] == "ValueError"
-        rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
+        rows = [
+            row
+            for row in PATTERNS
+            if "VALUE_ERROR" in row.names and is_believed
+        ]
     else:
         rows = [row for row in PATTERNS if "apart" not in row.names]
-    unwrapped = (row.match for row in rows if row.words.search(report.unwrapped))
-    return next((row.match for row in rows if row.matches(report)), None) or next(
-        unwrapped, None
+    unwrapped = (
+        row.match for row in rows if row.words.search(report.unwrapped)
     )
+    return next(
+        (row.match for row in rows if row.matches(report)), None
+    ) or next(unwrapped, None)
 
 
 def most_telling(
@@ -182,12 +208,18 @@ def read_evidence(text: str, match: Match) -> Evidence:
         )
     own_limit = _PREEMPTIVE.search(text) is not None
     if requested is not None:
-        unused, allowed = found["reserved_unallocated_bytes"], found["allowed_bytes"]
+        unused, allowed = (
+            found["reserved_unallocated_bytes"],
+            found["allowed_bytes"],
+        )
         own_limit |= free is not None and free >= requested
         own_limit |= (
-            bool(allowed) and (allocated or 0) + (unused or 0) + requested > allowed
+            bool(allowed)
+            and (allocated or 0) + (unused or 0) + requested > allowed
         )
-    is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
+    is_device = (
+        match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
+    )
     evidence = Evidence(
         **found,
         own_limit=is_device and own_limit,
@@ -220,7 +252,9 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
 def _statistics(torch: Any, text: str) -> dict[str, int]:
     named = re.search(r"\bGPU (\d+)", text)
     count = torch.cuda.device_count()
-    device = int(named.group(1)) if named and int(named.group(1)) < count else None
+    device = (
+        int(named.group(1)) if named and int(named.group(1)) < count else None
+    )
     allocated = torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
@@ -234,7 +268,10 @@ def _statistics(torch: Any, text: str) -> dict[str, int]:
 
 
 def _is_fragmented(evidence: Evidence) -> bool:
-    requested, unused = evidence.requested_bytes, evidence.reserved_unallocated_bytes
+    requested, unused = (
+        evidence.requested_bytes,
+        evidence.reserved_unallocated_bytes,
+    )
     return bool(requested and unused and unused >= requested)
 
 

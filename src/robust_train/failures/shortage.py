@@ -16,7 +16,8 @@ from robust_train.readable import GIB
 
 log = logging.getLogger("robust_train")
 
-_LITTLE = 0.5  # Share of what the process used at its peak that is little to be left
+# Share of what the process used at its peak that is little to be left
+_LITTLE = 0.5
 _LEAST_FOR_TORCH = 2 * GIB
 """Below such a limit an import that ends the process counts as a lack of memory."""
 
@@ -41,7 +42,9 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
         return None
     most, _, command = min(limits)
     ran_out = (
-        error is None or isinstance(error, MemoryError) or _NO_ROOM.search(str(error))
+        error is None
+        or isinstance(error, MemoryError)
+        or _NO_ROOM.search(str(error))
     )
     if not ran_out or (error is None and most > _LEAST_FOR_TORCH):
         return None

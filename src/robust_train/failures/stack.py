@@ -21,11 +21,15 @@ _MAKES_OR_MOVES_A_MODEL = re.compile(
     r"|[/\\]torch[/\\]serialization\.py\".*, in load$",
     re.MULTILINE,
 )
-_IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
+_IS_IN_A_STEP = re.compile(
+    r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE
+)
 _IN_A_LOADER = re.compile(
     r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]"
 )
-_MAKES_A_LOCK = re.compile(r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__")
+_MAKES_A_LOCK = re.compile(
+    r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__"
+)
 _IS_IN_NETWORK_CODE = re.compile(
     r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore"
     r"|grpc|paramiko|pymongo|redis|websockets?)[/\\]|[/\\](?:socket|ssl|rendezvous)\.py\""
@@ -94,9 +98,15 @@ class NativeStack:
     @property
     def headline(self) -> str:
         """The cause, and the innermost frame that is no library's."""
-        own = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
+        own = (
+            frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame)
+        )
         where = next(own, next(iter(self.frames), ""))
-        return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
+        return (
+            f"{self.cause} at {where.removeprefix('File ')}"
+            if where
+            else self.cause
+        )
 
     def __str__(self) -> str:
         frames = "\n".join(f"  {frame}" for frame in self.frames)
@@ -112,8 +122,14 @@ def native_stack_in(output: str) -> NativeStack | None:
     if not found:
         return None
     thread = _CRASHED_THREAD.search(text)
-    frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
-    return NativeStack(text.partition("\n")[0].strip(), tuple(_above_runner(frames)))
+    frames = (
+        [line.strip() for line in thread["frames"].splitlines()]
+        if thread
+        else []
+    )
+    return NativeStack(
+        text.partition("\n")[0].strip(), tuple(_above_runner(frames))
+    )
 
 
 def _above_runner(frames: Iterable[str]) -> Iterator[str]:
@@ -130,16 +146,23 @@ def where_it_stands(stacks: str) -> str:
     ``stacks`` is what faulthandler writes, of each of several processes under a heading. Processes
     that are stopped come first. Where no process has such a frame, the headings are returned.
     """
-    ranks = {match["pid"]: f"rank {match['rank']} " for match in _RANK.finditer(stacks)}
+    ranks = {
+        match["pid"]: f"rank {match['rank']} "
+        for match in _RANK.finditer(stacks)
+    }
     stopped: dict[str, str] = {}
     others: dict[str, str] = {}
     for section in _OF_A_PROCESS.split(stacks):
         frame = _own_frame(section)
         heading = _RANK.match(section) or _PROCESS.match(section)
         pid = "" if heading is None else heading["pid"]
-        if heading is not None and heading["status"] in ("stopped", "tracing-stop"):
+        if heading is not None and heading["status"] in (
+            "stopped",
+            "tracing-stop",
+        ):
             stopped[pid] = (
-                stopped.get(pid) or f"is stopped by a signal{frame and ' '}{frame}"
+                stopped.get(pid)
+                or f"is stopped by a signal{frame and ' '}{frame}"
             )
         elif frame:
             others[pid] = frame
@@ -153,12 +176,19 @@ def where_it_stands(stacks: str) -> str:
 
 def _own_frame(section: str) -> str:
     """Return the innermost frame of the trainer's: the main thread's, else another's."""
-    threads = [(match[1], match[2].splitlines()) for match in _THREAD.finditer(section)]
+    threads = [
+        (match[1], match[2].splitlines())
+        for match in _THREAD.finditer(section)
+    ]
     # faulthandler writes the main thread last
-    threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
+    threads.sort(
+        key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0]
+    )
     for _, frames in reversed(threads):
         for frame in _above_runner(frames):
-            is_own = not (_IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame))
+            is_own = not (
+                _IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame)
+            )
             at = _FRAME.match(frame)
             if is_own and at:
                 return f"at {at['file']}:{at['line']} in {at['function']}"
@@ -176,7 +206,9 @@ def memory_clue(stack: str) -> str | None:
     return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else None
 
 
-def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | None:
+def refined(
+    found: Match | None, report: ErrorReport, stack: str
+) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
     if _MAKES_A_LOCK.search(stack):
@@ -185,8 +217,14 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
     if found is None:
         # without telling words it is the network's only if its code raised it, or waited for it
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text)
-        where = stack if timed_out else stack.rpartition("File ")[2].partition("\n")[0]
-        if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(where):
+        where = (
+            stack
+            if timed_out
+            else stack.rpartition("File ")[2].partition("\n")[0]
+        )
+        if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(
+            where
+        ):
             return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
         return None
     is_in_loader = _IN_A_LOADER.search(stack) is not None
@@ -197,7 +235,11 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
         return replace(found, clue=memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
-    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or is_in_loader)
-    if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
+    out_of_descriptors = _OPEN_FILES.search(text) and (
+        in_worker or is_in_loader
+    )
+    if out_of_descriptors or (
+        in_worker and found.kind is FailureKind.DEVICE_FAULT
+    ):
         return Match(FailureKind.WORKER_DEATH, found.library)
     return found

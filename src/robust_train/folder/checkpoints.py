@@ -73,7 +73,8 @@ class Manifest:
     job: str  # identity of the job that saved it, see identity
     attempt: int  # number of the attempt that saved it
     step: int | None  # optimizer steps done, None if the trainer reported none
-    path: Path  # absolute; in the file relative to the manifest where it lies beside it
+    # absolute; in the file relative to the manifest where it lies beside it
+    path: Path
     time: float = 0.0  # when it was complete, seconds since the epoch
     bytes: int = 0  # the size of its files altogether
     # for how long saving held training up, None if it was not measured
@@ -116,7 +117,9 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, new.job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
-        if other.order < manifest.order and (newer >= _MOST or not other.path.exists()):
+        if other.order < manifest.order and (
+            newer >= _MOST or not other.path.exists()
+        ):
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
@@ -156,7 +159,9 @@ def spoil(
     stays so, and what was finite before that step becomes it."""
 
     def loss_of(one: Manifest) -> str:
-        is_after = one.time >= since if one.step is None else one.step > good_step
+        is_after = (
+            one.time >= since if one.step is None else one.step > good_step
+        )
         if is_after and one.loss != "proven":
             return how
         is_followed = one.step is not None and one.step < good_step
@@ -187,7 +192,10 @@ def _bad_part(file: Path) -> str:
         raise
     except Exception as error:
         # a damaged header makes it raise nearly anything, EINVAL for a bad offset
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        if isinstance(error, OSError) and error.errno not in (
+            None,
+            errno.EINVAL,
+        ):
             raise
         return f"{file.name}: {first_line(error)}"
     return f"the checksum of {bad} is wrong" if bad else ""
@@ -219,7 +227,9 @@ def pass_over_damaged(
         if not lacks_file and is_readable(path):
             return False
         own = of_job(folder, job)
-        before = (one for one in own if one.path != path and one.loss not in USELESS)
+        before = (
+            one for one in own if one.path != path and one.loss not in USELESS
+        )
         if any(state_of(one) == "whole" for one in before):
             mark(
                 folder,
@@ -253,7 +263,9 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             is_same = damage or known is None or known == content_of(path)
             state = "whole" if is_same else "changed"
         if damage:
-            log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
+            log.warning(
+                "checkpoint %s is damaged (%s) and is skipped", path, damage
+            )
         elif state == "changed":
             changed = changed or manifest
         elif state == "whole":
@@ -286,8 +298,14 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
             found.append((its_numbers, path))
     for its_numbers, path in sorted(found, reverse=True):
         if is_readable(path):
-            log.warning("checkpoint %s has no manifest, but is whole: using it", path)
-            step = None if known.step is None else max(its_numbers[-1], known.step + 1)
+            log.warning(
+                "checkpoint %s has no manifest, but is whole: using it", path
+            )
+            step = (
+                None
+                if known.step is None
+                else max(its_numbers[-1], known.step + 1)
+            )
             return replace(known, step=step, path=path)
     return None
 
@@ -314,13 +332,17 @@ def why_full(run_dir: Path, message: str) -> str:
             disk = os.statvfs(path.parent)
             is_counted = disk.f_blocks and not disk.f_flag & os.ST_RDONLY
             is_full = disk.f_bavail * disk.f_frsize < _LEAST_BYTES
-            if is_counted and (is_full or (disk.f_files and not disk.f_favail)):
+            if is_counted and (
+                is_full or (disk.f_files and not disk.f_favail)
+            ):
                 return f"no space is left in {path.parent}"
     try:
         folder = run_dir / "checkpoints"
         size = max((one.bytes for one in read_manifests(folder)), default=0)
         # what counts space, inodes and a quota
-        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else run_dir) as file:
+        with tempfile.TemporaryFile(
+            dir=folder if folder.is_dir() else run_dir
+        ) as file:
             os.posix_fallocate(
                 file.fileno(),
                 0,
@@ -349,11 +371,15 @@ def rotate(
             and fnmatch.fnmatch(manifest.path.name, pattern)
         ]
         whole = [
-            one for one in own if one.loss not in USELESS and state_of(one) == "whole"
+            one
+            for one in own
+            if one.loss not in USELESS and state_of(one) == "whole"
         ]
         proven = [one for one in whole if one.loss == "proven"][-1:]
         good = proven or [one for one in whole if one.loss == "finite"][:1]
-        kept = good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
+        kept = (
+            good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
+        )
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS
@@ -369,7 +395,9 @@ def rotate(
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
     """Return the manifests of ``job``, the newest checkpoint last; OSError as below."""
-    own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
+    own = (
+        manifest for manifest in read_manifests(folder) if manifest.job == job
+    )
     return sorted(own, key=lambda manifest: manifest.order)
 
 
@@ -408,7 +436,9 @@ def _read(file: Path) -> Manifest | None:
     try:
         manifest = from_json(Manifest, json.loads(text))
     except (ValueError, RecursionError):  # MalformedEvent among them
-        log.warning("%s is not a manifest of a checkpoint and is skipped", file)
+        log.warning(
+            "%s is not a manifest of a checkpoint and is skipped", file
+        )
         return None
     return replace(manifest, path=file.parent / manifest.path)
 
@@ -484,7 +514,11 @@ def _files_of(path: Path) -> list[Path]:
 
 def files_in(folder: Path) -> list[Path]:
     """Return all files in a folder and the folders below it."""
-    return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
+    return [
+        Path(root) / name
+        for root, _, names in os.walk(folder)
+        for name in names
+    ]
 
 
 def _is_zip(path: Path) -> bool:
@@ -512,7 +546,9 @@ def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
         try:
             header = json.loads(file.read(header_bytes))
             ends = [
-                v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"
+                v["data_offsets"][1]
+                for k, v in header.items()
+                if k != "__metadata__"
             ]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return False

@@ -82,12 +82,16 @@ def wait_until_readable(
         except OSError as error:
             if (limit := limit_reached(error)) is not None:
                 raise limit from error
-            what, why = error.filename or "the run folder", error.strerror or error
-            problem, pause = f"{what}: cannot be read now ({why})", next(pauses, None)
+            what, why = (
+                error.filename or "the run folder",
+                error.strerror or error,
+            )
+            problem, pause = (
+                f"{what}: cannot be read now ({why})",
+                next(pauses, None),
+            )
             if pause is None:
-                problem += (
-                    "; nothing was changed, and what cannot be read may be removed"
-                )
+                problem += "; nothing was changed, and what cannot be read may be removed"
                 raise unusable_folder(problem, error) from error
         log.warning("%s; trying again in %g s", problem, pause)
         sleep(pause)
@@ -159,7 +163,9 @@ def _check_progress(
     max_launches: int,
 ) -> None:
     """Begin to count launches again after a new checkpoint, or where they may be any number."""
-    own = [one for one in known if one.job == job.id and one.loss not in USELESS]
+    own = [
+        one for one in known if one.job == job.id and one.loss not in USELESS
+    ]
     newest = max(own, key=lambda one: one.order, default=None)
     reached = None
     if newest is not None:
@@ -211,7 +217,9 @@ def complete_job(run_dir: Path) -> None:
 
 def count_launch(run_dir: Path, by: int) -> None:
     """Count a launch that begins its first attempt, or (-1) one that is not to count after all."""
-    _change(run_dir, lambda job: replace(job, launches=max(job.launches + by, 0)))
+    _change(
+        run_dir, lambda job: replace(job, launches=max(job.launches + by, 0))
+    )
 
 
 def _change(run_dir: Path, change: Callable[[Identity], Identity]) -> None:
@@ -228,7 +236,9 @@ def read_identity(run_dir: Path) -> Identity | None:
     just now, ConfigError if it is damaged."""
     path = run_dir / "job.json"
     try:
-        return from_json(Identity, json.loads(path.read_text(encoding="utf-8")))
+        return from_json(
+            Identity, json.loads(path.read_text(encoding="utf-8"))
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:  # MalformedEvent among them
@@ -257,7 +267,9 @@ def _set_aside(folder: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        why = f"what another job has left cannot be set aside ({error.strerror})"
+        why = (
+            f"what another job has left cannot be set aside ({error.strerror})"
+        )
         raise unusable_folder(f"{folder}: {why}; move it", error) from error
     if aside is not None:
         text = "%s holds what an earlier job of this run folder has left in checkpoints"

@@ -44,7 +44,9 @@ class Journal:
         """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""
         now = time.time()
         whose = {} if attempt is None else {"attempt": attempt}
-        content = strict_json({"time": round(now, 6), **whose, **event.as_json()})
+        content = strict_json(
+            {"time": round(now, 6), **whose, **event.as_json()}
+        )
         text = json.dumps(
             content,
             ensure_ascii=False,

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from robust_train.files import parse_json, read_small, write_json
 from robust_train.folder.lock import is_held
-from robust_train.folder.requests import ANSWER, LAUNCHERS_VERB, Reply, new_request
+from robust_train.folder.requests import (
+    ANSWER,
+    LAUNCHERS_VERB,
+    Reply,
+    new_request,
+)
 from robust_train.folder.run_list import KnownRun
 from robust_train.model.errors import NotDone
 from robust_train.model.events import Json
@@ -74,7 +79,9 @@ def ask(
 def _no_answer(run: KnownRun) -> ControlError:
     why = f"does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
     if run.is_stopped:
-        why = f"is stopped (Ctrl-Z): continue it with fg or kill -CONT {run.pid}"
+        why = (
+            f"is stopped (Ctrl-Z): continue it with fg or kill -CONT {run.pid}"
+        )
     return ControlError(f"{run.id} {why}")
 
 

@@ -112,13 +112,15 @@ class RunLock:
                 0o600,
             )
             if os.fstat(self._fd).st_uid == os.geteuid():
-                os.fchmod(self._fd, 0o600)  # version 0.2 made it readable for all
+                # version 0.2 made it readable for all
+                os.fchmod(self._fd, 0o600)
             fd = self._fd
             _wait_until(lambda: lock(fd), run_dir)
         except ConfigError:
             self.release()
             raise
-        except OSError as error:  # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
+        # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
+        except OSError as error:
             self.release()
             log.warning(
                 "%s cannot be locked (%s): a second job in this folder is not refused",
@@ -136,7 +138,8 @@ class RunLock:
             job,
             own_pid_namespace(),
         )
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        # a full disk: the lock holds without a name
+        with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(
                 self._fd,
@@ -215,7 +218,10 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
             limit = LEASE_SECONDS
             why = "for the lock of a host that is lost to be given up"
             if holder is not None and holder.is_dead:
-                limit, why = ORPHAN_SECONDS, "for the last checkpoint of its attempt"
+                limit, why = (
+                    ORPHAN_SECONDS,
+                    "for the last checkpoint of its attempt",
+                )
             if waited > limit:
                 raise RunFolderUnavailable(_in_use(run_dir, holder))
             if not has_warned:
@@ -234,7 +240,11 @@ def left_of(
     marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
 ) -> list[psutil.Process]:
     """Return the processes of a job whose launcher was killed, this user's alone."""
-    return processes_of(holder.job, os.geteuid(), marked) if holder.is_dead else []
+    return (
+        processes_of(holder.job, os.geteuid(), marked)
+        if holder.is_dead
+        else []
+    )
 
 
 def _end_leftovers(holder: Holder | None) -> None:
@@ -268,5 +278,9 @@ def _name_of(holder: Holder | None) -> str:
     if holder is None:
         return "another job"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-    gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
+    gone = (
+        ", which was killed, but its attempt still runs"
+        if holder.is_dead
+        else ""
+    )
     return f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"

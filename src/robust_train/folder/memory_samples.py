@@ -24,11 +24,15 @@ class Sample:
 
     time: float  # seconds since the epoch
     attempt: int  # number of the attempt
-    device: str  # what the attempt trains on, `cpu` or `cuda:<index>` as NVML counts
+    # what the attempt trains on, `cpu` or `cuda:<index>` as NVML counts
+    device: str
     step: int | None = None  # last optimizer step that was reported
-    allocated: int | None = None  # bytes of tensors on the GPU, of this process
-    reserved: int | None = None  # bytes that this process's caching allocator holds
-    gpu_used: int | None = None  # bytes in use on the whole GPU, by all processes
+    # bytes of tensors on the GPU, of this process
+    allocated: int | None = None
+    # bytes that this process's caching allocator holds
+    reserved: int | None = None
+    # bytes in use on the whole GPU, by all processes
+    gpu_used: int | None = None
     gpu_total: int | None = None  # bytes that the GPU has
     resident: int | None = None  # bytes of host memory of this process
     # those of `resident` that are its own: no files mapped into memory, nothing shared with other
@@ -38,7 +42,11 @@ class Sample:
 
 def encode(sample: Sample) -> str:
     """Return the sample as a line of the file, without its end."""
-    known = {name: value for name, value in vars(sample).items() if value is not None}
+    known = {
+        name: value
+        for name, value in vars(sample).items()
+        if value is not None
+    }
     return json.dumps(known, separators=(",", ":"))
 
 
@@ -71,12 +79,15 @@ class Stability:
 
     kind: str  # `stable`, `growing`, `fragmenting` or `unknown`
     sentence: str  # the same for people, with figures
-    mib_per_100_steps: float | None = None  # how fast it grows, None unless it does
+    # how fast it grows, None unless it does
+    mib_per_100_steps: float | None = None
 
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
     """Return and log :func:`stability` of one attempt of a run folder; None without samples."""
-    samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
+    samples = [
+        s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt
+    ]
     if not samples:
         return None
     found = stability(samples)
@@ -94,7 +105,9 @@ def stability(samples: Sequence[Sample]) -> Stability:
     tensors do not is fragmentation. The process's own host memory counts on the CPU and on the GPU.
     """
     own = [
-        s for s in samples if s.attempt == samples[-1].attempt and s.step is not None
+        s
+        for s in samples
+        if s.attempt == samples[-1].attempt and s.step is not None
     ]
     if not own:
         reason = "the trainer reported no steps" if samples else "no samples"
@@ -105,10 +118,15 @@ def stability(samples: Sequence[Sample]) -> Stability:
     reserved = _floors([(s.step, s.reserved) for s in own])
     # a data set that is mapped into memory makes `resident` grow as it is read
     host = _floors(
-        [(s.step, s.resident if s.anonymous is None else s.anonymous) for s in own]
+        [
+            (s.step, s.resident if s.anonymous is None else s.anonymous)
+            for s in own
+        ]
     )
     if not (allocated if on_gpu else host):
-        return Stability("unknown", "unknown (too few samples after the warm-up)")
+        return Stability(
+            "unknown", "unknown (too few samples after the warm-up)"
+        )
     where = "host memory " if on_gpu else ""
     for floors, least, kind, what in (
         (allocated, _GPU_BYTES, "growing", "leak suspected: "),
@@ -130,7 +148,9 @@ def _floors(
     """Return step and value of the floor of each sixth of the steps after the warm-up; empty if a
     sixth has too few samples. A tenth of the samples may lie below: the last one often does."""
     known = [
-        (step, size) for step, size in samples if step is not None and size is not None
+        (step, size)
+        for step, size in samples
+        if step is not None and size is not None
     ]
     spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
     first, last = (known[0][0], known[-1][0]) if known else (0, 0)

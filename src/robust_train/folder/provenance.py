@@ -39,12 +39,22 @@ FILE = "environment.json"
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
-_SHORT = ("host", "python", "torch", "cuda", "driver", "git_commit", "git_dirty")
+_SHORT = (
+    "host",
+    "python",
+    "torch",
+    "cuda",
+    "driver",
+    "git_commit",
+    "git_dirty",
+)
 _MATTERS = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|OPENBLAS|HF|TRANSFORMERS|SLURM|XLA|TRITON|"
     r"ROBUST_TRAIN)_\w+|PYTHON\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_DEFAULT_ENV"
 )
-_SECRET = re.compile(r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I)
+_SECRET = re.compile(
+    r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I
+)
 _IN_URL = re.compile(r"(\w://)[^\s/@\"']+@")
 _NAME = (
     r"(?:token(?!s|iz)|(?:api|access|secret|private|auth|ssh|account|service|client|db|license)"
@@ -54,7 +64,9 @@ _NAME = (
 _NAMED = re.compile(_NAME, re.I)
 _NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|null|none)"
 _HARMLESS = re.compile(_NUMBER, re.I)
-_INSIDE = re.compile(rf"{_NAME}[\w-]*[\"']?\s*[:=,]\s*(?!{_NUMBER}\s*[\s,}}\]])", re.I)
+_INSIDE = re.compile(
+    rf"{_NAME}[\w-]*[\"']?\s*[:=,]\s*(?!{_NUMBER}\s*[\s,}}\]])", re.I
+)
 # forms that the detectors lack: of Hugging Face, of OpenAI's projects
 _TOKEN = re.compile(r"\b(?:hf_|sk-)[\w-]{16}")
 # where ranks meet, or a service is: no more than a host and a port
@@ -74,7 +86,9 @@ def public_command(words: Sequence[str]) -> list[str]:
         is_harmless = _HARMLESS.fullmatch(value) or _ADDRESS.fullmatch(value)
         if hides_next and not (is_option or _ADDRESS.fullmatch(word)):
             shown.append("…")
-        elif is_pair and ((is_named and not is_harmless) or _holds_secret(value)):
+        elif is_pair and (
+            (is_named and not is_harmless) or _holds_secret(value)
+        ):
             shown.append(f"{name}=…")
         elif not is_pair and _holds_secret(word):
             shown.append("…")
@@ -89,7 +103,9 @@ def _holds_secret(text: str) -> bool:
     if _INSIDE.search(text) or _TOKEN.search(text):
         return True
     return _OPAQUE.search(text) is not None and any(
-        True for detector in _detectors() for _ in detector.analyze_string(text)
+        True
+        for detector in _detectors()
+        for _ in detector.analyze_string(text)
     )
 
 
@@ -103,18 +119,23 @@ def _detectors() -> Sequence[Any]:
     except ImportError:  # a record is never worth a job
         return []
 
-    classes: Collection[type] = plugins.get_mapping_from_secret_type_to_class().values()
+    classes: Collection[type] = (
+        plugins.get_mapping_from_secret_type_to_class().values()
+    )
     return [
         one()
         for one in classes
-        if issubclass(one, RegexBasedDetector) and one.__name__ != "IPPublicDetector"
+        if issubclass(one, RegexBasedDetector)
+        and one.__name__ != "IPPublicDetector"
     ]
 
 
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that matter to training, without secrets."""
     names = [
-        one for one in environ if _MATTERS.fullmatch(one) and not _SECRET.search(one)
+        one
+        for one in environ
+        if _MATTERS.fullmatch(one) and not _SECRET.search(one)
     ]
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
@@ -134,9 +155,13 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     gpus = content.get("gpus")
     listed = gpus if isinstance(gpus, list) else []
     names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
-    words = {"gpu": ", ".join(names)} | {name: content.get(name) for name in _SHORT}
+    words = {"gpu": ", ".join(names)} | {
+        name: content.get(name) for name in _SHORT
+    }
     return {
-        name.replace("_", " "): str(value) for name, value in words.items() if value
+        name.replace("_", " "): str(value)
+        for name, value in words.items()
+        if value
     }
 
 
@@ -181,7 +206,9 @@ class Provenance:
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
                 "driver": _driver(),
-                "gpus": [{"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus],
+                "gpus": [
+                    {"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus
+                ],
                 "variables": public_variables(os.environ),
                 "packages": packages,
             }
@@ -237,7 +264,9 @@ def _driver() -> str | None:
     lasts as long as the job, which blocks a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        if (found := re.search(r"Kernel Module\D*?([\d.]+)", text)) is not None:
+        if (
+            found := re.search(r"Kernel Module\D*?([\d.]+)", text)
+        ) is not None:
             return found[1]
     return None
 
@@ -268,7 +297,9 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
         if not any(word.startswith("--run-dir") for word in words):
             words[arguments:arguments] = ["--run-dir", str(run_dir)]
         return _from(words)
-    if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+    if not os.path.isfile(
+        getattr(sys.modules["__main__"], "__file__", None) or ""
+    ):
         return None  # a notebook, a prompt, standard input
     if is_named:
         return _from(words)
@@ -295,9 +326,7 @@ def resumed_by_hand(run_dir: Path) -> str:
 
 def repeated_with(folder: str) -> str:
     """Return how a command that is not kept is repeated; ``folder`` is the words for that."""
-    return (
-        f"the same command (not kept: it holds a secret or a line break) with {folder}"
-    )
+    return f"the same command (not kept: it holds a secret or a line break) with {folder}"
 
 
 def _of_run(words: Sequence[str]) -> int:
@@ -315,7 +344,8 @@ def _with_folder(
 ) -> str | None:
     """Return the command of this process with a folder for ``key``."""
     path = str(folder)
-    if not _PLAIN.fullmatch(path):  # a bracket or comma has a meaning in an override
+    # a bracket or comma has a meaning in an override
+    if not _PLAIN.fullmatch(path):
         path = '"{}"'.format(path.replace('"', r"\""))
     kept = [word for word in command() if not word.startswith(f"{key}=")]
     return _from([*kept, f"{key}={path}"], cwd)
@@ -330,7 +360,9 @@ def _from(
     same = shlex.join([*before, sys.executable, *words[1:]])
     same = f"cd {shlex.quote(cwd or os.getcwd())} && {same}"
     # whoever reads the files drops control characters: it would be another command
-    return same if public_command(words) == words and same.isprintable() else None
+    return (
+        same if public_command(words) == words and same.isprintable() else None
+    )
 
 
 def command() -> list[str]:

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from robust_train.folder.lock import LOCK_FILE, Holder, is_held, left_of, read_holder
+from robust_train.folder.lock import (
+    LOCK_FILE,
+    Holder,
+    is_held,
+    left_of,
+    read_holder,
+)
 from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
 from robust_train.model.errors import NotDone
@@ -55,7 +61,9 @@ class KnownRun:
     def id(self) -> str:
         """The job's id."""
         if self.state is None:
-            return self.run_dir.name if self.holder is None else self.holder.job
+            return (
+                self.run_dir.name if self.holder is None else self.holder.job
+            )
         return self.state.id
 
     @property
@@ -80,7 +88,10 @@ class KnownRun:
         """Whether its launcher is known to be stopped (Ctrl-Z)."""
         process = None if self.holder is None else self.holder.process
         with contextlib.suppress(psutil.Error):
-            return process is not None and process.status() == psutil.STATUS_STOPPED
+            return (
+                process is not None
+                and process.status() == psutil.STATUS_STOPPED
+            )
         return False
 
     @property
@@ -88,7 +99,11 @@ class KnownRun:
         """Name of the state, corrected by whether the lock is held."""
         last = "starting" if self.state is None else self.state.state
         if not self.alive:
-            return last if self.state is not None and self.state.is_final else DIED
+            return (
+                last
+                if self.state is not None and self.state.is_final
+                else DIED
+            )
         if self.is_orphaned:
             return "stopping"  # the attempt saves its last checkpoint
         return NO_ANSWER if self.is_stopped else last
@@ -102,7 +117,11 @@ class KnownRun:
     def why_died(self) -> str:
         """What ended a run that could not record its end."""
         state = self.state
-        if self.is_here and state is not None and state.updated < psutil.boot_time():
+        if (
+            self.is_here
+            and state is not None
+            and state.updated < psutil.boot_time()
+        ):
             return "the host went down"
         return "its processes were killed"
 
@@ -112,9 +131,13 @@ class KnownRun:
         known: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
             content = self.state.about().items()
-            known = {k: v for k, v in content if v is not None or k == "waiting"}
+            known = {
+                k: v for k, v in content if v is not None or k == "waiting"
+            }
             until = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
+            known["seconds_in_state"] = round(
+                max(until - self.state.since, 0.0), 1
+            )
             known["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
                 known["last_state"] = self.state.state
@@ -135,10 +158,15 @@ def read_run(
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
         return None
     alive = is_held(run_dir)
-    if alive is None:  # the disk has no locks, so the process and the state decide
+    # the disk has no locks, so the process and the state decide
+    if alive is None:
         ended = state is None or state.is_final
         alive = not ended and not (holder is not None and holder.is_dead)
-    if not alive and holder is not None and not (state is not None and state.is_final):
+    if (
+        not alive
+        and holder is not None
+        and not (state is not None and state.is_final)
+    ):
         alive = bool(left_of(holder, marked))
     return KnownRun(run_dir, alive, state, holder)
 
@@ -147,7 +175,9 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of links to the user's run folders."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
-    home = Path(environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/")
+    home = Path(
+        environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/"
+    )
     return (
         Path(environ.get("XDG_STATE_HOME") or home / ".local/state")
         / "robust-train"
@@ -166,7 +196,9 @@ def register(run_dir: Path, token: str) -> None:
         )
         links = _links(directory)
         kept = [
-            name for name, to in links.items() if to != run_dir and not _is_gone(to)
+            name
+            for name, to in links.items()
+            if to != run_dir and not _is_gone(to)
         ]
         for name in links.keys() - set(kept[-(MOST_LINKS - 1) :]):
             (directory / name).unlink(missing_ok=True)
@@ -190,7 +222,9 @@ def find_runs() -> list[KnownRun]:
             with contextlib.suppress(OSError):
                 (directory / name).unlink()
     marked = functools.cache(marked_processes)
-    runs = [read_run(folder, marked) for folder in dict.fromkeys(links.values())]
+    runs = [
+        read_run(folder, marked) for folder in dict.fromkeys(links.values())
+    ]
     return [run for run in runs if run is not None]
 
 
@@ -225,18 +259,30 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
     if at_path is not None and (at_path.alive or dead_too):
         return at_path
     known = find_runs()
-    found = [run for run in known if (run.alive or dead_too) and _is_meant(run, which)]
+    found = [
+        run
+        for run in known
+        if (run.alive or dead_too) and _is_meant(run, which)
+    ]
     found = [run for run in found if run.alive] or found[-1:]
     if len(found) == 1:
         return found[0]
     if found:
         listed = f"{_listed(found)}; name one by its id"
         raise NoLiveRun(f"{which} means {len(found)} runs: {listed}")
-    ended = [at_path] if at_path else [run for run in known if _is_meant(run, which)]
+    ended = (
+        [at_path]
+        if at_path
+        else [run for run in known if _is_meant(run, which)]
+    )
     if ended:
         last = ended[-1]
-        goes_on = f"; robust-train resume {last.id} goes on" * last.is_unfinished
-        raise NoLiveRun(f"{which} is not alive: {last.id} {last.status}{goes_on}")
+        goes_on = (
+            f"; robust-train resume {last.id} goes on" * last.is_unfinished
+        )
+        raise NoLiveRun(
+            f"{which} is not alive: {last.id} {last.status}{goes_on}"
+        )
     listed = _listed([run for run in known if run.alive])
     listed = f"alive are {listed}" if listed else "robust-train ps lists them"
     raise NoLiveRun(
@@ -248,7 +294,9 @@ def _run_at(path: Path) -> KnownRun | None:
     """Return the run whose folder is ``path`` or contains it."""
     path = path.absolute()
     for folder in (path, *path.parents) if os.path.lexists(path) else ():
-        if any(os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)):
+        if any(
+            os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)
+        ):
             return read_run(folder.resolve())
     return None
 

@@ -12,7 +12,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import parse_json, read_small, strict_json, sync, write_json
+from robust_train.files import (
+    parse_json,
+    read_small,
+    strict_json,
+    sync,
+    write_json,
+)
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
     EXIT_FAILED,
@@ -36,7 +42,9 @@ from robust_train.readable import duration, shortened
 log = logging.getLogger("robust_train")
 
 STATE_FILE = "state.json"
-FINAL = frozenset({"completed", "failed", "no_device", "interrupted", "pruned"})
+FINAL = frozenset(
+    {"completed", "failed", "no_device", "interrupted", "pruned"}
+)
 EXIT_CODES = {
     "completed": 0,
     "pruned": 0,
@@ -52,8 +60,10 @@ _MAX_BYTES = 1 << 20
 class RunState:
     """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
-    id: str  # the job's id in `robust-train queue`, or `0-…` for one that never queued
-    name: str  # `job_name`, or how model and dataset, the function or the script are called
+    # the job's id in `robust-train queue`, or `0-…` for one that never queued
+    id: str
+    # `job_name`, or how model and dataset, the function or the script are called
+    name: str
     run_dir: str  # where the folder was when the job started
     pid: int  # of the launcher, on `host`
     host: str
@@ -73,7 +83,8 @@ class RunState:
     attempt: Attempt | None = None  # the last one, as in `summary.json`
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
-    longest_pause: float | None = None  # between two reports of progress, seconds
+    # between two reports of progress, seconds
+    longest_pause: float | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
     # of `robust-train resume`; None: no command of ours started the job, an engine such as torchrun
@@ -211,18 +222,21 @@ _NOT_IN_FILE = ("run_dir", "earlier_seconds", "error")
 class Summary:
     """How a job went."""
 
-    status: str  # `completed`, `failed`, `no_device`, `interrupted` or `pruned`
+    # `completed`, `failed`, `no_device`, `interrupted` or `pruned`
+    status: str
     run_dir: Path = Path()  # the run folder
     reason: str | None = None  # one sentence for any status but `completed`
     result: Any = None  # what the trainer returned, in JSON's types
-    wall_seconds: float | None = None  # from the launcher's start of the job to its end
+    # from the launcher's start of the job to its end
+    wall_seconds: float | None = None
     wait_seconds: float | None = None  # of those, waiting for a GPU
     # parts of the time of all launches, in seconds, and `share`, the useful one's
     goodput: Mapping[str, float] | None = None
     checkpoint: Path | None = None  # the last one that a trainer reported
     # the short form of `environment.json`
     environment: Mapping[str, Json] | None = None
-    advice: tuple[str, ...] = ()  # what would make the job faster, a sentence each
+    # what would make the job faster, a sentence each
+    advice: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()  # of this launch, first to last
     # --- of the job that has just ended, not in the file ---
     earlier_seconds: float = 0.0  # duration of the job's launches before
@@ -231,8 +245,14 @@ class Summary:
     def __repr__(self) -> str:
         what = "result" if self.reason is None else "reason"
         end = shortened(f"{what}={getattr(self, what)!r}", 200)
-        attempts = f"{len(self.attempts)} attempt{'s' * (len(self.attempts) != 1)}"
-        wall = "" if self.wall_seconds is None else f" in {duration(self.wall_seconds)}"
+        attempts = (
+            f"{len(self.attempts)} attempt{'s' * (len(self.attempts) != 1)}"
+        )
+        wall = (
+            ""
+            if self.wall_seconds is None
+            else f" in {duration(self.wall_seconds)}"
+        )
         return f"Summary({self.status}, {end}, {attempts}{wall}, run_dir={str(self.run_dir)!r})"
 
     def _repr_html_(self) -> str:
@@ -257,7 +277,8 @@ class Summary:
         if last.kind in MEMORY_FAILURES:
             raise AttemptsExhausted(reason)
         text = last.traceback or reason
-        if reason not in text:  # a crash's stack does not name the signal that ended it
+        # a crash's stack does not name the signal that ended it
+        if reason not in text:
             text = f"{reason}\n{text}"
         error = TrainerFailed(text) if self.error is None else self.error
         raise error from TrainerFailed(text)
@@ -298,18 +319,26 @@ def read_summary(folder: Path) -> Summary | None:
     The attempts of a file that another version wrote may be missing.
     """
     try:
-        text = (folder / SUMMARY_FILE).read_text(encoding="utf-8", errors="replace")
+        text = (folder / SUMMARY_FILE).read_text(
+            encoding="utf-8", errors="replace"
+        )
         content = json.loads(text)
-        attempts = content.pop("attempts", ()) if isinstance(content, dict) else ()
+        attempts = (
+            content.pop("attempts", ()) if isinstance(content, dict) else ()
+        )
         summary = replace(from_json(Summary, content), run_dir=folder)
     except (OSError, ValueError, RecursionError):
         return None
     try:
-        return replace(summary, attempts=tuple(Attempt.parse(one) for one in attempts))
+        return replace(
+            summary, attempts=tuple(Attempt.parse(one) for one in attempts)
+        )
     except (ValueError, TypeError, AttributeError):
         return summary
 
 
 def objective_of(result: Any) -> Any:
     """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
-    return result.get("objective", result) if isinstance(result, dict) else result
+    return (
+        result.get("objective", result) if isinstance(result, dict) else result
+    )

@@ -16,7 +16,11 @@ from pathlib import Path
 from robust_train.files import read_object, write_json
 
 FILE = "trackers.json"
-WANDB_ID, WANDB_RESUME, MLFLOW_ID = "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"
+WANDB_ID, WANDB_RESUME, MLFLOW_ID = (
+    "WANDB_RUN_ID",
+    "WANDB_RESUME",
+    "MLFLOW_RUN_ID",
+)
 VARIABLES = (WANDB_ID, WANDB_RESUME, MLFLOW_ID)
 _WANDB_ITSELF = (WANDB_ID, WANDB_RESUME, "WANDB_SWEEP_ID")
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
@@ -38,7 +42,9 @@ def tracker_environment(
     if has_wandb and not any(name in environ for name in _WANDB_ITSELF):
         found |= {WANDB_ID: job, WANDB_RESUME: "allow"}
     note = read_object(run_dir / FILE)
-    if note.get("job") == job and note.get("server") == environ.get(_MLFLOW_SERVER):
+    if note.get("job") == job and note.get("server") == environ.get(
+        _MLFLOW_SERVER
+    ):
         run = note.get("mlflow_run_id")
         if isinstance(run, str) and MLFLOW_ID not in environ:
             found[MLFLOW_ID] = run
@@ -67,9 +73,15 @@ class TrackerNote:
         with contextlib.suppress(Exception):  # curves are never worth a job
             run = active()
             # a run within another ends with it
-            found = run and run.data.tags.get("mlflow.parentRunId", run.info.run_id)
+            found = run and run.data.tags.get(
+                "mlflow.parentRunId", run.info.run_id
+            )
             if not found or found == self._noted:
                 return
             self._noted = found
-            note = {"job": self._job, "mlflow_run_id": found, "server": self._server}
+            note = {
+                "job": self._job,
+                "mlflow_run_id": found,
+                "server": self._server,
+            }
             write_json(self._run_dir / FILE, note)

@@ -29,7 +29,12 @@ _ANSWER_SECONDS = 5.0
 _CLOSING_SECONDS = 1.0
 _HEALTH_SECONDS = 10.0
 
-_COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+_COMPUTE_MODES = (
+    "default",
+    "exclusive_thread",
+    "prohibited",
+    "exclusive_process",
+)
 # products that share the host's memory. A discrete card may lack its figures as well (no
 # permission, a fault), so the name decides
 _INTEGRATED = re.compile(
@@ -54,7 +59,9 @@ _LEGACY_BINDING = (
     "the module pynvml is a legacy package that shadows nvidia-ml-py: "
     "pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py"
 )
-_NO_BINDING = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+_NO_BINDING = (
+    "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+)
 _MISMATCH = (
     "the NVIDIA kernel module and its libraries are of different versions (a driver was upgraded "
     "under a running system): reboot, or reload the nvidia kernel module; inside a container, "
@@ -77,7 +84,9 @@ def read_inventory(*, processes: bool = True) -> Inventory:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
             for a lock of the driver, so leave it out when polling.
     """
-    limit_seconds = OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
+    limit_seconds = (
+        OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
+    )
     try:
         return ask(lambda: _read_inventory(processes), limit_seconds)
     except NoAnswer as silence:
@@ -101,7 +110,9 @@ def ask_health_again() -> None:
 def known_session() -> NvmlSession | None:
     """Return this process's session, None if it has none."""
     session = _session  # another thread may forget it
-    return session if session is not None and session.pid == os.getpid() else None
+    return (
+        session if session is not None and session.pid == os.getpid() else None
+    )
 
 
 def close_session() -> None:
@@ -156,9 +167,7 @@ def _no_gpus(nvml: Any, error: Exception) -> _NoGpus:
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
     }
-    unknown = (
-        f"the NVIDIA driver does not answer ({error}); see what nvidia-smi reports"
-    )
+    unknown = f"the NVIDIA driver does not answer ({error}); see what nvidia-smi reports"
     return _NoGpus(sentences.get(getattr(error, "value", None), unknown))
 
 
@@ -176,7 +185,8 @@ class _Device:
     name: str
     pci_bus_id: str
     parent: _Device | None = None  # the GPU of which it is a slice
-    knows_slices: bool = False  # of such a GPU MIG may be turned on at any time
+    # of such a GPU MIG may be turned on at any time
+    knows_slices: bool = False
 
 
 class NvmlSession:
@@ -228,7 +238,9 @@ class NvmlSession:
     def _problem(self, skipped: list[SkippedGpu]) -> str:
         if not skipped:
             return f"no NVIDIA GPU on this machine (driver {self._driver or 'unknown'})"
-        reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
+        reasons = "; ".join(
+            f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped
+        )
         return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
 
     def _read_gpu(
@@ -306,8 +318,12 @@ class NvmlSession:
         """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
         nvml = self.nvml
         slices: list[GpuInfo] = []
-        reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
-        most = self._optional(nvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle)
+        reason = (
+            "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
+        )
+        most = self._optional(
+            nvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle
+        )
         get = nvml.nvmlDeviceGetMigDeviceHandleByIndex
         for slot in range(most or 0):
             handle = self._optional(get, parent.handle, slot)
@@ -329,7 +345,9 @@ class NvmlSession:
     ) -> GpuInfo:
         nvml, handle, parent = self.nvml, device.handle, device.parent
         total, free, used, is_unified = self._read_memory(device)
-        utilization = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
+        utilization = self._optional(
+            nvml.nvmlDeviceGetUtilizationRates, handle
+        )
         whole = handle if parent is None else parent.handle
         mode = self._optional(nvml.nvmlDeviceGetComputeMode, whole)
         compute_mode = _COMPUTE_MODES[mode or 0]
@@ -342,7 +360,9 @@ class NvmlSession:
             total_bytes=total,
             free_bytes=free,
             used_bytes=used,
-            utilization_percent=None if utilization is None else utilization.gpu,
+            utilization_percent=None
+            if utilization is None
+            else utilization.gpu,
             compute_mode=compute_mode,
             processes=self._read_processes(handle) if processes else None,
             throttled=self._throttled(handle) if processes else None,
@@ -355,13 +375,19 @@ class NvmlSession:
     def _throttled(self, handle: Any) -> str | None:
         """Return why the clocks are low, of heat or power."""
         bits = 0
+        # which is known depends on the binding's age
         for name in (
             "Throttle",
             "Event",
-        ):  # which is known depends on the binding's age
-            read = getattr(self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None)
+        ):
+            read = getattr(
+                self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None
+            )
             bits = bits or (read and self._optional(read, handle)) or 0
-        return ", ".join(text for bit, text in _THROTTLES.items() if bits & bit) or None
+        return (
+            ", ".join(text for bit, text in _THROTTLES.items() if bits & bit)
+            or None
+        )
 
     def _read_mode(
         self,
@@ -412,9 +438,12 @@ class NvmlSession:
         used: dict[int, int | None] = {}
         for process in (*(compute or ()), *(graphics or ())):
             known, size = used.get(process.pid), process.usedGpuMemory
-            used[process.pid] = size if known is None else max(known, size or 0)
+            used[process.pid] = (
+                size if known is None else max(known, size or 0)
+            )
         return tuple(
-            GpuProcess(pid, size, pid in computing) for pid, size in used.items()
+            GpuProcess(pid, size, pid in computing)
+            for pid, size in used.items()
         )
 
     def _list_processes(

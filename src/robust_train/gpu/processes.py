@@ -56,10 +56,15 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
     if not sees_host_pids():
         return {}
     found = {}
-    for pid in sorted({process.pid for gpu in gpus for process in gpu.processes or ()}):
+    for pid in sorted(
+        {process.pid for gpu in gpus for process in gpu.processes or ()}
+    ):
         try:
             process = psutil.Process(pid)
-            command, user = _command(process), user_name(process.uids().effective)
+            command, user = (
+                _command(process),
+                user_name(process.uids().effective),
+            )
         except psutil.Error:
             continue
         found[pid] = GpuUser(command, user)
@@ -75,11 +80,15 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
     for gpu in inventory.gpus:
         for process in gpu.processes or ():
             if not process.computes:
-                others[process.pid] = "only draws on a GPU and is no CUDA process"
+                others[process.pid] = (
+                    "only draws on a GPU and is no CUDA process"
+                )
                 continue
             on.setdefault(process.pid, []).append(gpu.index)
             known, size = used.get(process.pid, 0), process.used_bytes
-            used[process.pid] = None if known is None or size is None else known + size
+            used[process.pid] = (
+                None if known is None or size is None else known + size
+            )
     needs_proof = not sees_host_pids()
     processes = []
     for pid in sorted(on):
@@ -119,7 +128,8 @@ def own_pid_namespace() -> str:
 def started_at(pid: int) -> float | None:
     """Return when a process started, in seconds since boot whatever the clock; None if none."""
     try:
-        booted = psutil.boot_time()  # first: psutil adds the one that it read last
+        # first: psutil adds the one that it read last
+        booted = psutil.boot_time()
         return round(psutil.Process(pid).create_time() - booted, 2)
     except psutil.Error:
         return None
@@ -181,7 +191,9 @@ def is_mps_server(pid: int) -> bool:
     except psutil.Error:
         pass
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
-    return not sees_host_pids() and os.path.exists(os.path.join(pipes, "control"))
+    return not sees_host_pids() and os.path.exists(
+        os.path.join(pipes, "control")
+    )
 
 
 def _identify(
@@ -252,7 +264,10 @@ def learned_context_bytes(gpu_name: str) -> int | None:
 def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
     """Remember what an attempt measured. Never raises: a guess is all that is lost."""
     known, measured = _learned(), figures.get("context_bytes", 0)
-    at_most, name = figures.get("context_at_most_bytes", 0), gpu_name + _AT_MOST
+    at_most, name = (
+        figures.get("context_at_most_bytes", 0),
+        gpu_name + _AT_MOST,
+    )
     learned = dict(known)
     if measured in _PLAUSIBLE:
         learned[gpu_name] = max(measured, known.get(gpu_name, 0))
@@ -271,7 +286,9 @@ def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
 
 def _contexts_file() -> Path | None:
     """Return where contexts are remembered; None without a home."""
-    chosen, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
+    chosen, home = (
+        os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME")
+    )
     # the XDG Base Directory Specification ignores relative paths
     cache = chosen if os.path.isabs(chosen) else os.path.join(home, ".cache")
     path = Path(cache) / "robust-train/contexts.json"

@@ -33,7 +33,9 @@ class Visible:
     # one sentence: the variable hides GPUs by a mistake, or is ambiguous
     warning: str | None = None
     # all of the machine, visible or not
-    inventory: Inventory = field(default=Inventory(), repr=False, compare=False)
+    inventory: Inventory = field(
+        default=Inventory(), repr=False, compare=False
+    )
 
     @property
     def machine(self) -> tuple[GpuInfo, ...]:
@@ -90,7 +92,9 @@ def allocated_by(environ: Mapping[str, str]) -> str | None:
     Their allocation is a reservation already. A Slurm without GPUs in its configuration and a Ray
     task that asked for none reserve nothing, although they see every GPU of the host.
     """
-    if "SLURM_JOB_ID" in environ and any(environ.get(name) for name in _SLURM_GPUS):
+    if "SLURM_JOB_ID" in environ and any(
+        environ.get(name) for name in _SLURM_GPUS
+    ):
         return "Slurm"
     if "RAY_RAYLET_PID" in environ and environ.get("CUDA_VISIBLE_DEVICES"):
         return "Ray"
@@ -114,7 +118,9 @@ def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
 def names_integers(mask: str | None) -> bool:
     """Return whether a mask numbers GPUs, so that it depends on who counts."""
     return (
-        mask is not None and _INTEGER.match(mask) is not None and not _hides_all(mask)
+        mask is not None
+        and _INTEGER.match(mask) is not None
+        and not _hides_all(mask)
     )
 
 
@@ -135,7 +141,11 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     keys: list[int | str] = []
     shown: list[GpuInfo] = []
     for entry in entries:
-        key = (entry if entry.startswith(kind) else None) if kind else _number(entry)
+        key = (
+            (entry if entry.startswith(kind) else None)
+            if kind
+            else _number(entry)
+        )
         if key is None:
             break
         if key in keys:
@@ -185,11 +195,15 @@ def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
     if isinstance(key, int):
         if key >= len(first_parts):
             count = len(first_parts)
-            raise _NotThere(f"is out of range (the number of GPUs here is {count})")
+            raise _NotThere(
+                f"is out of range (the number of GPUs here is {count})"
+            )
         return list(first_parts.values())[key]
     if key.startswith("MIG-"):
         raise _NotThere("is the whole UUID of no MIG slice here")
-    matches = [gpu for uuid, gpu in first_parts.items() if uuid.startswith(key)]
+    matches = [
+        gpu for uuid, gpu in first_parts.items() if uuid.startswith(key)
+    ]
     if not matches:
         raise _NotThere("is the UUID of no GPU here")
     if len(matches) > 1:
@@ -203,7 +217,11 @@ def _mistake(
     fault: str,
     shown: int,
 ) -> str:
-    effect = "no GPU is visible" if shown == 0 else "only the entries before it count"
+    effect = (
+        "no GPU is visible"
+        if shown == 0
+        else "only the entries before it count"
+    )
     return (
         f"{VARIABLE}={mask}: the entry '{entry}' {fault}, so {effect}; correct or unset the "
         f"variable (robust-train gpus lists what there is), or set {VARIABLE}= for the CPU"
@@ -227,7 +245,9 @@ def _listed(inventory: Inventory) -> list[GpuInfo]:
     for lost in inventory.skipped:
         # without even a UUID the GPU is lost or closed to us, for CUDA too
         if lost.uuid is not None:
-            later = (i for i, gpu in enumerate(listed) if gpu.index > lost.index)
+            later = (
+                i for i, gpu in enumerate(listed) if gpu.index > lost.index
+            )
             gpu = _unreadable(lost.uuid, lost.index, lost.reason)
             listed.insert(next(later, len(listed)), gpu)
     return listed
@@ -246,7 +266,9 @@ def _unreadable(uuid: str, index: int, reason: str) -> GpuInfo:
     )
 
 
-def _order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> bool:
+def _order_is_uncertain(
+    inventory: Inventory, environ: Mapping[str, str]
+) -> bool:
     if any(gpu.parent_uuid is not None for gpu in inventory.gpus):
         return False  # CUDA would list one slice and nothing else
     if inventory.skipped:
@@ -255,7 +277,12 @@ def _order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> boo
     return not by_pci and len({gpu.name for gpu in inventory.gpus}) > 1
 
 
-def _in_cuda_order(listed: Sequence[GpuInfo], uuids: Sequence[str]) -> list[GpuInfo]:
+def _in_cuda_order(
+    listed: Sequence[GpuInfo], uuids: Sequence[str]
+) -> list[GpuInfo]:
     known = {gpu.uuid.partition("-")[2]: gpu for gpu in listed}
     reason = "NVML does not list it"
-    return [known.get(uuid) or _unreadable(f"GPU-{uuid}", -1, reason) for uuid in uuids]
+    return [
+        known.get(uuid) or _unreadable(f"GPU-{uuid}", -1, reason)
+        for uuid in uuids
+    ]

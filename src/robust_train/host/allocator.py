@@ -46,7 +46,9 @@ def is_wsl(kernel: str | None = None) -> bool:
     return "microsoft" in kernel.lower()
 
 
-def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
+def allocator_settings(
+    environ: Mapping[str, str], *, expandable_segments: bool
+) -> str:
     """Return the variable's value: what the user exports under either name, then our setting. An
     exported setting of expandable segments stays."""
     exported = _exported(environ)
@@ -65,7 +67,9 @@ def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
 def exported_fraction(environ: Mapping[str, str]) -> float:
     """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
     later), 1 if that sets none: how people share a GPU."""
-    found = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
+    found = re.search(
+        r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ)
+    )
     return 1.0 if found is None else float(found[1])
 
 

@@ -55,7 +55,10 @@ def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
         return None
     if "RANK" in environ and _number(environ, "WORLD_SIZE", 1) > 1:
         return _of_torch(environ, run_id)
-    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
+    if (
+        _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
+        and "SLURM_PROCID" in environ
+    ):
         return _of_slurm(environ)
     return None
 
@@ -64,7 +67,9 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
     """Return a rank of torchrun, or of another engine that sets the same variables."""
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if rank >= world_size:
-        raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
+        raise ConfigError(
+            f"RANK={rank}: must be below WORLD_SIZE={world_size}"
+        )
     job = None
     if run_id not in (None, "none"):  # torchrun's default, which every job has
         job = "torchrun-" + re.sub(r"[^\w.-]", "_", run_id or "")
@@ -73,7 +78,9 @@ def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
     restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     is_torchruns = run_id is not None
     return GuestRank(
-        engine="torchrun" if is_torchruns else "the engine that started this rank",
+        engine="torchrun"
+        if is_torchruns
+        else "the engine that started this rank",
         rank=rank,
         world_size=world_size,
         local_rank=_number(environ, "LOCAL_RANK", 0),

@@ -47,14 +47,17 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         handler.setFormatter(ShortLines())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
         return
-    setup_globals()  # the resolvers that Hydra's own config uses, ${now:} among them
+    # the resolvers that Hydra's own config uses, ${now:} among them
+    setup_globals()
     instance = HydraConfig.instance()
     instance.cfg = hydra_cfg  # type: ignore[assignment]  # as Hydra itself sets it
     logging_cfg = hydra_cfg.hydra.get("job_logging")
     if logging_cfg is not None:
         settings = OmegaConf.to_container(logging_cfg, resolve=True)
         assert isinstance(settings, dict)
-        logging.config.dictConfig({str(key): value for key, value in settings.items()})
+        logging.config.dictConfig(
+            {str(key): value for key, value in settings.items()}
+        )
     lose_lines_quietly()
     shorten_lines()
 

@@ -125,7 +125,9 @@ def _is_killed(
             return False
         process.kill()
         collect(process.pid)
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.Error:
         return False
 
@@ -175,8 +177,15 @@ def processes_of(
     for pid in marked().get(job_mark(job), ()):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            if not has_ended and process.uids().real == uid and pid != os.getpid():
+            has_ended = process.status() in (
+                psutil.STATUS_ZOMBIE,
+                psutil.STATUS_DEAD,
+            )
+            if (
+                not has_ended
+                and process.uids().real == uid
+                and pid != os.getpid()
+            ):
                 found.append(process)
     return found
 

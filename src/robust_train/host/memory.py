@@ -32,7 +32,8 @@ class HostMemory:
     """The host's memory, in bytes."""
 
     resident: int  # memory of this process that is in RAM
-    peak: int  # the most that ever was, since the process began or the peak was reset
+    # the most that ever was, since the process began or the peak was reset
+    peak: int
     data: int  # writable private memory, which RLIMIT_DATA limits
     available: int  # what a new program could get, here and within the cgroup
     total: int  # of the machine, or of the cgroup where that has less
@@ -67,7 +68,9 @@ def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
 def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
     own, rooms = own_memory(), [read_host_memory().available]
-    rooms += [max(most - own.get(used, 0), 0) for most, used, _ in process_limits()]
+    rooms += [
+        max(most - own.get(used, 0), 0) for most, used, _ in process_limits()
+    ]
     return min(rooms)
 
 
@@ -78,7 +81,8 @@ def process_limits() -> list[tuple[int, str, str]]:
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
     )
     limits = (
-        (resource.getrlimit(kind)[0], used, command) for kind, used, command in kinds
+        (resource.getrlimit(kind)[0], used, command)
+        for kind, used, command in kinds
     )
     return [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
 
@@ -125,7 +129,11 @@ def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
     for folder in memory_folders(root):
         for limit_file, usage_file, cached in (
             ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
         ):
             with contextlib.suppress(ValueError):  # no such file; "max"
                 limit = int(_read(folder / limit_file))
@@ -155,8 +163,14 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
     mounts = _CGROUP_MOUNT.finditer(_read(root / "proc/self/mountinfo"))
     for mount in mounts if ".." not in own.parts else ():
         mounted = _unescaped(mount["root"])
-        has_memory = kind == "cgroup2" or "memory" in mount["options"].split(",")
-        if mount["kind"] == kind and has_memory and own.is_relative_to(mounted):
+        has_memory = kind == "cgroup2" or "memory" in mount["options"].split(
+            ","
+        )
+        if (
+            mount["kind"] == kind
+            and has_memory
+            and own.is_relative_to(mounted)
+        ):
             below = own.relative_to(mounted)
             folder = root / _unescaped(mount["point"]).lstrip("/") / below
             above = len(below.parts) if kind == "cgroup2" else 0
@@ -176,7 +190,9 @@ class OomKillWatch:
     def __init__(self, root: Path = Path("/")) -> None:
         # version 2: a cgroup without a memory controller is counted with the one above it
         names = ("memory.events", "memory.oom_control")
-        files = [folder / name for folder in memory_folders(root) for name in names]
+        files = [
+            folder / name for folder in memory_folders(root) for name in names
+        ]
         self._counter = next((path for path in files if path.is_file()), None)
         self._machine_counter = root / "proc/vmstat"
         self._before = _kills(self._counter)
@@ -238,11 +254,17 @@ def find_workers(pids: Sequence[int]) -> Workers:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
-            tree |= {one.pid: one for one in (root, *root.children(recursive=True))}
+            tree |= {
+                one.pid: one for one in (root, *root.children(recursive=True))
+            }
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
-            known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
-    started = {pid: one for pid, one in known.items() if _is_started(one, known)}
+            known[pid] = process.as_dict(
+                ["ppid", "name", "cmdline"], ad_value=""
+            )
+    started = {
+        pid: one for pid, one in known.items() if _is_started(one, known)
+    }
     named = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
     parents = {one["ppid"] for one in started.values()}
     workers = named or started.keys() - parents
@@ -253,7 +275,9 @@ def find_workers(pids: Sequence[int]) -> Workers:
     return Workers(len(workers), theirs > sum(others))
 
 
-def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> bool:
+def _is_started(
+    one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]
+) -> bool:
     """Return whether multiprocessing has started it: a fork has its parent's command line."""
     words, parent = one["cmdline"], known.get(one["ppid"])
     return parent is not None and (

@@ -49,7 +49,9 @@ def main() -> None:
         end_marked(mark, os.getuid(), int(stop_signal), float(grace_seconds))
 
 
-def end_marked(mark: int, uid: int, stop_signal: int, grace_seconds: float) -> None:
+def end_marked(
+    mark: int, uid: int, stop_signal: int, grace_seconds: float
+) -> None:
     """Ask the processes of a user with a mark to stop, those that none of the others has started;
     after ``grace_seconds`` kill all."""
     kill_at, is_asked = time.monotonic() + grace_seconds, False
@@ -79,9 +81,14 @@ def _marked(mark: int, uid: int) -> dict[int, int]:
     """Return a user's living processes with a mark, but this one, and their parents."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/stat", "rb") as file,
+        ):
             state, parent = file.read().rpartition(b")")[2].split()[:2]
-            is_meant = os.fstat(file.fileno()).st_uid == uid and mark_of(pid) == mark
+            is_meant = (
+                os.fstat(file.fileno()).st_uid == uid and mark_of(pid) == mark
+            )
             if is_meant and pid != os.getpid() and state not in (b"Z", b"X"):
                 found[pid] = int(parent)
     return found

@@ -65,7 +65,11 @@ class Screen:
     ) -> None:
         """Show ``data``; a line that the other of us and the trainer has left open is ended."""
         is_others = (source is None) != (self._source is None)
-        if is_others and self._is_in_line and not data.startswith((b"\n", b"\r\n")):
+        if (
+            is_others
+            and self._is_in_line
+            and not data.startswith((b"\n", b"\r\n"))
+        ):
             data = b"\n" + data
         self._source, self._is_in_line = source, not data.endswith(b"\n")
         self.write(data)
@@ -85,8 +89,13 @@ class Screen:
             try:
                 written = self._write(bytes(self._waiting[:65536]))
             except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.ENOSPC, errno.EDQUOT):
-                    self._is_gone = True  # closed by its reader, as by ``| head``
+                if error.errno not in (
+                    errno.EAGAIN,
+                    errno.ENOSPC,
+                    errno.EDQUOT,
+                ):
+                    # closed by its reader, as by ``| head``
+                    self._is_gone = True
                     self._waiting.clear()
                 return
             self._is_unread = False
@@ -103,7 +112,11 @@ class Screen:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         deadline = time.monotonic() + timeout_seconds
-        while self._waiting and not self._is_unread and time.monotonic() < deadline:
+        while (
+            self._waiting
+            and not self._is_unread
+            and time.monotonic() < deadline
+        ):
             before = len(self._waiting)
             poll.poll(100)
             self.show()
@@ -278,7 +291,9 @@ class LiveArea:
         """Return whether the line with the cursor is the last one and as short as the terminal."""
         from rich.text import Text
 
-        line = Text.from_ansi(self._line.decode(errors="replace").replace("\r", ""))
+        line = Text.from_ansi(
+            self._line.decode(errors="replace").replace("\r", "")
+        )
         return not self._below and line.cell_len <= self.size[0]
 
     def _next_line(self) -> bytes:
@@ -315,14 +330,16 @@ class LiveArea:
         """Return whether the shell has not put this process into the background."""
         try:
             return os.tcgetpgrp(self._descriptor) == os.getpgrp()
-        except OSError:  # not the terminal that controls us, so there is no other job
+        # not the terminal that controls us, so there is no other job
+        except OSError:
             return True
 
 
 @contextlib.contextmanager
 def live_area() -> Iterator[LiveArea | None]:
     """Yield an area on the terminal that this process prints and logs to; None without one."""
-    descriptor = _descriptor_of(sys.stdout)  # none: a terminal of an IDE's own making
+    # none: a terminal of an IDE's own making
+    descriptor = _descriptor_of(sys.stdout)
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     if descriptor < 0 or is_dumb or not os.isatty(descriptor):
         yield None
@@ -362,7 +379,10 @@ def never_blocking_output() -> Iterator[None]:
     moved = []
     for handler in log_handlers():
         for was, now in zip(old, (sys.stdout, sys.stderr), strict=True):
-            if was is not now and _descriptor_of(handler.stream) == was.fileno():
+            if (
+                was is not now
+                and _descriptor_of(handler.stream) == was.fileno()
+            ):
                 moved.append((handler, handler.setStream(now)))
                 break
     try:
@@ -378,7 +398,10 @@ def never_blocking_output() -> Iterator[None]:
 
 def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
-    handlers = logging.getLogger().handlers + logging.getLogger("robust_train").handlers
+    handlers = (
+        logging.getLogger().handlers
+        + logging.getLogger("robust_train").handlers
+    )
     return [one for one in handlers if isinstance(one, logging.StreamHandler)]
 
 

@@ -11,9 +11,7 @@ import sys
 log = logging.getLogger("robust_train")
 
 LIMIT_SECONDS = 5.0
-SEARCH = (
-    "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
-)
+SEARCH = "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
 
 
 @functools.lru_cache(maxsize=64)

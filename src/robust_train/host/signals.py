@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from robust_train.model.errors import WARNING_SIGNALS, ConfigError, JobInterrupted
+from robust_train.model.errors import (
+    WARNING_SIGNALS,
+    ConfigError,
+    JobInterrupted,
+)
 
 STOP_SIGNALS = (
     signal.SIGTERM,
@@ -86,7 +90,11 @@ def wakeup_descriptor() -> Iterator[int]:
     the main thread, where Python allows no handlers."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     is_main = threading.current_thread() is threading.main_thread()
-    old = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False) if is_main else -1
+    old = (
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        if is_main
+        else -1
+    )
     try:
         yield read_end
     finally:
@@ -101,7 +109,8 @@ class SignalWatch:
     is done outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:
-        self.received: int | None = None  # the first signal that came, None before
+        # the first signal that came, None before
+        self.received: int | None = None
         # training has completed, so a signal that comes now changes nothing
         self.is_over = False
         # what runs is stopped, and the job goes on
@@ -120,7 +129,8 @@ class SignalWatch:
             if previous in (signal.SIG_IGN, None):
                 continue
             if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
-                continue  # comes with every preemption and is not its signal to requeue
+                # comes with every preemption and is not its signal to requeue
+                continue
             for one in (signum, forwarded):
                 self._previous[one] = signal.signal(one, self._on_signal)
         return self

@@ -35,7 +35,9 @@ def next_due(
     most: int,
 ) -> int:
     """Return at which look a raised flag is due; ``fewest``, ``most``: looks of a rank so far."""
-    return most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
+    return (
+        most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
+    )
 
 
 class Flags(Protocol):
@@ -70,10 +72,14 @@ class Votes:
     ) -> None:
         self._row = ranks + 2  # raised, due, and the looks of each rank
         self._size = len(FLAGS) * self._row * _WORD
-        self.descriptor = os.memfd_create("votes") if descriptor is None else descriptor
+        self.descriptor = (
+            os.memfd_create("votes") if descriptor is None else descriptor
+        )
         if descriptor is None:
             os.ftruncate(self.descriptor, self._size)
-        self._words = memoryview(mmap.mmap(self.descriptor, self._size)).cast("q")
+        self._words = memoryview(mmap.mmap(self.descriptor, self._size)).cast(
+            "q"
+        )
         self._thread_lock = threading.Lock()
 
     def look(
@@ -113,7 +119,10 @@ class Votes:
         if not self._words[row]:
             return
         self._words[row] = 0
-        due, looks = self._words[row + 1], self._words[row + 2 : row + self._row]
+        due, looks = (
+            self._words[row + 1],
+            self._words[row + 2 : row + self._row],
+        )
         self._words[row + 1] = next_due(flag, due, min(looks), max(looks))
 
     @contextlib.contextmanager
@@ -148,7 +157,8 @@ class StoreVotes:
         self._due = dict.fromkeys(FLAGS, 0)
         # looks of this rank when it raised the flag; None if it has not since
         self._raised: dict[str, int | None] = dict.fromkeys(FLAGS)
-        self._is_asked: set[str] = set()  # flags for which this rank awaits a round
+        # flags for which this rank awaits a round
+        self._is_asked: set[str] = set()
         self._held = ""
         self._rounds = 0
         # of rank 0: how many were raised and dealt with
@@ -182,7 +192,11 @@ class StoreVotes:
                     self._looks[flag] += 1
                     due = self._due[flag]
                     return due if due and self._looks[flag] >= due else 0
-            limit = _ANSWER_SECONDS_AT_STOP if self._is_stopping else _ANSWER_SECONDS
+            limit = (
+                _ANSWER_SECONDS_AT_STOP
+                if self._is_stopping
+                else _ANSWER_SECONDS
+            )
             if time.monotonic() - since > limit:
                 raise Interrupted("the other ranks do not answer")
             time.sleep(_HELD_SECONDS)

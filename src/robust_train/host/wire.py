@@ -37,7 +37,8 @@ class EventSender:
         self._channel = channel
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._lock = threading.RLock()  # a signal's handler may interrupt a send
+        # a signal's handler may interrupt a send
+        self._lock = threading.RLock()
 
     def __call__(self, event: Event) -> None:
         """Send one event."""
@@ -128,6 +129,8 @@ def read_events(
         try:
             event = parse(json.loads(data))
         except ValueError as error:
-            log.debug("the attempt sent something that is not an event: %s", error)
+            log.debug(
+                "the attempt sent something that is not an event: %s", error
+            )
             continue
         yield event

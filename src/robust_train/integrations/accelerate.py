@@ -58,8 +58,12 @@ class RobustLoop:
         run: Run,
     ) -> None:
         _check(accelerator, run)
-        refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
-        if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
+        refuse_saving_on_each_node(
+            "Accelerator", accelerator.project_configuration
+        )
+        if (
+            its_log := logging.getLogger("accelerate")
+        ).level == logging.NOTSET:
             # it has twelve lines for a checkpoint, we one
             its_log.setLevel(logging.WARNING)
         self.accelerator = accelerator
@@ -99,7 +103,9 @@ class RobustLoop:
                 )
             self.accelerator.load_state(str(path))
             # data of this epoch with which training diverged is passed over
-            passes_over = max(self.run.skips_to - self.step, 0) * self._effective
+            passes_over = (
+                max(self.run.skips_to - self.step, 0) * self._effective
+            )
             self.samples = min(self.samples + passes_over, self._order.samples)
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
@@ -122,7 +128,9 @@ class RobustLoop:
             return
         for batch in self.run.speed.waits(self._own_batches()):
             yield batch
-            self.samples = min(self.samples + self._effective, self._order.samples)
+            self.samples = min(
+                self.samples + self._effective, self._order.samples
+            )
             self.step += 1
             self._step_done()
 
@@ -189,7 +197,9 @@ class RobustLoop:
             return
         self._saved_step = self.step
         self.run.try_to_save(
-            lambda: self.run.checkpoints(self._cfg.keep_checkpoints).save_files(
+            lambda: self.run.checkpoints(
+                self._cfg.keep_checkpoints
+            ).save_files(
                 unfinished,
                 self.step,
                 write=lambda: self.accelerator.save_state(str(unfinished)),

@@ -25,7 +25,11 @@ from omegaconf import DictConfig, open_dict
 from robust_train import compat
 from robust_train.attempt.run import Run
 from robust_train.config.schema import TrainingConfig
-from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
+from robust_train.integrations.lightning_callback import (
+    RobustCallback,
+    Stopped,
+    logged,
+)
 from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.integrations.steering import (
     framework,
@@ -160,7 +164,9 @@ def _fit(
     except SystemExit:
         # Lightning's answer to a KeyboardInterrupt and to SIGTERM
         if run.stop_requested:
-            raise Interrupted(f"stopped after step {trainer.global_step}") from None
+            raise Interrupted(
+                f"stopped after step {trainer.global_step}"
+            ) from None
         raise
     finally:
         run.finish_saving()
@@ -185,7 +191,9 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         data = train_dataloaders if datamodule is None else datamodule
         reason = _counts_micro_batches(trainer)
         if run.world_size == 1 and compat.starts_ranks_itself(trainer):
-            reason = f"Trainer: starts {trainer.world_size} processes of its own"
+            reason = (
+                f"Trainer: starts {trainer.world_size} processes of its own"
+            )
         elif reason is not None:
             _check_ranks(trainer, run)
         else:
@@ -203,7 +211,10 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
             reason,
         )
         keep_batch(run, reason)
-        options |= {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
+        options |= {
+            "train_dataloaders": train_dataloaders,
+            "datamodule": datamodule,
+        }
         own(trainer, model, **options)
 
     _pytorch.Trainer.fit = adopting
@@ -250,7 +261,9 @@ def _with_batch_of(
         theirs,
     )
     run.asked = asked.with_batch(theirs, None)
-    run.micro_batch_plan = replace(run.micro_batch_plan, batch_size=micro_batch)
+    run.micro_batch_plan = replace(
+        run.micro_batch_plan, batch_size=micro_batch
+    )
     run.splits_no_more()  # as an earlier fit of this trainer may have
     if run.is_main:
         run.send(BatchTaken(theirs, micro_batch, steps))
@@ -267,8 +280,12 @@ def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
         or cfg.training.get("effective_batch_size") is not None
     ):
         return True
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return any(one.lstrip("+").startswith("training.batch_size=") for one in overrides)
+    overrides = (
+        HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    )
+    return any(
+        one.lstrip("+").startswith("training.batch_size=") for one in overrides
+    )
 
 
 def _check_ranks(trainer: Any, run: Run) -> None:
@@ -284,7 +301,9 @@ def _counts_micro_batches(trainer: Any) -> str | None:
     limit = trainer.limit_train_batches
     if limit == 1.0 or trainer.fast_dev_run:
         return None
-    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+    name = (
+        "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+    )
     return (
         f"Trainer: {name}={limit} counts micro-batches, which become smaller when "
         "memory runs out"
@@ -353,7 +372,9 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
 
     @wraps(made)
     def train_dataloader() -> Any:
-        return callback.own_loader(made(), f"{type(data).__name__}.train_dataloader")
+        return callback.own_loader(
+            made(), f"{type(data).__name__}.train_dataloader"
+        )
 
     data.train_dataloader = train_dataloader
 

@@ -16,7 +16,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
-from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
+from robust_train.integrations.sample_order import (
+    SampleOrder,
+    StepShares,
+    take_over,
+)
 from robust_train.integrations.steering import Steps, framework
 from robust_train.model.errors import UserError
 from robust_train.step.ranks import of_all_ranks
@@ -75,7 +79,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             shares=self.shares,
             seed=self._cfg.training.seed,
         )
-        self.position = replace(self.position, epoch_samples=self._order.samples)
+        self.position = replace(
+            self.position, epoch_samples=self._order.samples
+        )
         self._set_order()
         return loader
 
@@ -90,7 +96,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
-        return {"position": asdict(self.position), "rng": capture_rng(self._device)}
+        return {
+            "position": asdict(self.position),
+            "rng": capture_rng(self._device),
+        }
 
     def on_load_checkpoint(
         self,
@@ -153,7 +162,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             # nothing resumes from weights alone
             if "optimizer_states" in checkpoint and Path(path).exists():
                 self._saved_step = checkpoint["global_step"]
-                self.run.checkpoint_saved(Path(path).absolute(), self._saved_step)
+                self.run.checkpoint_saved(
+                    Path(path).absolute(), self._saved_step
+                )
 
         writer.save_checkpoint = save_checkpoint
 
@@ -226,7 +237,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     ) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
         self.done += 1
-        seen = min(self._step.start + self.done * self.shares.at_once, self._step.stop)
+        seen = min(
+            self._step.start + self.done * self.shares.at_once, self._step.stop
+        )
         if seen == self._step.stop:
             self._begin_step(seen)
         if trainer.global_step != self.position.step:
@@ -248,7 +261,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             step=trainer.global_step,
         )
         total: Any = trainer.estimated_stepping_batches
-        if total == float("inf") or not trainer.lightning_module.automatic_optimization:
+        if (
+            total == float("inf")
+            or not trainer.lightning_module.automatic_optimization
+        ):
             total = None
         loss = None
         if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -291,7 +307,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             )
         if saved == step:
             return
-        total, epochs = trainer.estimated_stepping_batches, trainer.current_epoch + 1
+        total, epochs = (
+            trainer.estimated_stepping_batches,
+            trainer.current_epoch + 1,
+        )
         is_last = step == total or epochs == trainer.max_epochs
         if is_last or saved is None or self.run.checkpoint_due:
             self.save(trainer)
@@ -300,8 +319,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Save a checkpoint into the run folder, and remove those that are too many."""
         self._is_saving = True
         trainer.save_checkpoint(
-            self.run.checkpoint_dir / f"step-{self.position.step:08d}{_SUFFIX}",
-            weights_only=False,  # left out, Lightning logs a line for each checkpoint
+            self.run.checkpoint_dir
+            / f"step-{self.position.step:08d}{_SUFFIX}",
+            # left out, Lightning logs a line for each checkpoint
+            weights_only=False,
         )
         self._is_saving = False
 
@@ -327,7 +348,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
 def logged(trainer: Any) -> dict[str, float]:
     """Return the latest figures that the model has logged."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        name: float(value) for name, value in trainer.callback_metrics.items()
+    }
 
 
 # --- the position, and the loops' counters for any micro-batch: Lightning counts batches, whatever
@@ -378,7 +401,10 @@ def loops_at(
     loops = copy.deepcopy(dict(fit_loop))
     done = position.batches_done(at_once)
     before = position.epoch * position.batches(at_once)
-    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    batches, epochs = (
+        loops["epoch_loop.batch_progress"],
+        loops["epoch_progress"],
+    )
     batches["is_last_batch"] = False
     # of any number of optimizers
     stepped = before + done if is_manual else position.step

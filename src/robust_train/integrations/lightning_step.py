@@ -60,10 +60,10 @@ def recover_in_steps(
         )
         trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
     else:
-        reason = (
-            f"{type(model).__name__}.training_step runs the backward passes by itself"
+        reason = f"{type(model).__name__}.training_step runs the backward passes by itself"
+        in_step.say(
+            f"{reason} (automatic_optimization=False)", on_all_ranks=True
         )
-        in_step.say(f"{reason} (automatic_optimization=False)", on_all_ranks=True)
     for name in ("validation_step", "test_step", "predict_step"):
         step = partial(
             _evaluate,
@@ -90,7 +90,9 @@ def _keep_evaluation_batches(
         return
     process = trainer.strategy.process_dataloader
 
-    text = "Lightning: evaluates in batches of %d, as in the job's first attempt"
+    text = (
+        "Lightning: evaluates in batches of %d, as in the job's first attempt"
+    )
     say = functools.cache(partial(log.info, text, asked))
     if not can_split:
         text = (
@@ -145,9 +147,15 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._in_step.is_on = False
             self._in_step.say("LBFGS runs the closure several times a step")
         # without a backward pass: weight averaging collects BatchNorm's statistics
-        if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
+        if (
+            self._in_step.is_on
+            and "batch" in kwargs
+            and not self._skip_backward
+        ):
             whole = closure.closure
-            runs = iter([partial(self._run, whole, kwargs, optimizer, batch_idx)])
+            runs = iter(
+                [partial(self._run, whole, kwargs, optimizer, batch_idx)]
+            )
             # only the first call is the step's: optimizers of two passes have another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
@@ -182,19 +190,26 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             # an earlier batch that is repeated has its own weight
             self._callback.done = number
             is_whole, weight = part.data is batch, part.weight
-            inputs = kwargs if is_whole else type(kwargs)(kwargs, batch=part.data)
+            inputs = (
+                kwargs if is_whole else type(kwargs)(kwargs, batch=part.data)
+            )
 
             def step() -> Any:
                 result = self._training_step(inputs)
                 loss = result.closure_loss
                 if loss is not None:
-                    logged.loss = loss.detach() * trainer.accumulate_grad_batches
+                    logged.loss = (
+                        loss.detach() * trainer.accumulate_grad_batches
+                    )
                 if weight != 1.0 and loss is not None:
                     result.closure_loss = loss * weight
                     result.loss = result.closure_loss.detach().clone()
                 return result
 
-            backward, zero_grad = self._make_backward_fn(optimizer), self._zero_once
+            backward, zero_grad = (
+                self._make_backward_fn(optimizer),
+                self._zero_once,
+            )
             closure = _automatic.Closure(
                 step,
                 backward,
@@ -268,7 +283,9 @@ class _OfPart:
     samples: int
     loss: Tensor | None = None
     # by hook, name, and how often it was logged before: what to log, its figure, and how
-    values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(default_factory=dict)
+    values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(
+        default_factory=dict
+    )
 
     def take(
         self,
@@ -325,7 +342,11 @@ class _Logs:
         if results is not None:
             results.log = logged.take
         try:
-            with contextlib.nullcontext() if is_whole else self.objects.part(len(part)):
+            with (
+                contextlib.nullcontext()
+                if is_whole
+                else self.objects.part(len(part))
+            ):
                 yield logged
         except BaseException:
             self.objects.restore(before)
@@ -338,7 +359,10 @@ class _Logs:
 
     def log(self, found: _Found) -> None:
         """Log the values of a batch's parts, each once."""
-        results, parts = logged_by(self._trainer), [one for (_, one), _ in found]
+        results, parts = (
+            logged_by(self._trainer),
+            [one for (_, one), _ in found],
+        )
         for key in dict.fromkeys(key for one in parts for key in one.values):
             own = [one for one in parts if key in one.values]
             value, figure, options = own[0].values[key]
@@ -358,14 +382,19 @@ class _Logs:
                         figures,
                         kind,
                     )
-                elif isinstance(figure, Tensor) and not self.objects.is_exact(value):
+                elif isinstance(figure, Tensor) and not self.objects.is_exact(
+                    value
+                ):
                     setattr(value, LATEST, _mean(own, figures))
             results.log(*key[:2], value, **options)
 
     def _compare(self, name: str, parts: Sequence[_OfPart], key: _Key) -> None:
         """Learn once whether a value is the loss: of a single sample an extreme is it too."""
         several = (one for one in parts if one.samples > 1)
-        if name not in self._are_losses and (one := next(several, None)) is not None:
+        if (
+            name not in self._are_losses
+            and (one := next(several, None)) is not None
+        ):
             self._are_losses[name] = one.is_loss(one.values[key][1])
 
     def _joined(
@@ -413,6 +442,9 @@ def why_not(trainer: Any, model: Any) -> str | None:
     ):
         return f"{type(strategy).__name__} runs the model"
     name = "optimizer_zero_grad"
-    if getattr(type(model), name, None) not in (None, getattr(_LightningModule, name)):
+    if getattr(type(model), name, None) not in (
+        None,
+        getattr(_LightningModule, name),
+    ):
         return f"{type(model).__name__}.optimizer_zero_grad decides about gradients"
     return None

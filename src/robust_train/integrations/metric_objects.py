@@ -76,7 +76,10 @@ class MetricObjects:
         calls: list[Call] = []
         with contextlib.ExitStack() as stack:
             for metric, name in itertools.product(self._metrics(), _CALLS):
-                attributes, noting = vars(metric), self._noting(metric, name, calls)
+                attributes, noting = (
+                    vars(metric),
+                    self._noting(metric, name, calls),
+                )
                 if name in attributes:
                     stack.callback(attributes.update, {name: attributes[name]})
                 else:
@@ -84,8 +87,12 @@ class MetricObjects:
                 attributes[name] = noting
             yield
         if self._parts is not None:
-            tensors = (leaf for call in calls for leaf in tree_leaves(call[2:]))
-            self._bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+            tensors = (
+                leaf for call in calls for leaf in tree_leaves(call[2:])
+            )
+            self._bytes += sum(
+                t.nbytes for t in tensors if isinstance(t, Tensor)
+            )
             self._parts.append((samples, calls))
             if self._bytes > _MOST_BYTES:
                 self._parts = None
@@ -94,12 +101,17 @@ class MetricObjects:
         """Count the batch's parts as one, where that is possible."""
         parts, self._parts, self._exact = self._parts or [], None, []
         sizes = [samples for samples, _ in parts]
-        names = {tuple((id(m), name) for m, name, _, _ in calls) for _, calls in parts}
+        names = {
+            tuple((id(m), name) for m, name, _, _ in calls)
+            for _, calls in parts
+        }
         if len(sizes) < 2 or len(names) != 1 or not parts[0][1]:
             return
         called = [call[0] for call in parts[0][1]]
         # another of a collection's group takes over what the first one holds
-        touched = {id(inner) for metric in called for inner in metric.modules()}
+        touched = {
+            id(inner) for metric in called for inner in metric.modules()
+        }
         before = [one for one in self._before if id(one[0]) in touched]
         after = [(metric, _state_of(metric)) for metric, _ in before]
         self.restore(before)
@@ -111,7 +123,9 @@ class MetricObjects:
                     getattr(metric, name)(*args, **named)
         except Exception as error:
             # what the parts gave cannot be put together, or that does not fit
-            log.debug("torchmetrics objects stay as the parts left them: %s", error)
+            log.debug(
+                "torchmetrics objects stay as the parts left them: %s", error
+            )
             self.restore(after)
         else:
             self._exact = called
@@ -123,7 +137,9 @@ class MetricObjects:
     def _metrics(self) -> list[Any]:
         model = self._model()
         if self._found is None and model is not None:
-            self._found = [m for m in model.modules() if isinstance(m, _Metric)]
+            self._found = [
+                m for m in model.modules() if isinstance(m, _Metric)
+            ]
         return self._found or []
 
     def _noting(
@@ -150,7 +166,9 @@ class MetricObjects:
 
 
 def _state_of(metric: Any) -> dict[str, Any]:
-    states = {name: _copy(value) for name, value in metric.metric_state.items()}
+    states = {
+        name: _copy(value) for name, value in metric.metric_state.items()
+    }
     return states | {name: getattr(metric, name) for name in METRIC_NOTES}
 
 
@@ -178,14 +196,21 @@ def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, float) or (
         isinstance(first, Tensor) and first.is_floating_point()
     ):
-        total = sum(value * size for value, size in zip(values, sizes, strict=True))
+        total = sum(
+            value * size for value, size in zip(values, sizes, strict=True)
+        )
         return total / sum(sizes)
     if isinstance(first, Tensor) or type(first) is int:
         return sum(values[1:], first)
     if isinstance(first, dict):
-        return {key: _joined([value[key] for value in values], sizes) for key in first}
+        return {
+            key: _joined([value[key] for value in values], sizes)
+            for key in first
+        }
     if isinstance(first, tuple):
-        return tuple(_joined(items, sizes) for items in zip(*values, strict=True))
+        return tuple(
+            _joined(items, sizes) for items in zip(*values, strict=True)
+        )
     if isinstance(first, list):
         return [item for value in values for item in value]
     return first

@@ -87,7 +87,10 @@ class StepShares:
         The framework divides it by the accumulation and averages the gradients over the ranks. It
         is 1 except in a step that is short or uneven, as an epoch's last one may be.
         """
-        mine = len(share_of(step, self.rank, self.ranks)) - number * self.micro_batch
+        mine = (
+            len(share_of(step, self.rank, self.ranks))
+            - number * self.micro_batch
+        )
         samples = min(max(mine, 0), self.micro_batch)
         return samples * self.accumulation * self.ranks / len(step)
 
@@ -116,7 +119,9 @@ class SampleOrder(Sampler[Any]):
     ) -> None:
         self._sampler = sampler
         self._seed = seed
-        self.samples = len(sampler) if limit is None else min(len(sampler), limit)
+        self.samples = (
+            len(sampler) if limit is None else min(len(sampler), limit)
+        )
         self._shares = shares
         self._generator = generator or torch.Generator()
         self.begin(0)
@@ -152,7 +157,9 @@ class SampleOrder(Sampler[Any]):
         if self._shares.ranks == 1:
             return range(start, self.samples)
         steps = self._shares.steps(self.samples, start)
-        return itertools.chain.from_iterable(self._shares.own(step) for step in steps)
+        return itertools.chain.from_iterable(
+            self._shares.own(step) for step in steps
+        )
 
     def _seed_of(self, epoch: int) -> int:
         return (self._seed * 1_000_003 + epoch) % 2**63
@@ -160,7 +167,10 @@ class SampleOrder(Sampler[Any]):
     def _draw(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        own, seed = getattr(self._sampler, "generator", None), self._seed_of(epoch)
+        own, seed = (
+            getattr(self._sampler, "generator", None),
+            self._seed_of(epoch),
+        )
         before = GeneratorStates()
         seed_everything(seed)
         try:
@@ -218,7 +228,9 @@ def take_over(
         )
     samples = len(sampler)
     limit = (
-        samples // shares.effective * shares.effective if batches.drop_last else samples
+        samples // shares.effective * shares.effective
+        if batches.drop_last
+        else samples
     )
     if not limit:
         raise UserError(

@@ -42,7 +42,9 @@ def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
     ranks = OmegaConf.select(cfg, "num_gpus") or 1
     return int(
-        cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks
+        cfg.training.batch_size
+        * cfg.training.gradient_accumulation_steps
+        * ranks
     )
 
 
@@ -159,7 +161,9 @@ class OpenStep(Step[Any]):
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts; in training the last one ends the step."""
         # views: the structure as it is now, whatever a body does to it
-        whole = data if samples is None else splitting.part_of(data, 0, samples)
+        whole = (
+            data if samples is None else splitting.part_of(data, 0, samples)
+        )
         parts = Parts(
             whole,
             samples or 1,
@@ -258,7 +262,8 @@ class InStep:
     ) -> OpenStep | None:
         """Begin an optimizer step; None if the framework has to run it by itself."""
         if self.is_on and not self._has_begun:
-            self._has_begun = True  # the framework has made its optimizer by now
+            # the framework has made its optimizer by now
+            self._has_begun = True
             if (reason := why_not_again(model)) is not None:
                 self.keep_batch(reason)
         shared = self._shared(model) if self.is_on else None
@@ -326,7 +331,9 @@ def like(failure: Failure | None) -> Exception:
     message = "" if failure is None else failure.message
     message = message.removeprefix("OutOfMemoryError: ") or "out of memory"
     is_hosts = failure is not None and failure.kind is FailureKind.HOST_OOM
-    return MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
+    return (
+        MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
+    )
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

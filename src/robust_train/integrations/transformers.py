@@ -69,11 +69,15 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
             training.batch_size if asked is None else asked.batch_size
         ),
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "resume_from_checkpoint": None if checkpoint is None else str(checkpoint),
+        "resume_from_checkpoint": None
+        if checkpoint is None
+        else str(checkpoint),
         "auto_find_batch_size": False,
         "ignore_data_skip": False,
         "dataloader_num_workers": workers,
-        "dataloader_prefetch_factor": training.prefetch_factor if workers else None,
+        "dataloader_prefetch_factor": training.prefetch_factor
+        if workers
+        else None,
         "seed": training.seed,
         "data_seed": training.seed,
         # the last but one must stay until the launcher knows of the last
@@ -128,11 +132,15 @@ def fit(
     trainer.training_step = training_step
     if run.is_main:
         # of an attempt that was killed while it saved: the Trainer would count it as a checkpoint
-        for torn in Path(trainer.args.output_dir).glob(f"checkpoint-*/{_MARK}"):
+        for torn in Path(trainer.args.output_dir).glob(
+            f"checkpoint-*/{_MARK}"
+        ):
             shutil.rmtree(torn.parent, ignore_errors=True)
     try:
         try:
-            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+            trainer.train(
+                resume_from_checkpoint=trainer.args.resume_from_checkpoint
+            )
         except _AlreadyDone:
             log.info("training was complete already")
         return _result(trainer, metric)
@@ -141,7 +149,9 @@ def fit(
         if not of_all_ranks(is_whole(_folder(trainer.args, trainer.state)))[0]:
             # nothing was trained since the last step
             save_trainer(trainer)
-        raise Interrupted(f"stopped after step {trainer.state.global_step}") from None
+        raise Interrupted(
+            f"stopped after step {trainer.state.global_step}"
+        ) from None
     finally:
         run.finish_saving()
 
@@ -178,7 +188,9 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         """Check that batches have this attempt's size, whatever the checkpoint has."""
-        batches = getattr(others.get("train_dataloader"), "batch_sampler", None)
+        batches = getattr(
+            others.get("train_dataloader"), "batch_sampler", None
+        )
         size = getattr(batches, "batch_size", None)
         if size is not None and size != self._cfg.training.batch_size:
             raise UserError(
@@ -224,7 +236,9 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         """Save after an optimizer step if it is time or a stop is requested."""
         self.run.guard.take(state.global_step, self._loss)
         self._steps.done(state.global_step, state.max_steps)
-        saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
+        saves_soon = args.save_strategy == "epoch" and state.epoch == round(
+            state.epoch
+        )
         if self.run.stop_requested:
             control.should_evaluate = False
             control.should_save = True
@@ -338,7 +352,9 @@ def _check(
         )
     refuse_saving_on_each_node("TrainingArguments", args)
     config = args.accelerator_config
-    if run.world_size > 1 and (config.split_batches or config.dispatch_batches):
+    if run.world_size > 1 and (
+        config.split_batches or config.dispatch_batches
+    ):
         raise UserError(
             "TrainingArguments: accelerator_config has split_batches or dispatch_batches, which "
             "change the effective batch size with the number of GPUs; leave them out"
@@ -352,7 +368,9 @@ def _check(
     }
     for name, why in refused.items():
         if getattr(args, name, False):
-            raise UserError(f"TrainingArguments: {name}=True: {why}; leave it out")
+            raise UserError(
+                f"TrainingArguments: {name}=True: {why}; leave it out"
+            )
 
 
 def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
@@ -371,7 +389,9 @@ def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
     return {
-        name: value for name, value in logs.items() if isinstance(value, (int, float))
+        name: value
+        for name, value in logs.items()
+        if isinstance(value, (int, float))
     }
 
 

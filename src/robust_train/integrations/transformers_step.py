@@ -23,7 +23,12 @@ from robust_train.compat import (
     prepares_inputs_itself,
     shifts_labels,
 )
-from robust_train.integrations.steering import CannotSplit, InStep, OpenStep, framework
+from robust_train.integrations.steering import (
+    CannotSplit,
+    InStep,
+    OpenStep,
+    framework,
+)
 from robust_train.model.spec import AttemptSpec
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GeneratorStates
@@ -60,8 +65,15 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
     args, asked = trainer.args, run.asked
-    own, evaluated = args.per_device_train_batch_size, args.per_device_eval_batch_size
-    if asked is None or own == asked.batch_size or evaluated != asked.batch_size:
+    own, evaluated = (
+        args.per_device_train_batch_size,
+        args.per_device_eval_batch_size,
+    )
+    if (
+        asked is None
+        or own == asked.batch_size
+        or evaluated != asked.batch_size
+    ):
         return
     args.per_device_eval_batch_size = own
     log.warning(
@@ -132,9 +144,8 @@ class TrainersLoss:
         before = -(-now * asked.gradient_accumulation_steps // steps)
         of_ranks: float = 1.0
         if trainer.args.average_tokens_across_devices and items is not None:
-            of_ranks = (
-                asked.ranks / self._ranks
-            )  # the Trainer multiplies by their number
+            # the Trainer multiplies by their number
+            of_ranks = asked.ranks / self._ranks
         if not self._has_said:
             self._has_said = True
             log.info(
@@ -164,7 +175,10 @@ class TrainersLoss:
             return False
         if self._is_sum is None:
             few = part_of(data, 0, 2)
-            once, twice = self._of(model, few, items), self._of(model, few, items * 2)
+            once, twice = (
+                self._of(model, few, items),
+                self._of(model, few, items * 2),
+            )
             # the mean over samples without labels is NaN
             found = bool(twice.abs() <= 0.75 * once.abs())
             self._is_sum = all(of_all_ranks(found)) if self._asked else found
@@ -214,9 +228,15 @@ class TrainersLoss:
             without[..., 0] = _IGNORED
             items = labels.ne(_IGNORED).sum()
             known = self._of(model, few, items)
-            other = self._of(model, type(few)({**few, "labels": without}), items)
+            other = self._of(
+                model, type(few)({**few, "labels": without}), items
+            )
             self._shifts = bool(torch.isclose(known, other, rtol=1e-5, atol=0))
-        return shifts_labels(self._trainer) if self._shifts is None else self._shifts
+        return (
+            shifts_labels(self._trainer)
+            if self._shifts is None
+            else self._shifts
+        )
 
     @torch.no_grad()
     def _of(
@@ -274,7 +294,9 @@ class LoggedOfPasses:
                 added = values[known:]
                 if len(added) == len(weights) and any(weights):
                     shares = zip(added, weights, strict=True)
-                    values[known:] = [sum(v * w for v, w in shares) / sum(weights)]
+                    values[known:] = [
+                        sum(v * w for v, w in shares) / sum(weights)
+                    ]
 
 
 class StepsInParts(_TrainerCallback):  # type: ignore[misc]
@@ -406,7 +428,9 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         losses, *tensors = zip(*(result for result, _ in found), strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self._loss.items(model, part.data)) for _, part in found]
+            items = [
+                float(self._loss.items(model, part.data)) for _, part in found
+            ]
             pairs = zip(losses, items, strict=True)
             loss = sum(_share(one, n / max(sum(items), 1)) for one, n in pairs)
         concat = _transformers.trainer_pt_utils.nested_concat

@@ -51,7 +51,10 @@ def ended(
         traceback = end.stacks or None
     elif failure is not None and attempt.script is not None:
         traceback = last_words(end.output, request.log_file.name)
-    elif isinstance(attempt.ending, Failed) and attempt.ending.traceback is not None:
+    elif (
+        isinstance(attempt.ending, Failed)
+        and attempt.ending.traceback is not None
+    ):
         traceback = attempt.ending.traceback
     elif failure is not None and crash is not None:
         traceback = str(crash)
@@ -99,9 +102,13 @@ def _failure(
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
             return _with_file(failure_of_script(attempt.script, end), attempt)
-        return by_oom_killer(ending.failure) if end.oom_killed else ending.failure
+        return (
+            by_oom_killer(ending.failure) if end.oom_killed else ending.failure
+        )
     if end.was_stopped:
-        return Failure(FailureKind.INTERRUPTED, "did not stop in time and was killed")
+        return Failure(
+            FailureKind.INTERRUPTED, "did not stop in time and was killed"
+        )
     died, oom_killed = attempt.rank_died, end.oom_killed
     rank, returncode = None, end.returncode
     if died is not None:
@@ -128,7 +135,9 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
         FailureKind.COMM,
         f"stalled: {end.stalled} (stall_timeout_minutes){where and '; '}{where}",
         Evidence(library="robust_train", clue=Clue.STALLED),
-        (f"see what the threads were doing in {stacks}",) if end.stacks else (),
+        (f"see what the threads were doing in {stacks}",)
+        if end.stacks
+        else (),
     )
 
 
@@ -152,12 +161,16 @@ def _with_file(failure: Failure, attempt: Attempt) -> Failure:
         "weights_only=False) for a file of your own, or name the classes in it by "
         "torch.serialization.add_safe_globals([…])"
     )
-    return replace(failure, message=f"{failure.message.partition(': ')[0]}: {how}")
+    return replace(
+        failure, message=f"{failure.message.partition(': ')[0]}: {how}"
+    )
 
 
 def doubt_of(attempt: Attempt) -> str:
     """Return why a script that ended with 0 may have failed; empty without such a sign."""
-    if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
+    if attempt.failure is not None or not isinstance(
+        attempt.script, ScriptEnded
+    ):
         return ""
     seen = classify_exit(1, without_escapes(attempt.exit.output))
     if not seen.kind.is_memory and seen.kind is not FailureKind.WORKER_DEATH:
@@ -261,7 +274,9 @@ class RankEnd:
         if not isinstance(self.ending, Failed):
             return None
         by = self.ending.caused_by_rank
-        return replace(self.ending.failure, rank=self.rank if by is None else by)
+        return replace(
+            self.ending.failure, rank=self.rank if by is None else by
+        )
 
     @property
     def order(self) -> tuple[int, float]:
@@ -277,7 +292,9 @@ class RankEnd:
             return known.get(self.returncode, 1), self.at
         if self.ending.caused_by_rank is not None:
             return 2, self.at
-        return (4 if self.ending.failure.kind.follows_from_others else 1), self.at
+        return (
+            4 if self.ending.failure.kind.follows_from_others else 1
+        ), self.at
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:

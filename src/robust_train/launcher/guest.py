@@ -30,13 +30,21 @@ from robust_train.compat import when_cuda_starts
 from robust_train.config.attempt import guest_config
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.schema import RobustConfig
-from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
+from robust_train.config.trainers import (
+    Trainer,
+    TrainerRef,
+    job_name_of,
+    target_of,
+)
 from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.hydra_state import run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import Summary
 from robust_train.host.engine import GuestRank
-from robust_train.host.linux import shared_machine_environment, signal_at_parents_death
+from robust_train.host.linux import (
+    shared_machine_environment,
+    signal_at_parents_death,
+)
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
 from robust_train.launcher.ending import RankEnd, ended
@@ -94,7 +102,9 @@ class Rank:
             guest.world_size,
         )
         self.run_dir = _run_dir(guest, run_dir)
-        os.environ.update({**shared_machine_environment(os.environ), **guest.environ})
+        os.environ.update(
+            {**shared_machine_environment(os.environ), **guest.environ}
+        )
         if guest.parent_ends_ranks and os.getppid() > 1:
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
@@ -121,9 +131,9 @@ class Rank:
             functools.cache(lambda: function_of(trainer, self._trainer_ref)),
             rank=guest.rank,
             flags=self.votes,
-            on_failure=lambda request, event: RankFailures(request.run_dir).leave(
-                request.attempt, guest.rank, event
-            ),
+            on_failure=lambda request, event: RankFailures(
+                request.run_dir
+            ).leave(request.attempt, guest.rank, event),
         )
 
     def run(
@@ -213,10 +223,16 @@ class Rank:
         while isinstance(decision, Retry) and decision.room is not None:
             decision = decision.otherwise  # no GPU is waited for
         if isinstance(decision, Retry):
-            return replace(decision, reason=f"the last start failed: {decision.reason}")
+            return replace(
+                decision, reason=f"the last start failed: {decision.reason}"
+            )
         is_bug = last.attempt.kind is FailureKind.BUG
         if self.guest.restarts and not (is_bug and last.code_has_changed()):
-            why = "every remedy has failed" if decision is None else decision.reason
+            why = (
+                "every remedy has failed"
+                if decision is None
+                else decision.reason
+            )
             raise ConfigError(
                 f"{why}; nothing is started, because {self.guest.engine} has restarted the ranks "
                 "by itself and what failed is unchanged"
@@ -230,7 +246,9 @@ class Rank:
         start = self._await_start()
         signals = SignalWatch()
         try:
-            spec = AttemptSpec(**{**start["spec"], "gpus": self.devices.acquire()})
+            spec = AttemptSpec(
+                **{**start["spec"], "gpus": self.devices.acquire()}
+            )
             number, checkpoint = int(start["number"]), start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             request = request_for(
@@ -425,7 +443,11 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
         return root.failure
     killed = [str(one.rank) for one in ends if one.ending is None]
     is_one = len(killed) == 1
-    what = f"rank {killed[0]} was" if is_one else f"ranks {', '.join(killed)} were"
+    what = (
+        f"rank {killed[0]} was"
+        if is_one
+        else f"ranks {', '.join(killed)} were"
+    )
     return Failure(
         FailureKind.INTERRUPTED,
         f"{what} killed",
@@ -463,7 +485,10 @@ class RankFailures:
     ) -> Sequence[EarlierStart]:
         """Return the job's earlier attempts that count, the last one last."""
         attempts: dict[int, Attempt] = {}
-        names = (path.stem[len("attempt-") :] for path in self._folder.glob("*.json"))
+        names = (
+            path.stem[len("attempt-") :]
+            for path in self._folder.glob("*.json")
+        )
         for number in sorted(int(name) for name in names if name.isdigit()):
             start = read_object(self._folder / f"attempt-{number}.json")
             if start.get("job") != job:

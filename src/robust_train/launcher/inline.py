@@ -52,7 +52,9 @@ class InlineExecutor:
         *,
         rank: int = 0,
         flags: Flags | None = None,
-        on_failure: Callable[[AttemptRequest, Failed], None] = lambda *given: None,
+        on_failure: Callable[[AttemptRequest, Failed], None] = lambda *given: (
+            None
+        ),
     ) -> None:
         self._trainer = trainer
         self._rank = rank
@@ -102,7 +104,9 @@ class InlineExecutor:
                 request,
                 self._trainer,
                 take,
-                stopping=lambda ask: signals.handed_to(lambda signum: stop(ask)),
+                stopping=lambda ask: signals.handed_to(
+                    lambda signum: stop(ask)
+                ),
                 tick=tick,
                 process_ends=process_ends,
                 rank=self._rank,
@@ -120,7 +124,8 @@ class InlineExecutor:
                 if left is not None:
                     log.warning("%s", left)
                     on_event(MemoryHeld(left))
-            except RuntimeError as refusal:  # after a fault the device answers nothing
+            # after a fault the device answers nothing
+            except RuntimeError as refusal:
                 why = first_line(refusal)
                 log.warning("the attempt's memory is not released: %s", why)
         # only what ends the job may keep its frames, and the tensors in them, alive
@@ -134,8 +139,12 @@ _VARIABLES = (VARIABLE, *trackers.VARIABLES)
 def _variables_set(environ: Mapping[str, str]) -> Iterator[None]:
     """Set the allocator's variable, which is read when CUDA starts, and those of trackers, for this
     attempt only."""
-    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    os.environ.update({name: environ[name] for name in _VARIABLES if name in environ})
+    before = {
+        name: os.environ[name] for name in _VARIABLES if name in os.environ
+    }
+    os.environ.update(
+        {name: environ[name] for name in _VARIABLES if name in environ}
+    )
     try:
         yield
     finally:

@@ -20,7 +20,11 @@ from robust_train.config.placeholders import placeholders_in
 from robust_train.config.projects import ours
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import TrainerRef
-from robust_train.folder.hydra_state import hydra_config, owns_terminal, sweep_folder
+from robust_train.folder.hydra_state import (
+    hydra_config,
+    owns_terminal,
+    sweep_folder,
+)
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
 from robust_train.host.allocator import (
@@ -52,7 +56,8 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
 
 def policy_settings(
     config: RobustConfig,
-    used: Collection[str] | None = None,  # values of an attempt that reach its script
+    # values of an attempt that reach its script
+    used: Collection[str] | None = None,
 ) -> PolicySettings:
     """Return what the decisions of a job depend on."""
     return PolicySettings.of(
@@ -77,8 +82,10 @@ def request_for(
     trainer: TrainerRef,
     run_dir: Path,
     *,
-    job: str = "",  # the identity under which trackers go on; empty: they do not
-    longest_pause: float = 0.0,  # between two reports in the job so far, seconds
+    # the identity under which trackers go on; empty: they do not
+    job: str = "",
+    # between two reports in the job so far, seconds
+    longest_pause: float = 0.0,
     # the split of the batch that the job was asked for; None: the config's
     asked: AttemptSpec | None = None,
     is_first: bool = True,  # of its launch
@@ -162,7 +169,8 @@ def attempt_environment(
     environ: Mapping[str, str],  # the launcher's environment
     gpus: Group,  # the GPUs of the attempt, empty for the CPU
     *,
-    expandable_segments: bool,  # for the allocator; what the user has exported takes precedence
+    # for the allocator; what the user has exported takes precedence
+    expandable_segments: bool,
     # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
     # count differently
     by_index: bool = False,
@@ -173,5 +181,7 @@ def attempt_environment(
         "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
+        VARIABLE: allocator_settings(
+            environ, expandable_segments=expandable_segments
+        ),
     }

@@ -54,7 +54,10 @@ from robust_train.gpu.processes import user_name
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.linux import sleep_with_ticks
-from robust_train.host.signals import SignalWatch, end_without_traceback_if_uncaught
+from robust_train.host.signals import (
+    SignalWatch,
+    end_without_traceback_if_uncaught,
+)
 from robust_train.launcher.ending import doubt_of, ended, error_of
 from robust_train.launcher.inputs import (
     policy_settings,
@@ -220,7 +223,9 @@ class Job:
                 "start the program with nohup, or use robust-train run --detach -- PROGRAM"
             )
         self.trainer = trainer or target_of(config)
-        self.trainer_ref = TrainerRef.of(self.trainer, inline=config.runs_inline)
+        self.trainer_ref = TrainerRef.of(
+            self.trainer, inline=config.runs_inline
+        )
         self.values_used = values_used(cfg, config)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(
@@ -242,7 +247,9 @@ class Job:
             resume=config.resume,
             max_launches=config.max_launches,
             show=self.live.show,
-            notifier=Notifier(notifications(config.notify, environ), self.run_dir),
+            notifier=Notifier(
+                notifications(config.notify, environ), self.run_dir
+            ),
         )
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
@@ -342,7 +349,10 @@ class Job:
     def _find_executor(self) -> InlineExecutor | ProcessExecutor:
         """Return how attempts run. The first separate interpreter starts right away."""
         if self.config.runs_inline:
-            from robust_train.launcher.inline import InlineExecutor, function_of
+            from robust_train.launcher.inline import (
+                InlineExecutor,
+                function_of,
+            )
 
             function = function_of(self.trainer, self.trainer_ref)
             return InlineExecutor(lambda: function)
@@ -392,11 +402,15 @@ class Job:
                 self._attempt(spec)
                 return self.decision
             problem = f"{spec.device} went to another job meanwhile"
-            self._decide_again(self._decide(self.attempts), "lost_race", problem)
+            self._decide_again(
+                self._decide(self.attempts), "lost_race", problem
+            )
 
     def _wait_for_room(self) -> None:
         """Wait for the free memory that a retry needs, else take its alternative."""
-        while isinstance(self.decision, Retry) and self.decision.room is not None:
+        while (
+            isinstance(self.decision, Retry) and self.decision.room is not None
+        ):
             retry, room = self.decision, self.decision.room
             started = time.monotonic()
             found = self.devices.wait_for_room(room)
@@ -425,7 +439,9 @@ class Job:
         while problem := why_full(self.run_dir, failure.message):
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + _DISK_LINE_SECONDS
-                log.warning("%s: waiting for space, then training goes on", problem)
+                log.warning(
+                    "%s: waiting for space, then training goes on", problem
+                )
             self.sleep(_DISK_POLL_SECONDS)
 
     def _decide_again(
@@ -450,7 +466,8 @@ class Job:
 
     def _attempt(self, spec: AttemptSpec) -> None:
         """Run one attempt, gather the evidence of its end, and decide what comes next."""
-        if not self.config.runs_inline:  # in this process its memory does not come back
+        # in this process its memory does not come back
+        if not self.config.runs_inline:
             self.devices.begin(spec.gpus)
         attempt = self._with_evidence(self._run_attempt(spec))
         found = attempt.evidence
@@ -465,7 +482,9 @@ class Job:
                 )
         if found.bad_step is not None or found.has_checkpoint:
             self.checkpoint = resume_from(self.run_dir, self.beginning.job)
-            attempt = attempt.with_checkpoint(is_there=self.checkpoint is not None)
+            attempt = attempt.with_checkpoint(
+                is_there=self.checkpoint is not None
+            )
         self.decision = self._decide([*self.attempts, attempt])
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
@@ -488,7 +507,9 @@ class Job:
                 self.checkpoint,
                 sleep=self.sleep,
             )
-        resumed_from = None if self.checkpoint is None else str(self.checkpoint)
+        resumed_from = (
+            None if self.checkpoint is None else str(self.checkpoint)
+        )
         steps = {one.checkpoint: one.saved_step for one in self.attempts}
         attempt = Attempt(
             number,
@@ -516,12 +537,16 @@ class Job:
             self._on_event,
             self.signals,
             hold=(*self.devices.queue.hold, *self.folder.hold),
-            tick=self.folder.tick if self.config.runs_inline else self._tick_attempt,
+            tick=self.folder.tick
+            if self.config.runs_inline
+            else self._tick_attempt,
         )
         seconds = time.monotonic() - started
         attempt = replace(self.folder.attempt, exit=process_exit)
         if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
-            raise ConfigError(attempt.ending.config_error) from process_exit.error
+            raise ConfigError(
+                attempt.ending.config_error
+            ) from process_exit.error
         first = self.attempts[0] if self.attempts else attempt
         return ended(attempt.resumed_like(first), request, seconds)
 
@@ -548,7 +573,9 @@ class Job:
         cuda_versions = ""
         if attempt.cuda_cannot_work:  # a script's torch may be another one
             torchs = None if self.config.is_script else torch_cuda_version()
-            cuda_versions = read_inventory(processes=False).cuda_versions(torchs)
+            cuda_versions = read_inventory(processes=False).cuda_versions(
+                torchs
+            )
         attempt = with_advice(
             self.devices.ended(attempt),
             is_script=self.config.is_script,
@@ -579,7 +606,11 @@ class Job:
         if not self._has_remedies:
             if last.cuda_cannot_work:
                 return GiveUp(cannot_work(failure))
-            hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
+            hint = (
+                "; train_robust.py would go on"
+                if failure.kind.is_memory
+                else ""
+            )
             return GiveUp(failure.message + hint)
         offers = self.devices.offers() if last.spec.gpus else Offers()
         return decide(self.policy, tuple(history), offers)
@@ -642,7 +673,9 @@ class Job:
         summary = Summary(
             status=status,
             reason=reason,
-            result=last.result if last is not None and status == "completed" else None,
+            result=last.result
+            if last is not None and status == "completed"
+            else None,
             run_dir=self.run_dir,
             wall_seconds=time.monotonic() - self._started,
             earlier_seconds=self.folder.state.earlier_seconds,
@@ -662,7 +695,8 @@ class Job:
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
         write_report(found := read_sources(self.run_dir))
-        if status != "failed" or exit_code is None:  # else the caller prints one line
+        # else the caller prints one line
+        if status != "failed" or exit_code is None:
             narration.show_end(
                 summary,
                 found,

@@ -42,7 +42,11 @@ from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of
 from robust_train.launcher.stall import Standstill
-from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
+from robust_train.launcher.stall_watch import (
+    StallWatch,
+    dump_stacks,
+    remove_nccl_pipes,
+)
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import (
@@ -69,7 +73,8 @@ _LONGEST_BETWEEN_LOOKS = 60.0
 _HEAD_BYTES, _HEAD_SHOWN = 1 << 16, 300
 _CUDA_WARNING = re.compile(r"UserWarning: CUDA initialization: (.*)")
 _LOOK_SHARE = 0.02  # of the time, which looks at the process tree may take
-_STANDBY_SHARE = 0.05  # of the memory that programs can still get, within the cgroup
+# of the memory that programs can still get, within the cgroup
+_STANDBY_SHARE = 0.05
 
 
 class ProcessExecutor:
@@ -135,8 +140,12 @@ class ProcessExecutor:
                 # the next attempt's interpreters import what this one has, if there is room
                 self._modules = event.modules
                 self._standby_bytes = event.resident_bytes * self._ranks
-                if self._has_standby and has_room_for_standby(self._standby_bytes):
-                    self._prepare_next(preparation(self._modules, is_standby=True))
+                if self._has_standby and has_room_for_standby(
+                    self._standby_bytes
+                ):
+                    self._prepare_next(
+                        preparation(self._modules, is_standby=True)
+                    )
                 return
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
@@ -173,10 +182,13 @@ class ProcessExecutor:
         """Return interpreters that can be given an attempt now."""
         while True:
             found, interpreters = self._waiting(), self._interpreters
-            interpreters.pump.hold()  # what dies at an import is named in a line of ours
+            # what dies at an import is named in a line of ours
+            interpreters.pump.hold()
             for one in found:
                 # those that import break off: the rest comes with the trainer
-                one.prepare(preparation(()) if one.is_asked else self._preparation())
+                one.prepare(
+                    preparation(()) if one.is_asked else self._preparation()
+                )
             interpreters.await_prepared(found, tick)
             for one in found:
                 if one.returncode is not None:
@@ -290,7 +302,8 @@ class RunningAttempt:
         self._kill_at = self._killed_at = math.inf
         self._is_begun = self._is_stopping = self._limits_others = False
         self._was_warned = False
-        self._workers: Workers | None = None  # at the last look that found some
+        # at the last look that found some
+        self._workers: Workers | None = None
         self._began = self._looked = time.monotonic()
         self._look_at = self._began + TICK_SECONDS
         self._unannounced: list[int] = []
@@ -298,7 +311,8 @@ class RunningAttempt:
     def run(
         self,
         signals: SignalWatch,
-        hold: Sequence[int],  # descriptors that it and all that it starts keep open
+        # descriptors that it and all that it starts keep open
+        hold: Sequence[int],
         tick: Callable[[], None],  # called at least twice a second
     ) -> Exit:
         """Run it to its end, whatever that is; ``pid`` is None if its process hangs.
@@ -331,7 +345,8 @@ class RunningAttempt:
                         own.append(listener.fileno())
                     one.begin(Begin(self._request, rank, port), (*own, *hold))
         self._is_begun = True
-        if self._is_stopping:  # a signal that came before there was something to stop
+        # a signal that came before there was something to stop
+        if self._is_stopping:
             self._send_stop()
 
     def _poll(self, wakeup: int) -> bool:
@@ -346,7 +361,10 @@ class RunningAttempt:
             log.info("%s", self._stopping(self._unannounced.pop()))
         now = time.monotonic()
         if now >= self._kill_at:
-            self._kill_at, self._killed_at = now + 1.0, min(self._killed_at, now)
+            self._kill_at, self._killed_at = (
+                now + 1.0,
+                min(self._killed_at, now),
+            )
             self._signal_all(signal.SIGKILL)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # ends before events and output: what a process sent before it ended is then there already
@@ -370,11 +388,18 @@ class RunningAttempt:
             self._look(now)
         if is_given_up or not any(one.is_running for one in own):
             return True
-        if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
+        if (
+            self._kill_at == math.inf
+            and (stalled := self._watch.poll()) is not None
+        ):
             self._stalled = stalled
             seconds = dump_stacks(
                 self._request,
-                {rank: one.pid for rank, one in enumerate(own) if one.is_running},
+                {
+                    rank: one.pid
+                    for rank, one in enumerate(own)
+                    if one.is_running
+                },
                 lambda rank: own[rank].signal(DUMP_STACKS),
             )
             self._kill_in(seconds)
@@ -393,7 +418,11 @@ class RunningAttempt:
                 if self._votes is not None:
                     continue
                 has_failed = isinstance(event, Failed)
-                grace = AFTER_FAILURE_SECONDS if has_failed else self._grace_seconds
+                grace = (
+                    AFTER_FAILURE_SECONDS
+                    if has_failed
+                    else self._grace_seconds
+                )
                 self._kill_in(grace)
             self._on_event(event)
 
@@ -401,7 +430,9 @@ class RunningAttempt:
         """Look for data-loader workers, and for CUDA's refusal, less often as time goes by."""
         if not self._was_warned and self._request.spec.gpus:
             self._warn_of_cuda()
-        found = find_workers([one.pid for one in self._processes if one.is_running])
+        found = find_workers(
+            [one.pid for one in self._processes if one.is_running]
+        )
         self._interpreters.collect_orphans()
         if found.count or self._workers is None:
             self._workers = found
@@ -431,7 +462,9 @@ class RunningAttempt:
             with contextlib.suppress(OSError):
                 self._processes[0].channel.shutdown(socket.SHUT_WR)
         failed = [end for end in self._ends if end.is_failure]
-        if self._limits_others or not (failed or all(e.is_over for e in self._ends)):
+        if self._limits_others or not (
+            failed or all(e.is_over for e in self._ends)
+        ):
             return
         self._limits_others = True
         know = all(end.others_know for end in failed)
@@ -439,7 +472,11 @@ class RunningAttempt:
 
     def _end(self, signals: SignalWatch) -> Exit:
         """Kill what is left, and return how the attempt ended with all that is known of it."""
-        interpreters, own, request = self._interpreters, self._processes, self._request
+        interpreters, own, request = (
+            self._interpreters,
+            self._processes,
+            self._request,
+        )
         pump, stalled = interpreters.pump, self._stalled
         kept = [one for one in interpreters.running.values() if one not in own]
         left = interpreters.kill_leftovers(kept)
@@ -447,11 +484,16 @@ class RunningAttempt:
         pump.end_log()
         for one in own:
             interpreters.forget(one)
-        if self._votes is not None and (event := event_of(self._ends)) is not None:
+        if (
+            self._votes is not None
+            and (event := event_of(self._ends)) is not None
+        ):
             self._on_event(event)
         is_left = any(one.is_running for one in own)
         if is_left:
-            log.warning("the attempt's process hangs in the kernel; it is left behind")
+            log.warning(
+                "the attempt's process hangs in the kernel; it is left behind"
+            )
         elif left:
             log.warning("processes %s of the attempt cannot be ended", left)
         remove_nccl_pipes(request.run_dir)
@@ -503,7 +545,10 @@ class RunningAttempt:
         self._signal_all(signal.SIGCONT)  # a stopped process would not get it
 
     def _stopping(self, signum: int) -> str:
-        again, what = f"send {signal.Signals(signum).name}", "saving a checkpoint"
+        again, what = (
+            f"send {signal.Signals(signum).name}",
+            "saving a checkpoint",
+        )
         if signum == signal.SIGINT:
             again = "press Ctrl-C"
         config = self._request.config

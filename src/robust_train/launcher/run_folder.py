@@ -33,12 +33,22 @@ from robust_train.folder.requests import (
     open_requests,
     sweep_stop_requested,
 )
-from robust_train.folder.state import EXIT_CODES, RunState, StateFile, read_state
+from robust_train.folder.state import (
+    EXIT_CODES,
+    RunState,
+    StateFile,
+    read_state,
+)
 from robust_train.gpu.processes import user_name
 from robust_train.host.signals import SignalWatch
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
-from robust_train.model.events import AttemptStarted, DeviceAcquired, Event, Json
+from robust_train.model.events import (
+    AttemptStarted,
+    DeviceAcquired,
+    Event,
+    Json,
+)
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import Decision
@@ -168,7 +178,9 @@ class RunFolder:
             )
         for suffix in (TAKEN, NEW):
             for request in find_requests(self._run_dir, suffix):
-                request.answer({"error": "the run ended before it came to that"})
+                request.answer(
+                    {"error": "the run ended before it came to that"}
+                )
         # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
         with self._signals.handed_to(lambda signum: self._notifier.hurry()):
             self._lock.release()
@@ -189,7 +201,9 @@ class RunFolder:
                 self._stop(request)
             elif state not in _TAKING_REQUESTS and request.take():
                 what = f"the run is {state}; try later"
-                request.answer({"error": f"no attempt runs that could do that: {what}"})
+                request.answer(
+                    {"error": f"no attempt runs that could do that: {what}"}
+                )
         if self._signals.received is None and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
@@ -232,7 +246,9 @@ class RunFolder:
         if not self._is_counted:
             self._is_counted = True
             count_launch(self._run_dir, 1)
-        self.record(AttemptStarted(attempt.spec, attempt.resumed_from), attempt.number)
+        self.record(
+            AttemptStarted(attempt.spec, attempt.resumed_from), attempt.number
+        )
         self._change(
             state="running",
             waiting=None,
@@ -265,7 +281,9 @@ class RunFolder:
             attempt=attempt,
         )
         for request in find_requests(self._run_dir, TAKEN):
-            request.answer({"error": f"the attempt ended first ({attempt.outcome})"})
+            request.answer(
+                {"error": f"the attempt ended first ({attempt.outcome})"}
+            )
 
     def with_disk(self, attempt: Attempt) -> Attempt:
         """Return the attempt with what the disk says of its failure.
@@ -274,14 +292,19 @@ class RunFolder:
         failed because of the disk; elsewhere that is a mistake. From a checkpoint that its script
         could not read nothing resumes any more; whether another one comes before it is evidence.
         """
-        failure, path = attempt.failure, attempt.checkpoint or attempt.resumed_from
+        failure, path = (
+            attempt.failure,
+            attempt.checkpoint or attempt.resumed_from,
+        )
         if failure is None:
             return attempt
         lacks_file = f"No such file or directory: '{path}/" in failure.message
         is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
         has_begun = attempt.end_step is not None or attempt.saves > 1
         is_read = attempt.script is not None and not has_begun
-        if os.strerror(errno.EROFS) in failure.message and is_read_only(self._run_dir):
+        if os.strerror(errno.EROFS) in failure.message and is_read_only(
+            self._run_dir
+        ):
             failure = replace(failure, kind=FailureKind.DISK_FULL)
         elif path is not None and is_damaged and is_read:
             found = pass_over_damaged(
@@ -320,8 +343,14 @@ class RunFolder:
 
     def _is_users_stop(self, status: str) -> bool:
         """Return whether a person has ended the job, by all that is known, not a scheduler."""
-        by_user = self._signals.received in (None, signal.SIGINT, signal.SIGHUP)
-        was_asked = by_user or self._was_asked_to_stop or self._sweep_is_stopped()
+        by_user = self._signals.received in (
+            None,
+            signal.SIGINT,
+            signal.SIGHUP,
+        )
+        was_asked = (
+            by_user or self._was_asked_to_stop or self._sweep_is_stopped()
+        )
         return status == "interrupted" and was_asked
 
     def _sweep_is_stopped(self) -> bool:
@@ -357,9 +386,7 @@ class RunFolder:
                 "main thread); stop it where it was started"
             )
         elif is_stopping and not request.options.get("now"):
-            problem = (
-                "it is stopping already; --now ends it without waiting for a checkpoint"
-            )
+            problem = "it is stopping already; --now ends it without waiting for a checkpoint"
         if problem:
             request.answer({"error": problem})
             return

@@ -15,7 +15,12 @@ import psutil
 
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import list_cuda_processes
-from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
+from robust_train.model.events import (
+    Event,
+    MicroBatchChanged,
+    Slow,
+    SpeedMeasured,
+)
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import number, percent
@@ -38,9 +43,7 @@ def hindrances(
     found = [Slow("data", text, waited)]
     if (slowest := slowest_rank(speeds)) is not None:
         rank, most, usual = slowest
-        text = (
-            f"rank {rank} takes {number(most)} s a step, the others {number(usual)} s"
-        )
+        text = f"rank {rank} takes {number(most)} s a step, the others {number(usual)} s"
         found.append(Slow(f"rank {rank}", text, 1 - usual / most))
     lost = lost_share(speeds, best)
     how = f", and {percent(lost)} of a step's time is lost"
@@ -89,7 +92,9 @@ class SlowWatch:
             return
         self._next_poll = now + _POLL_SECONDS
         speeds = list(self._speed.values())
-        longest = max((3 * one.seconds_per_step for one in speeds), default=0.0)
+        longest = max(
+            (3 * one.seconds_per_step for one in speeds), default=0.0
+        )
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
             speeds = []  # a validation, perhaps: nothing is measured
         is_slow = lost_share(speeds, self._best) > MUCH
@@ -120,7 +125,10 @@ def _on_gpus(gpus: Group) -> dict[str, str]:
         for index, gpu in here.items()
         if gpu.throttled
     }
-    own = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
+    own = {
+        child.pid
+        for child in psutil.Process(os.getpid()).children(recursive=True)
+    }
     listed = list_cuda_processes(inventory).processes
     if not own & {process.pid for process in listed}:
         return found  # which numbers are the job's is not known

@@ -25,7 +25,8 @@ class Pulse:
     begun: float = 0.0  # training; until that is reported the attempt
     reported: float | None = None  # the last progress, None before the first
     alive: float = 0.0  # the last sign of life
-    longest: float = 0.0  # pause between two reports, of the job's earlier attempts too
+    # pause between two reports, of the job's earlier attempts too
+    longest: float = 0.0
 
     def after_progress(self) -> Pulse:
         """Return the pulse with a report of progress now.
@@ -61,9 +62,7 @@ class Standstill:
     def what(self) -> str:
         """What has been missing, and for how long."""
         if self.before_progress:
-            return (
-                f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
-            )
+            return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
         return f"no progress for {duration(self.seconds)}"
 
 

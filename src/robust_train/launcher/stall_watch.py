@@ -49,7 +49,13 @@ from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
 
-_OF_THE_LOOP = (Progress, EpochEnded, CheckpointSaved, MicroBatchChanged, UserEvent)
+_OF_THE_LOOP = (
+    Progress,
+    EpochEnded,
+    CheckpointSaved,
+    MicroBatchChanged,
+    UserEvent,
+)
 """Once progress was reported, each of these is progress; others may come from a thread."""
 
 _SHORTEST_TICK_LIMIT, _LONGEST_TICK_LIMIT = 1.0, 5.0
@@ -68,7 +74,8 @@ class _Glance:
 
     at: float
     cpu_seconds: float
-    moved_bytes: int  # read and written: a download or a copy needs little CPU time
+    # read and written: a download or a copy needs little CPU time
+    moved_bytes: int
     pids: set[int]
     stopped: int  # of these, how many are stopped
 
@@ -98,7 +105,9 @@ class StallWatch:
         self._known = request.longest_pause
         self._ticked = time.monotonic()
         tick = (self._limit_seconds or SHORTEST_SECONDS) / 10
-        self._longest_tick = min(max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT)
+        self._longest_tick = min(
+            max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT
+        )
         self._next_look = 0.0
         self._glance: _Glance | None = None  # None after an event
         self._is_suspended = self._has_warned = False
@@ -146,7 +155,10 @@ class StallWatch:
     def _look(self) -> None:
         before, now = self._glance, self._take_glance()
         was_suspended = self._is_suspended
-        self._glance, self._is_suspended = now, 0 < len(now.pids) == now.stopped
+        self._glance, self._is_suspended = (
+            now,
+            0 < len(now.pids) == now.stopped,
+        )
         if self._is_suspended and not was_suspended:
             log.info(
                 "the attempt is stopped by a signal: this time does not count as a stall"
@@ -182,7 +194,9 @@ class StallWatch:
             return False
         found = read_inventory(processes=False).gpus
         close_session()  # an open one blocks a reset of any GPU
-        percents = (gpu.utilization_percent or 0 for gpu in found if gpu.uuid in uuids)
+        percents = (
+            gpu.utilization_percent or 0 for gpu in found if gpu.uuid in uuids
+        )
         return max(percents, default=0) >= _GPU_PERCENT
 
     def _warn(self, found: Standstill) -> None:
@@ -190,7 +204,9 @@ class StallWatch:
             if self._has_warned:
                 log.info("the attempt goes on")
             self._has_warned = False
-        elif not self._has_warned and not self._is_suspended and found.share < 1:
+        elif (
+            not self._has_warned and not self._is_suspended and found.share < 1
+        ):
             self._has_warned = True
             log.warning(
                 "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
@@ -199,7 +215,9 @@ class StallWatch:
                 duration(found.limit_seconds),
             )
             self._on_event(
-                StallWarning(round(found.seconds, 1), round(found.limit_seconds, 1))
+                StallWarning(
+                    round(found.seconds, 1), round(found.limit_seconds, 1)
+                )
             )
 
 
@@ -251,11 +269,18 @@ def dump_stacks(
         for one in _trainers_processes(tuple(pids.values()), request)
         if one.pid not in own.values() or _status(one) in _STOPPED
     ]
-    with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
+    with (
+        contextlib.suppress(OSError),
+        request.stacks_file.open("a", 1) as file,
+    ):
         for one in silent[:_MOST_PROCESSES]:
             with contextlib.suppress(psutil.Error):
-                command = shortened(shlex.join(one.cmdline()) or one.name(), 100)
-                print(f"process {one.pid} ({command}, {_status(one)})", file=file)
+                command = shortened(
+                    shlex.join(one.cmdline()) or one.name(), 100
+                )
+                print(
+                    f"process {one.pid} ({command}, {_status(one)})", file=file
+                )
                 if time.monotonic() < until:
                     file.writelines(f"{line}\n" for line in _threads(one))
                 print(file=file)
@@ -265,7 +290,8 @@ def dump_stacks(
                 print(f"rank {rank} (process {pid}, {status})", file=file)
             size = os.fstat(file.fileno()).st_size
             have_it_write(rank)
-            if request.ranks > 1:  # one after the other; a stopped one writes nothing
+            # one after the other; a stopped one writes nothing
+            if request.ranks > 1:
                 until = time.monotonic() + _OF_A_RANK_SECONDS
                 while size == os.fstat(file.fileno()).st_size:
                     if time.monotonic() >= until:
@@ -291,7 +317,9 @@ def _threads(process: psutil.Process) -> Iterator[str]:
     if _status(process) in _STOPPED:  # it cannot be paused
         command.append("--nonblocking")
     try:
-        for thread in json.loads(printed_by(command, _PY_SPY_SECONDS) or b"[]"):
+        for thread in json.loads(
+            printed_by(command, _PY_SPY_SECONDS) or b"[]"
+        ):
             is_main = thread["os_thread_id"] == process.pid
             name = "MainThread" if is_main else thread["thread_name"]
             yield f"Thread {thread['os_thread_id']} {name} (most recent call first):"
@@ -309,7 +337,10 @@ _FILES = (
     "TORCH_FR_DUMP_TEMP_FILE",
 )
 # recent versions record anyway; 2,000 is their size of the record
-_RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+_RECORD = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 
 
 def nccl_variables(
@@ -323,7 +354,9 @@ def nccl_variables(
     where the disk has no pipes, which would end the ranks.
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
-    own = {name: value for name, value in _RECORD.items() if name not in environ}
+    own = {
+        name: value for name, value in _RECORD.items() if name not in environ
+    }
     with contextlib.suppress(OSError):
         os.mkfifo(probe := f"{stem}.pipe")
         os.unlink(probe)
@@ -337,7 +370,9 @@ def _request_nccl_dumps(request: AttemptRequest) -> bool:
     asked = False
     for pipe in request.run_dir.glob(f"attempt-{request.attempt}.nccl-*.pipe"):
         with contextlib.suppress(OSError):  # no one reads it
-            with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb") as writer:
+            with open(
+                os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb"
+            ) as writer:
                 writer.write(b"1")
             asked = True
     return asked

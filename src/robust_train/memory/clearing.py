@@ -112,7 +112,9 @@ class StartingMemory:
         if not sizes:
             return None
         found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
-        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
+        largest = (
+            "; ".join(map(str, found)) or "in no tensor that Python knows"
+        )
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
 
@@ -150,9 +152,13 @@ def _forget_first_steps(error: BaseException) -> None:
 
 def _never_stepped(optimizer: Any) -> bool:
     # the step that failed may have counted itself already
-    counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+    counters = [
+        state["step"] for state in optimizer.state.values() if "step" in state
+    ]
     try:
-        return bool(counters) and all(float(counter) <= 1 for counter in counters)
+        return bool(counters) and all(
+            float(counter) <= 1 for counter in counters
+        )
     except RuntimeError:  # they are on a device that has failed
         return False
 
@@ -187,7 +193,9 @@ class Cleared:
         ]
         parts += [self.done] if self.done else []
         if self.held:
-            parts.append(f"the largest tensors left: {'; '.join(map(str, self.held))}")
+            parts.append(
+                f"the largest tensors left: {'; '.join(map(str, self.held))}"
+            )
         return "; ".join(parts)
 
 
@@ -214,7 +222,9 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
 clear_cuda_memory = clear_gpu_memory
 
 
-def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
+def cleanup_model_memory(
+    model: nn.Module, *, keep_weights: bool = True
+) -> Cleared:
     """Free what training ``model`` has taken: gradients, optimizers' states, weights.
 
     Optimizers are found by the parameters that they hold. Weights (parameters and buffers) go to
@@ -231,7 +241,10 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     own = set(model.parameters())
     optimizers = 0
     for optimizer in tensors.live_objects(torch.optim.Optimizer):
-        if any(own.intersection(group["params"]) for group in optimizer.param_groups):
+        if any(
+            own.intersection(group["params"])
+            for group in optimizer.param_groups
+        ):
             optimizer.state.clear()
             optimizers += 1
     own.clear()
@@ -272,4 +285,5 @@ def _drop_unreachable() -> None:
     # with DEBUG_SAVEALL its user wants to look into it
     if not gc.get_debug() & gc.DEBUG_SAVEALL:
         gc.garbage.clear()
-    gc.collect()  # finalizers may free what refers to further garbage, which is collected next
+    # finalizers may free what refers to further garbage, which is collected next
+    gc.collect()

@@ -41,7 +41,9 @@ def started_torch() -> Any:
     """Return the module torch if it has started CUDA in this process, else None."""
     torch = sys.modules.get("torch")
     # another thread may be importing it at this moment
-    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    is_initialized = getattr(
+        getattr(torch, "cuda", None), "is_initialized", None
+    )
     return torch if is_initialized is not None and is_initialized() else None
 
 
@@ -89,8 +91,14 @@ def _gpu_number(torch: Any, ordinal: int | None) -> int:
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds most; CUDA's current one if it holds nothing. A
     trainer may put its model on another GPU than the current one."""
-    held = list(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
-    return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
+    held = list(
+        map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))
+    )
+    return (
+        held.index(max(held))
+        if any(held)
+        else int(torch.cuda.current_device())
+    )
 
 
 def gpu_uuid(torch: Any, index: int) -> str:
@@ -205,7 +213,9 @@ def enable_memory_efficient_settings(
     elif exported is None:
         done = ["no expandable segments: WSL's driver lacks them"]
     else:
-        done = [f"{VARIABLE} has expandable_segments:{exported} already, which stays"]
+        done = [
+            f"{VARIABLE} has expandable_segments:{exported} already, which stays"
+        ]
     torch = _usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")
@@ -217,7 +227,9 @@ def enable_memory_efficient_settings(
         if tf32:
             # the flags exist on every GPU and act only where the hardware has the format
             torch.set_float32_matmul_precision("high")
-            done.append("TensorFloat32 for float32 matrix products if the GPU has it")
+            done.append(
+                "TensorFloat32 for float32 matrix products if the GPU has it"
+            )
     for sentence in done:
         log.info("%s", sentence)
     return tuple(done)
@@ -272,7 +284,9 @@ class MemoryLimit:
         )
 
 
-def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
+def set_memory_fraction(
+    fraction: float = 0.8, device: Any = None
+) -> MemoryLimit:
     """Let this process take at most a share of the device's memory; 1 lifts the limit, but for one
     that PYTORCH_CUDA_ALLOC_CONF sets (``per_process_memory_fraction``).
 
@@ -289,9 +303,13 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
         ValueError: no such fraction or device; or the host process has more already, and would
             fail at once.
     """
-    is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+    is_number = isinstance(fraction, (int, float)) and not isinstance(
+        fraction, bool
+    )
     if not (is_number and 0 < fraction <= 1):
-        raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
+        raise ValueError(
+            f"fraction={fraction!r}: accepted is a number over 0, up to 1"
+        )
     ordinal, torch = ordinal_of(device), _usable_torch()
     if ordinal == HOST or torch is None:
         limit = _limit_host(float(fraction))
@@ -315,9 +333,8 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 def _limit_cache(torch: Any, fraction: float, index: int) -> float:
     """Limit the allocator on a GPU, and return the limit: never above what the user exports."""
     least = min(float(fraction), exported_fraction(os.environ))
-    with torch.cuda.device(
-        index
-    ):  # torch makes it the current device, and leaves it so
+    # torch makes it the current device, and leaves it so
+    with torch.cuda.device(index):
         torch.cuda.set_per_process_memory_fraction(least, index)
     return least
 

@@ -19,7 +19,10 @@ from robust_train import compat
 from robust_train.files import replacing, write_json
 from robust_train.memory.clearing import clear_gpu_memory
 from robust_train.memory.cuda import set_memory_fraction, started_torch
-from robust_train.memory.stats import get_gpu_memory_stats, reset_peak_memory_stats
+from robust_train.memory.stats import (
+    get_gpu_memory_stats,
+    reset_peak_memory_stats,
+)
 from robust_train.memory.tensors import largest_alive, largest_tensors
 from robust_train.model.events import OutOfMemory
 from robust_train.model.failure import Failure, FailureKind
@@ -97,15 +100,21 @@ def write_out_of_memory(
         except OSError as problem:
             log.warning("cannot write %s: %s", path, problem.strerror)
             event = replace(event, tensors=None)
-        least = _WORTH_NAMING * max([asked or 0, *(tensor.bytes for tensor in tensors)])
+        least = _WORTH_NAMING * max(
+            [asked or 0, *(tensor.bytes for tensor in tensors)]
+        )
         named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
         if named:
             where = f"; all in {event.tensors}" if event.tensors else ""
             largest = "; ".join(named)
-            log.info("out of memory: the largest tensors are %s%s", largest, where)
+            log.info(
+                "out of memory: the largest tensors are %s%s", largest, where
+            )
         return replace(event, seconds=round(time.monotonic() - started, 3))
     except Exception as problem:
-        log.warning("cannot record what fills the memory: %s", first_line(problem))
+        log.warning(
+            "cannot record what fills the memory: %s", first_line(problem)
+        )
         return None
 
 
@@ -151,7 +160,9 @@ def perform(
         OSError: the snapshot cannot be written.
     """
     if verb not in _OPTIONS:
-        raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
+        raise ValueError(
+            f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}"
+        )
     accepted = _OPTIONS[verb]
     if unknown := next((name for name in options if name != accepted), None):
         known = f"accepted is {accepted}" if accepted else "it has none"
@@ -170,10 +181,14 @@ def perform(
         }
     elif verb == "memory_reset":
         now = reset_peak_memory_stats().description
-        answer = {"sentence": f"reset the peak, which was {mib(before.peak, 1)}; {now}"}
+        answer = {
+            "sentence": f"reset the peak, which was {mib(before.peak, 1)}; {now}"
+        }
     elif verb == "memory_fraction":
         if "fraction" not in options:
-            raise ValueError("the option fraction is missing: e.g. fraction=0.8")
+            raise ValueError(
+                "the option fraction is missing: e.g. fraction=0.8"
+            )
         limit = set_memory_fraction(options["fraction"])  # type: ignore[arg-type]
         answer = {"sentence": limit.description, "limit": limit.bytes}
     elif verb == "memory_snapshot":

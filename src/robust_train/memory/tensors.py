@@ -30,9 +30,17 @@ def live_objects(base: Any) -> list[Any]:
 def live_tensors() -> list[Any]:
     """Return every tensor that Python knows, gradients too; nothing if torch is not loaded."""
     torch = sys.modules.get("torch")
-    found = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
-    gradients = [t.grad for t in found.values() if t.is_leaf and t.requires_grad]
-    found |= {id(gradient): gradient for gradient in gradients if gradient is not None}
+    found = (
+        {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
+    )
+    gradients = [
+        t.grad for t in found.values() if t.is_leaf and t.requires_grad
+    ]
+    found |= {
+        id(gradient): gradient
+        for gradient in gradients
+        if gradient is not None
+    }
     return list(found.values())
 
 
@@ -87,7 +95,8 @@ class LiveTensor:
     dtype: str  # `float32`
     device: str  # `cuda:0`, `cpu`
     has_graph: (
-        bool  # it keeps the graph that it was computed by, and what that has saved
+        # it keeps the graph that it was computed by, and what that has saved
+        bool
     )
 
     def __str__(self) -> str:
@@ -191,7 +200,9 @@ def leaves_in(error: BaseException) -> list[Any]:
     if torch is None:
         return []
     # a function that runs may hold models of which the failed one knew nothing
-    running = {frame for frame, _ in traceback.walk_stack(inspect.currentframe())}
+    running = {
+        frame for frame, _ in traceback.walk_stack(inspect.currentframe())
+    }
     found: dict[int, Any] = {}
     for frame in frames_of(error):
         for value in () if frame in running else frame.f_locals.values():
@@ -223,7 +234,9 @@ def safe_tensor_to_cpu(value: _T) -> _T:
         return value
 
     def moved(item: Any, name: str) -> Any:
-        return tensor_to_cpu(item) if isinstance(item, torch.Tensor) else WALKED
+        return (
+            tensor_to_cpu(item) if isinstance(item, torch.Tensor) else WALKED
+        )
 
     result: _T = rebuilt(value, moved)
     return result
@@ -301,7 +314,10 @@ def tensor_to_cpu(tensor: Any) -> Any:
     # a subclass (a distributed, a quantised tensor) has its own way to the host
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     is_moved = tensor.device.type != "cpu"
-    if not (is_plain and is_moved and tensor.numel()) or tensor.is_contiguous():
+    if (
+        not (is_plain and is_moved and tensor.numel())
+        or tensor.is_contiguous()
+    ):
         return tensor.cpu()
     return picked_out(tensor)
 
@@ -311,7 +327,8 @@ def picked_out(tensor: Any) -> Any:
     torch = sys.modules["torch"]
     strides = tensor.stride()
     span = 1 + sum(
-        (n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True)
+        (n - 1) * stride
+        for n, stride in zip(tensor.shape, strides, strict=True)
     )
     at = tensor.storage_offset()
     stretch = torch.as_strided(tensor, (span,), (1,), at).cpu()

@@ -71,7 +71,8 @@ class Exit:
     output: str = field(default="", repr=False)  # the end of what it printed
     # what its threads were doing at a stall or crash
     stacks: str = field(default="", repr=False)
-    stalled: str | None = None  # what stood still, for an attempt that was ended for it
+    # what stood still, for an attempt that was ended for it
+    stalled: str | None = None
     was_stopped: bool = False  # the launcher had asked it to stop
     oom_killed: bool | None = None  # by the kernel; None if unknown
     # the data-loader workers of its processes, and whether they held most of the memory; None if
@@ -90,7 +91,8 @@ class Attempt:
     """
 
     number: int  # from 1, in all launches of the run folder
-    spec: AttemptSpec  # with the micro-batch that it found, if it had to search
+    # with the micro-batch that it found, if it had to search
+    spec: AttemptSpec
     started: float = 0.0  # seconds since the epoch
     resumed_from: str | None = None  # its first checkpoint
     # --- how far it came ---
@@ -104,7 +106,8 @@ class Attempt:
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
-    is_guarded: bool = False  # the last checkpoint that is known to be good stays
+    # the last checkpoint that is known to be good stays
+    is_guarded: bool = False
     skipped_updates: int = 0  # loss or gradient norm was not finite
     differed_steps: int = 0  # computed twice, with two results
     saves: int = 0  # number of checkpoints it reported
@@ -122,7 +125,8 @@ class Attempt:
     # --- the evidence of its end ---
     ending: Finished | Failed | None = None  # its own report
     rank_died: RankDied | None = None  # what ended the group of its ranks
-    script: ScriptStarted | ScriptEnded | None = None  # its program, if it runs one
+    # its program, if it runs one
+    script: ScriptStarted | ScriptEnded | None = None
     exit: Exit = Exit()
     # of the GPU on which it failed, before the attempt
     gpu_free_before_bytes: int | None = None
@@ -131,12 +135,15 @@ class Attempt:
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
-    traceback: str | None = None  # the trainer's own, or what a script printed last
+    # the trainer's own, or what a script printed last
+    traceback: str | None = None
     # of the device, or of the process if it ran on the CPU
     peak_memory_bytes: int | None = None
-    memory_stability: Mapping[str, Json] | None = None  # how its memory developed
+    # how its memory developed
+    memory_stability: Mapping[str, Json] | None = None
     # --- what was decided after it ---
-    rule: int | None = None  # number of the user's rule that applies, in `retry.rules`
+    # number of the user's rule that applies, in `retry.rules`
+    rule: int | None = None
     action: str = "none"  # the remedy's name
     reason: str | None = None  # one sentence
 
@@ -153,7 +160,9 @@ class Attempt:
                 )
             case Progress():
                 total = (
-                    self.total_steps if event.total_steps is None else event.total_steps
+                    self.total_steps
+                    if event.total_steps is None
+                    else event.total_steps
                 )
                 # a metric may be of any type
                 loss = finite(event.metrics.get("loss", self.loss))
@@ -166,7 +175,11 @@ class Attempt:
                     total_steps=total,
                     loss=loss,
                 )
-                return after._started_before(event.step) if self.step is None else after
+                return (
+                    after._started_before(event.step)
+                    if self.step is None
+                    else after
+                )
             case CheckpointSaved(loss="diverged"):
                 return self
             case UpdateSkipped():
@@ -177,14 +190,17 @@ class Attempt:
                 return replace(
                     self,
                     checkpoint=event.path,
-                    saved_step=self.end_step if event.step is None else event.step,
+                    saved_step=self.end_step
+                    if event.step is None
+                    else event.step,
                     saves=self.saves + 1,
                     is_guarded=event.is_guarded,
                     saving_seconds=event.saving_seconds,
                 )
             case SpeedMeasured():
                 speed = replace(event.speed, rank=event.rank)
-                if not self.spec.has_batch:  # how many samples a step has is not known
+                # how many samples a step has is not known
+                if not self.spec.has_batch:
                     speed = replace(speed, samples_per_second=None)
                 others = [one for one in self.speed if one.rank != event.rank]
                 by_rank = sorted([*others, speed], key=lambda one: one.rank)
@@ -194,7 +210,9 @@ class Attempt:
             case MemoryCleared(reason="end" | "failure"):
                 return replace(self, memory_returned=event.figures)
             case MicroBatchChanged(training=True):
-                return replace(self, micro_batch=event.after or self.micro_batch)
+                return replace(
+                    self, micro_batch=event.after or self.micro_batch
+                )
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
             case Slow():
@@ -231,7 +249,10 @@ class Attempt:
         return self
 
     def _with_batch_of(self, event: BatchTaken | BatchSizeFound) -> Attempt:
-        size, accumulation = event.batch_size, event.gradient_accumulation_steps
+        size, accumulation = (
+            event.batch_size,
+            event.gradient_accumulation_steps,
+        )
         return replace(self, spec=self.spec.with_batch(size, accumulation))
 
     def _started_before(self, step: int) -> Attempt:
@@ -252,7 +273,9 @@ class Attempt:
 
     def _until_it_was_spoiled(self) -> Attempt:
         """Return the attempt without what it saved of no use any more: that is no progress."""
-        failure = self.ending.failure if isinstance(self.ending, Failed) else None
+        failure = (
+            self.ending.failure if isinstance(self.ending, Failed) else None
+        )
         if failure is None or failure.evidence.bad_step is None:
             return self
         good = failure.evidence.good_step or 0
@@ -317,17 +340,25 @@ class Attempt:
     @property
     def result(self) -> Json:
         """What the trainer returned."""
-        return self.ending.result if isinstance(self.ending, Finished) else None
+        return (
+            self.ending.result if isinstance(self.ending, Finished) else None
+        )
 
     @property
     def exceptions(self) -> tuple[str, ...]:
         """The dotted names of the trainer's exception and its bases."""
-        return self.ending.exceptions if isinstance(self.ending, Failed) else ()
+        return (
+            self.ending.exceptions if isinstance(self.ending, Failed) else ()
+        )
 
     @property
     def exit_code(self) -> int | None:
         """A script's, as shells have it (128 + signal)."""
-        code = self.script.returncode if isinstance(self.script, ScriptEnded) else None
+        code = (
+            self.script.returncode
+            if isinstance(self.script, ScriptEnded)
+            else None
+        )
         return code if code is None or code >= 0 else 128 - code
 
     @property
@@ -372,7 +403,9 @@ class Attempt:
         Raises:
             MalformedEvent: a field is missing or of another type.
         """
-        return from_json(cls, {**data, "number": data.get("attempt"), "spec": data})
+        return from_json(
+            cls, {**data, "number": data.get("attempt"), "spec": data}
+        )
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ def limit_reached(error: BaseException) -> LimitReached | None:
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN
     if number == errno.ENFILE:
-        return LimitReached("too many files are open on this machine; try later")
+        return LimitReached(
+            "too many files are open on this machine; try later"
+        )
     if number == errno.EMFILE:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return LimitReached(
@@ -69,7 +71,9 @@ def limit_reached(error: BaseException) -> LimitReached | None:
     if number == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         limit = (
-            "its limit" if most == resource.RLIM_INFINITY else f"ulimit -u is {most}"
+            "its limit"
+            if most == resource.RLIM_INFINITY
+            else f"ulimit -u is {most}"
         )
         return LimitReached(
             f"no other process or thread can be started: this user or container has as many as it "
@@ -98,7 +102,9 @@ def unusable_folder(problem: str, error: OSError) -> ConfigError:
     """Return what to raise for a run folder that ``error`` keeps from being used: a problem of
     the disk that may pass is not a mistake in the configuration."""
     if error.errno in _PASSING:
-        return RunFolderUnavailable(f"{problem}; the same command may succeed later")
+        return RunFolderUnavailable(
+            f"{problem}; the same command may succeed later"
+        )
     return ConfigError(problem)
 
 
@@ -145,7 +151,9 @@ class JobInterrupted(KeyboardInterrupt):
     @property
     def exit_code(self) -> int:
         """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
-        return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
+        return 128 + (
+            signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum
+        )
 
 
 class Spoiled(RuntimeError):

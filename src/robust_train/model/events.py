@@ -170,9 +170,17 @@ class MemoryReported(Event):
     @property
     def figures(self) -> dict[str, int]:
         """Return the figures that are known, by name."""
-        names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
+        names = (
+            "allocated",
+            "reserved",
+            "max_allocated",
+            "resident",
+            "max_resident",
+        )
         known = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in known.items() if value is not None}
+        return {
+            name: value for name, value in known.items() if value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,13 @@ class MemoryCleared(Event):
     @property
     def figures(self) -> dict[str, Json]:
         """Return the figures by name."""
-        names = ("of", "before_bytes", "after_bytes", "returned_bytes", "seconds")
+        names = (
+            "of",
+            "before_bytes",
+            "after_bytes",
+            "returned_bytes",
+            "seconds",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -277,7 +291,11 @@ class BatchSizeFound(Event):
     @property
     def figures(self) -> dict[str, Json]:
         """Return what was found and how, by name."""
-        names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
+        names = (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "effective_batch_size",
+        )
         return {**self.search, **{name: getattr(self, name) for name in names}}
 
 
@@ -373,7 +391,8 @@ class Failed(Event):
     is_journaled = False
     failure: Failure  # why, classified
     step: int | None = None  # last optimizer step that was reported
-    memory: Mapping[str, int] = field(default_factory=dict)  # figures of MemoryReported
+    # figures of MemoryReported
+    memory: Mapping[str, int] = field(default_factory=dict)
     # the trainer's own, as text; None if the user made the mistake
     traceback: str | None = None
     # the message where the configuration cannot be used
@@ -385,7 +404,8 @@ class Failed(Event):
     caused_by_rank: int | None = None
     # dotted names of the exception's class and its bases
     exceptions: tuple[str, ...] = ()
-    at: float = 0.0  # when a rank sent it, by the monotonic clock of this machine
+    # when a rank sent it, by the monotonic clock of this machine
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -482,7 +502,8 @@ class JobStarted(Event):
     run_dir: str
     trainer: str
     job: str = ""
-    about: Mapping[str, str] = field(default_factory=dict)  # how the page names it
+    # how the page names it
+    about: Mapping[str, str] = field(default_factory=dict)
     schema: int = 1  # of the journal's lines from here on
 
 

@@ -76,10 +76,12 @@ class Evidence:
     fragmented: bool = False
     # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
-    clue: str | None = None  # what message or stack show beyond the kind, one of Clue
+    # what message or stack show beyond the kind, one of Clue
+    clue: str | None = None
     # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
     library: str | None = None
-    no_workers: bool = False  # the trainer has read no number of data-loader workers
+    # the trainer has read no number of data-loader workers
+    no_workers: bool = False
     workers: int | None = None  # data-loader workers among its processes
     # they held most of the memory that ran out; None if unknown
     workers_hold_most: bool | None = None
@@ -90,7 +92,8 @@ class Evidence:
     passes_over: bool = (
         False  # the trainer can pass over data, see `AttemptSpec.skips_to`
     )
-    reads_lr: bool = False  # the trainer takes the learning rate that it is given
+    # the trainer takes the learning rate that it is given
+    reads_lr: bool = False
 
     @property
     def is_hardware(self) -> bool:
@@ -101,7 +104,8 @@ class Evidence:
 class Clue:
     """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""
 
-    HARDWARE = "hardware"  # The GPU itself is at fault: ECC, NVLink, a lost device
+    # The GPU itself is at fault: ECC, NVLink, a lost device
+    HARDWARE = "hardware"
     CORRUPT = "corrupt"  # The same step, computed twice, had two results
     BUSY = "busy"  # The device refused a context for now
     DRIVER = "driver"
@@ -116,9 +120,12 @@ class Clue:
     SEGMENTS = "segments"  # Only with expandable segments
     CRASHED = "crashed"  # A segmentation fault of the trainer's own
     DOWNLOAD = "download"  # Data or weights could not be fetched
-    KILLED = "killed"  # SIGKILL, from neither the launcher nor the kernel's OOM killer
-    REFUSED = "refused"  # torch.load takes weights only, and the file holds more
-    DAMAGED = "damaged"  # A checkpoint, or another file, that cannot be read to its end
+    # SIGKILL, from neither the launcher nor the kernel's OOM killer
+    KILLED = "killed"
+    # torch.load takes weights only, and the file holds more
+    REFUSED = "refused"
+    # A checkpoint, or another file, that cannot be read to its end
+    DAMAGED = "damaged"
     STALLED = "stalled"  # No sign of life, or no progress, for too long
     # A mistake of the user's that the trainer names in a line
     USER_ERROR = "user_error"

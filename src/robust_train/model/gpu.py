@@ -11,7 +11,8 @@ OFTEN = 3
 class GpuProcess:
     """A process that NVML lists on a GPU."""
 
-    pid: int  # process id as the driver sees it, which a container may number differently
+    # process id as the driver sees it, which a container may number differently
+    pid: int
     used_bytes: int | None = None  # memory it holds, None if unavailable
     # NVML lists it as a CUDA process; False for one that only draws
     computes: bool = True
@@ -24,7 +25,8 @@ class GpuInfo:
     # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
     uuid: str
     name: str  # product name
-    index: int  # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
+    # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
+    index: int
     pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
     total_bytes: int  # memory of the device
     # free_bytes, used_bytes: as NVML has them; never computed as a difference
@@ -43,7 +45,8 @@ class GpuInfo:
     # why its clocks are low, of heat or power; None if they are not
     throttled: str | None = None
     unusable: str | None = None  # why no job may start on it now, or None
-    failed_jobs: int = 0  # how many jobs its hardware has failed in the last weeks
+    # how many jobs its hardware has failed in the last weeks
+    failed_jobs: int = 0
     # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
     mps: bool = False
     # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None if NVML's and
@@ -84,7 +87,8 @@ class Inventory:
     cuda_version: str | None = None
     # False if the driver hangs, so that nothing is known of the GPUs
     answered: bool = True
-    may_have_gpus: bool = True  # False without any driver, and where it lists no GPU
+    # False without any driver, and where it lists no GPU
+    may_have_gpus: bool = True
 
     def cuda_versions(self, torch_cuda: str | None) -> str:
         """Return which CUDA the driver supports and torch was built for, as far as known.
@@ -92,7 +96,10 @@ class Inventory:
         Args:
             torch_cuda: ``13.0``, ``none`` for a build without CUDA, None if unknown.
         """
-        drivers = self.cuda_version and f"the driver supports CUDA {self.cuda_version}"
+        drivers = (
+            self.cuda_version
+            and f"the driver supports CUDA {self.cuda_version}"
+        )
         torchs = torch_cuda and f"this torch was built for CUDA {torch_cuda}"
         if torch_cuda == "none":
             torchs = "this torch was built without CUDA"
@@ -103,10 +110,16 @@ class Inventory:
 
         A guess: a container may bring libraries with which an older driver does.
         """
-        if torch_cuda is None or self.cuda_version is None or torch_cuda == "none":
+        if (
+            torch_cuda is None
+            or self.cuda_version is None
+            or torch_cuda == "none"
+        ):
             return torch_cuda != "none"
         # within a major version any driver will do
-        return int(torch_cuda.split(".")[0]) <= int(self.cuda_version.split(".")[0])
+        return int(torch_cuda.split(".")[0]) <= int(
+            self.cuda_version.split(".")[0]
+        )
 
 
 def gpus_of(group: Group, rank: int | None) -> Group:

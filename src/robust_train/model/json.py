@@ -109,7 +109,8 @@ def fields_as_json(value: object) -> dict[str, Json]:
     """Return all fields of a dataclass, in JSON's types."""
     assert dataclasses.is_dataclass(value)
     return {
-        one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)
+        one.name: as_json(getattr(value, one.name))
+        for one in dataclasses.fields(value)
     }
 
 

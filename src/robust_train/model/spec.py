@@ -18,8 +18,10 @@ class AttemptSpec:
     """What one attempt is to use."""
 
     gpus: Group  # that of rank 0 first; empty for the CPU
-    batch_size: int  # micro-batch, samples in one forward and backward pass of one rank
-    gradient_accumulation_steps: int  # micro-batches of each rank per optimizer step
+    # micro-batch, samples in one forward and backward pass of one rank
+    batch_size: int
+    # micro-batches of each rank per optimizer step
+    gradient_accumulation_steps: int
     ranks: int = 1  # processes that share an optimizer step; one for each GPU
     num_workers: int = 0  # data-loader workers of each rank
     prefetch_factor: int = 2  # batches that each worker prepares ahead
@@ -31,10 +33,12 @@ class AttemptSpec:
     accumulates: bool = True
     # activations are recomputed in the backward pass
     gradient_checkpointing: bool = False
-    searches: bool = False  # the attempt finds its micro-batch before it trains
+    # the attempt finds its micro-batch before it trains
+    searches: bool = False
     lr_factor: float = 1.0  # by which `training.lr` is multiplied
     skips_to: int = (
-        0  # data up to this optimizer step is passed over, where that is possible
+        # data up to this optimizer step is passed over, where that is possible
+        0
     )
 
     @property
@@ -70,7 +74,11 @@ class AttemptSpec:
     @property
     def device_kind(self) -> str:
         """What the memory for a step depends on of the device: its model and size, or ``cpu``."""
-        return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
+        return (
+            "cpu"
+            if self.gpu is None
+            else f"{self.gpu.name} {self.gpu.total_bytes}"
+        )
 
     def with_batch(
         self,
@@ -91,7 +99,8 @@ class AttemptSpec:
         return replace(
             self,
             has_batch=self.has_batch or "batch_size" in features,
-            accumulates=self.accumulates or "gradient_accumulation_steps" in features,
+            accumulates=self.accumulates
+            or "gradient_accumulation_steps" in features,
         )
 
     def as_json(self) -> dict[str, Json]:
@@ -116,7 +125,9 @@ class AttemptSpec:
             name: data.get(name) or 1
             for name in ("batch_size", "gradient_accumulation_steps")
         }
-        has_batch = data.get("batch_size") is not None and data.get("has_batch", True)
+        has_batch = data.get("batch_size") is not None and data.get(
+            "has_batch", True
+        )
         return from_json(cls, {**data, **batch, "has_batch": has_batch})
 
 
@@ -129,10 +140,12 @@ class Speed:
     seconds_per_step: float  # median
     seconds_per_step_p95: float  # 95th percentile
     samples_per_second: float | None = None  # of this rank
-    data_share: float | None = None  # of the time, waiting for data, from 0 to 1
+    # of the time, waiting for data, from 0 to 1
+    data_share: float | None = None
     # where that is not measured: from the end of a step to the next batch, whatever it went into
     between_share: float | None = None
-    seconds_per_step_now: float | None = None  # median of about the last half minute
+    # median of about the last half minute
+    seconds_per_step_now: float | None = None
     # mean, until the ranks wait for each other
     seconds_alone_per_step: float | None = None
     rank: int = 0
@@ -155,8 +168,10 @@ class RetryRule:
 
     then: str  # `retry`, `stop`, `exclude_gpu` or `smaller_batch`
     exit_code: int | None = None  # of a script
-    message: str | None = None  # pattern that is found in message, traceback or output
-    exception: str | None = None  # class, or dotted name of one, as `except` has it
+    # pattern that is found in message, traceback or output
+    message: str | None = None
+    # class, or dotted name of one, as `except` has it
+    exception: str | None = None
     # at most, without progress in between; None: `max_retries`
     times: int | None = None
 

@@ -18,7 +18,8 @@ from robust_train.readable import MIB
 _NOTABLE_BYTES = 256 * MIB
 """If other processes took at least this many bytes, they are blamed for running out of memory."""
 
-_NOTABLE_SHARE = 0.1  # of the GPU, likewise if no one knows how much was asked for
+# of the GPU, likewise if no one knows how much was asked for
+_NOTABLE_SHARE = 0.1
 
 _MOST_PRESUMED = 20
 """How many attempts in a row may count as progress of which no step is known."""
@@ -29,7 +30,8 @@ class FailureContext:
     """A failure and all that happened before it."""
 
     settings: PolicySettings  # what the user asked for
-    history: tuple[Attempt, ...]  # every attempt so far; the last one has failed
+    # every attempt so far; the last one has failed
+    history: tuple[Attempt, ...]
     # those that could be taken now, best first, the job's own included
     gpus: tuple[GpuInfo, ...]
     # those that the job may use, but others have them now
@@ -57,7 +59,9 @@ class FailureContext:
     def has_smaller(self) -> bool:
         """Whether there is a smaller micro-batch than that."""
         last = self.last
-        return last.has_batch and last.batch_size > self.settings.min_batch_size
+        return (
+            last.has_batch and last.batch_size > self.settings.min_batch_size
+        )
 
     @property
     def smaller(self) -> AttemptSpec:
@@ -68,7 +72,10 @@ class FailureContext:
     @property
     def saved(self) -> str:
         """From where the next attempt goes on."""
-        paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
+        paths = [
+            one.checkpoint or one.resumed_from
+            for one in reversed(self.history)
+        ]
         if path := next(filter(None, paths), None):
             return f"the last checkpoint, {PurePath(path).name}"
         hint = " (--checkpoint)" if self.config.is_script else ""
@@ -77,7 +84,11 @@ class FailureContext:
     @property
     def at_size(self) -> str:
         """The micro-batch in a sentence; empty for a script that is given none."""
-        return f" at micro-batch {self.last.batch_size}" if self.last.has_batch else ""
+        return (
+            f" at micro-batch {self.last.batch_size}"
+            if self.last.has_batch
+            else ""
+        )
 
     @property
     def keeps_batch(self) -> str:
@@ -110,7 +121,9 @@ class FailureContext:
     def gpus_are_available(self) -> bool:
         """Whether the GPUs on which it failed could be taken again now."""
         usable = {gpu.uuid for gpu in self.gpus if gpu.unusable is None}
-        return bool(self.last.gpus) and usable.issuperset(uuids(self.failed_gpus))
+        return bool(self.last.gpus) and usable.issuperset(
+            uuids(self.failed_gpus)
+        )
 
     @property
     def failed_before_training(self) -> bool:
@@ -138,7 +151,9 @@ class FailureContext:
     def tried_devices(self) -> frozenset[str]:
         """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
         return frozenset(
-            key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",)
+            key
+            for a in self.since_progress
+            for key in uuids(a.spec.gpus) or ("cpu",)
         )
 
     @property
@@ -156,7 +171,11 @@ class FailureContext:
             is_new = attempt.saves > 1 or attempt.checkpoint not in names
             if step > furthest:
                 furthest, begins_at, presumed = step, number, 0
-            elif attempt.saved_step is None and is_new and presumed < _MOST_PRESUMED:
+            elif (
+                attempt.saved_step is None
+                and is_new
+                and presumed < _MOST_PRESUMED
+            ):
                 begins_at, presumed = number, presumed + 1
             names.add(attempt.checkpoint)
         return self.history[begins_at:]
@@ -166,9 +185,13 @@ class FailureContext:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
         attempt, step = self.attempt, self.attempt.saved_step
         # its first may be what it resumed from
-        may_be_old = len(self.history) == 1 and attempt.resumed_from is not None
+        may_be_old = (
+            len(self.history) == 1 and attempt.resumed_from is not None
+        )
         has_saved = (
-            attempt.saves > may_be_old if step is None else step > attempt.start_step
+            attempt.saves > may_be_old
+            if step is None
+            else step > attempt.start_step
         )
         return has_saved and len(self.since_progress) == 1
 
@@ -190,7 +213,9 @@ class FailureContext:
     @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
-        return sum(one.kind is self.failure.kind for one in self.since_progress)
+        return sum(
+            one.kind is self.failure.kind for one in self.since_progress
+        )
 
     @property
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:
@@ -201,7 +226,9 @@ class FailureContext:
         step = self.attempt.end_step
         return tuple(
             one
-            for one in (self.since_progress if step is None else self.history)[:-1]
+            for one in (self.since_progress if step is None else self.history)[
+                :-1
+            ]
             if one.kind is self.failure.kind and one.end_step == step
         )
 
@@ -268,7 +295,9 @@ class FailureContext:
         to go on."""
         spec = replace(self.last, **changes)
         if batch_size is not None:
-            spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)
+            spec = self.settings.for_ranks(spec.ranks).resized(
+                spec, batch_size
+            )
         return Retry(
             spec,
             action,
@@ -313,7 +342,9 @@ class FailureContext:
     def _about_position(self, spec: AttemptSpec) -> str:
         """Return a sentence if a script may go on at another sample."""
         was, now = self.last.batch_size, spec.batch_size
-        is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
+        is_saved = any(
+            one.checkpoint or one.resumed_from for one in self.history
+        )
         if not self.config.is_script or was == now or not is_saved:
             return ""
         return (
@@ -328,7 +359,8 @@ class FailureContext:
             spec.gradient_accumulation_steps,
         )
         is_known = any(
-            one.spec.gradient_accumulation_steps != asked for one in self.history
+            one.spec.gradient_accumulation_steps != asked
+            for one in self.history
         )
         if not self.settings.config.is_script or is_known or now == asked:
             return ""
@@ -357,7 +389,9 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
         return 0, 0
     # what came back at its end is what it held; without a request's size it needs a margin
     used = max(after - left, attempt.memory.get("max_allocated", 0))
-    needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
+    needed = (
+        max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
+    )
     return taken, min(needed, before)
 
 

@@ -13,7 +13,13 @@ from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group
-from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry, RetryRule
+from robust_train.model.spec import (
+    AttemptSpec,
+    Decision,
+    GiveUp,
+    Retry,
+    RetryRule,
+)
 from robust_train.policy import remedies
 from robust_train.policy.context import FailureContext
 from robust_train.policy.remedies import Rule
@@ -83,8 +89,10 @@ EXCLUDE_GPU = "exclude_gpu"
 class Offers:
     """What the next attempt may have, as of now."""
 
-    gpus: tuple[GpuInfo, ...] = ()  # could be taken, best first, the job's own included
-    held: tuple[GpuInfo, ...] = ()  # the job may use them, but others have them
+    # could be taken, best first, the job's own included
+    gpus: tuple[GpuInfo, ...] = ()
+    # the job may use them, but others have them
+    held: tuple[GpuInfo, ...] = ()
 
 
 def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
@@ -162,7 +170,9 @@ def _with_first_size(context: FailureContext, decision: Decision) -> Decision:
         context.history,
         decision.spec,
     )
-    otherwise = decision.otherwise and _with_first_size(context, decision.otherwise)
+    otherwise = decision.otherwise and _with_first_size(
+        context, decision.otherwise
+    )
     reason = f"{decision.reason}; {why}" if why else decision.reason
     return replace(
         decision,
@@ -198,7 +208,9 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
     )
 
 
-def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
+def _first_remedy(
+    context: FailureContext, rules: tuple[Rule, ...]
+) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
         if retry is None or context.settings.refuses(retry.spec):
@@ -206,14 +218,18 @@ def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
         if context.keeps_batch and not _has_same_split(retry, context):
             continue
         if retry.room is not None:
-            return replace(retry, otherwise=_first_remedy(context, rules[number:]))
+            return replace(
+                retry, otherwise=_first_remedy(context, rules[number:])
+            )
         return retry
     return GiveUp(_why_give_up(context))
 
 
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
     specs = retry.spec, context.last
-    splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
+    splits = {
+        (s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs
+    }
     # fewer GPUs take over the samples of the others
     return len(splits) == 1 and retry.action != "fewer_gpus"
 
@@ -238,7 +254,11 @@ def _why_give_up(context: FailureContext) -> str:
         return cannot_work(context.failure)
     count = context.failures_without_progress
     if kind in (FailureKind.INTERRUPTED, FailureKind.DIVERGED):
-        return f"{message}, {count} times without progress" if count > 1 else message
+        return (
+            f"{message}, {count} times without progress"
+            if count > 1
+            else message
+        )
     if kind is FailureKind.COMM:
         is_hang = context.evidence.library == "robust_train"
         what = "hang" if is_hang else "network failure"
@@ -246,14 +266,18 @@ def _why_give_up(context: FailureContext) -> str:
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for one in context.history:
-        size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
+        size = (
+            " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
+        )
         tried.setdefault(one.spec.device, []).append(size)
     listed = "; ".join(
         f"{device} at micro-batch {', '.join(sizes)}" if any(sizes) else device
         for device, sizes in tried.items()
     )
     if not kind.is_memory:
-        return f"{kind.in_words} again after every remedy ({listed}): {message}"
+        return (
+            f"{kind.in_words} again after every remedy ({listed}): {message}"
+        )
     hint = ""
     if not context.config.allow_cpu_fallback:
         hint = " (allow_cpu_fallback is false)"
@@ -262,11 +286,13 @@ def _why_give_up(context: FailureContext) -> str:
         hint += "; a smaller micro-batch would change the effective batch size, which is kept"
     if not can_halve:
         hint += "; the batch was not halved: the command has no {batch_size}"
-    if can_halve and context.config.max_retries is not None and context.sizes_not_tried:
+    if (
+        can_halve
+        and context.config.max_retries is not None
+        and context.sizes_not_tried
+    ):
         left = ", ".join(map(str, context.sizes_not_tried))
-        hint += (
-            f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
-        )
+        hint += f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
     if context.keeps_batch:
         hint += f"; the batch was not split: {context.keeps_batch}"
     return f"out of memory on every device that may be used: {listed}{hint}"
@@ -274,7 +300,9 @@ def _why_give_up(context: FailureContext) -> str:
 
 def cannot_work(failure: Failure) -> str:
     """Return in one line that CUDA works with no GPU here, and both ways on."""
-    return "; ".join((f"CUDA cannot work here: {failure.message}", *failure.advice))
+    return "; ".join(
+        (f"CUDA cannot work here: {failure.message}", *failure.advice)
+    )
 
 
 # --- the user's own rules -------------------------------------------------------------------------
@@ -372,7 +400,9 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
     if failure is None or rule.exit_code not in (None, attempt.exit_code):
         return False
     names = {
-        name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])
+        name
+        for one in attempt.exceptions
+        for name in (one, one.rpartition(".")[2])
     }
     if rule.exception is not None and rule.exception not in names:
         return False

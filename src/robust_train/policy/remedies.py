@@ -68,7 +68,11 @@ def expandable_segments(context: FailureContext) -> Retry | None:
     is_refused = any(one.evidence.clue in refusals for one in context.history)
     if is_refused or not context.settings.may_use_expandable_segments:
         return None
-    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
+    if (
+        not last.gpus
+        or last.expandable_segments
+        or not context.evidence.fragmented
+    ):
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
@@ -93,7 +97,10 @@ def fewer_workers(context: FailureContext) -> Retry | None:
         return None
     if evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
-    workers, prefetch = last.num_workers // 2, max(last.prefetch_factor // 2, 1)
+    workers, prefetch = (
+        last.num_workers // 2,
+        max(last.prefetch_factor // 2, 1),
+    )
     workers = workers if context.config.is_built_in else max(workers, 1)
     if workers >= last.num_workers:
         return None
@@ -184,7 +191,9 @@ def second_opinion(context: FailureContext) -> Retry | None:
     had, short = _shortest(context)
     if _confirmed_by_another_gpu(context):
         return None
-    offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had]
+    offers = [
+        gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had
+    ]
     how = f"{context.at_size}: same size once on "
     return _exchange(
         context,
@@ -237,7 +246,9 @@ def half_after_internal_errors(context: FailureContext) -> Retry | None:
 def same_gpu_again(context: FailureContext) -> Retry | None:
     """Start over on the same GPU: most faults break the process's context, not the GPU."""
     failed = context.failed_gpus
-    if not context.gpus_are_available or context.faulty.intersection(uuids(failed)):
+    if not context.gpus_are_available or context.faulty.intersection(
+        uuids(failed)
+    ):
         return None
     return context.retry("retry", f": a new process on {device_name(failed)}")
 
@@ -343,12 +354,16 @@ def killed_again(context: FailureContext) -> Retry | None:
     if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
-    return context.retry("retry", f": the same again on {where} from {context.saved}")
+    return context.retry(
+        "retry", f": the same again on {where} from {context.saved}"
+    )
 
 
 def crashed_once_more(context: FailureContext) -> Retry | None:
     """Retry once after a segmentation fault, which may be a cosmic ray; twice it is a bug."""
-    crashes = [one.evidence.clue == Clue.CRASHED for one in context.since_progress]
+    crashes = [
+        one.evidence.clue == Clue.CRASHED for one in context.since_progress
+    ]
     if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
         return None
     return context.retry("retry", f": once more, from {context.saved}")
@@ -356,7 +371,10 @@ def crashed_once_more(context: FailureContext) -> Retry | None:
 
 def earlier_checkpoint(context: FailureContext) -> Retry | None:
     """Retry once from the checkpoint before the one that the script could not read."""
-    if context.evidence.clue != Clue.DAMAGED or not context.evidence.has_checkpoint:
+    if (
+        context.evidence.clue != Clue.DAMAGED
+        or not context.evidence.has_checkpoint
+    ):
         return None
     if context.failures_without_progress > 1:
         return None
@@ -367,7 +385,10 @@ def earlier_checkpoint(context: FailureContext) -> Retry | None:
 
 def before_it_diverged(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
-    if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
+    if (
+        not context.evidence.has_checkpoint
+        or context.failures_without_progress > 1
+    ):
         return None
     return _back(
         context,
@@ -403,7 +424,9 @@ def _back(
     bad = context.evidence.bad_step or 0
     skips = bad if context.evidence.passes_over else 0
     data = f"; the data up to step {skips} is skipped" if skips else ""
-    where = "from it" if context.evidence.has_checkpoint else "from the beginning"
+    where = (
+        "from it" if context.evidence.has_checkpoint else "from the beginning"
+    )
     how = f": again {where}{with_less}{data}"
     return context.retry(
         action,
@@ -423,7 +446,9 @@ def same_fault_elsewhere(context: FailureContext) -> str:
         there = earlier.failed_gpus
         if uuids(there) != uuids(here):
             step = context.attempt.end_step
-            where = "before the first step" if step is None else f"at step {step}"
+            where = (
+                "before the first step" if step is None else f"at step {step}"
+            )
             return (
                 f"the same failure {where} on two devices ({device_name(there)} and "
                 f"{device_name(here)}) is not the device's: {context.failure.message}"
@@ -440,7 +465,11 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     is_possible = (
         config.allow_gradient_checkpointing and context.settings.can_checkpoint
     )
-    if not is_possible or last.gradient_checkpointing or context.failed_before_training:
+    if (
+        not is_possible
+        or last.gradient_checkpointing
+        or context.failed_before_training
+    ):
         return None
     # activations lie on the GPU, if there is one
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
@@ -485,7 +514,9 @@ def sizes_left(context: FailureContext) -> Retry | None:
         and now.keys() >= {*uuids(one.spec.gpus)}
     ]
     most = max(
-        tried, key=lambda group: min(gpu.free_bytes for gpu in group), default=()
+        tried,
+        key=lambda group: min(gpu.free_bytes for gpu in group),
+        default=(),
     )
     if last.gpus and not most:
         return None
@@ -555,7 +586,9 @@ def _exchange(
 def _shortest(context: FailureContext) -> tuple[int, Group]:
     """Return the free memory that did not suffice, and the attempt's GPUs that had no more."""
     had = min((gpu.free_bytes for gpu in context.failed_gpus), default=0)
-    return had, tuple(gpu for gpu in context.last.gpus if gpu.free_bytes <= had)
+    return had, tuple(
+        gpu for gpu in context.last.gpus if gpu.free_bytes <= had
+    )
 
 
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
@@ -577,7 +610,9 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
 def pause_before(context: FailureContext, tries: int) -> float:
     """Return the seconds before a try of the same: they double each time, up to an hour."""
     first = context.config.retry_pause_seconds
-    return min(first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS))
+    return min(
+        first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS)
+    )
 
 
 def halved(
@@ -588,7 +623,10 @@ def halved(
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last, spec = context.last, context.smaller
     reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"
-    was, now = last.gradient_accumulation_steps, spec.gradient_accumulation_steps
+    was, now = (
+        last.gradient_accumulation_steps,
+        spec.gradient_accumulation_steps,
+    )
     if now != was:
         reason += f", accumulation {was} → {now}"
     return Retry(

@@ -72,7 +72,8 @@ class PolicySettings:
         return replace(
             self,
             asked=self.asked.supporting(features),
-            can_checkpoint=self.can_checkpoint or "gradient_checkpointing" in features,
+            can_checkpoint=self.can_checkpoint
+            or "gradient_checkpointing" in features,
         )
 
     @property
@@ -140,7 +141,10 @@ class PolicySettings:
 
         Each divides the effective batch size, where that is to be preserved.
         """
-        total, least = self.asked.effective_batch_size, self.config.min_num_gpus
+        total, least = (
+            self.asked.effective_batch_size,
+            self.config.min_num_gpus,
+        )
         return tuple(
             fewer
             for fewer in range(ranks - 1, (least or ranks) - 1, -1)
@@ -161,7 +165,9 @@ def next_smaller(
     divisor in that range the accumulation is rounded up, and the effective batch is not exact.
     """
     at_most = max(batch_size // 2, least)
-    exact = (size for size in range(at_most, least - 1, -1) if share % size == 0)
+    exact = (
+        size for size in range(at_most, least - 1, -1) if share % size == 0
+    )
     return next(exact, at_most)
 
 
@@ -190,14 +196,16 @@ _FARTHEST = 64
 # libraries' own small allocations, beside which activations do not show
 _NOISE_BYTES = 4 * MIB
 _STEP_DOWN = 1.5  # from where memory ran out, with one probe left
-_BEYOND = 1.05  # of the room: what a size is taken to need in which memory ran out
+# of the room: what a size is taken to need in which memory ran out
+_BEYOND = 1.05
 
 
 @dataclass(frozen=True)
 class BatchSearch:
     """What to find before training: the largest micro-batch that fits."""
 
-    effective_batch_size: int  # samples of an optimizer step; no micro-batch is larger
+    # samples of an optimizer step; no micro-batch is larger
+    effective_batch_size: int
     min_batch_size: int = 1  # nor smaller
     # of the device's memory, the most to count on; above 0 to 1
     memory_share: float = 1.0
@@ -226,7 +234,9 @@ class Probe:
     peak_bytes: int | None
 
 
-def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
+def exact_sizes(
+    effective_batch_size: int, min_batch_size: int
+) -> tuple[int, ...]:
     """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
     With them, and no other, accumulation makes up the effective batch exactly."""
     least = min(min_batch_size, effective_batch_size)
@@ -242,7 +252,10 @@ def micro_batch_sizes(
 ) -> tuple[int, ...]:
     """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
     its own batches, where divisors are far apart."""
-    size, least = effective_batch_size, min(min_batch_size, effective_batch_size)
+    size, least = (
+        effective_batch_size,
+        min(min_batch_size, effective_batch_size),
+    )
     found = {size, *exact_sizes(effective_batch_size, least)}
     while size > least:
         size = next_smaller(size, least, effective_batch_size)
@@ -292,7 +305,9 @@ class Limits:
 
     def but_for(self, margin: float) -> float:
         """Return the peak that leaves this share of the room free."""
-        return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
+        return self.limit_bytes - margin * max(
+            self.limit_bytes - self.rest_bytes, 0
+        )
 
 
 def next_size(
@@ -319,13 +334,18 @@ def next_size(
     if best is None:
         return between[0]
     peak_of = _line(probes, best, limits)
-    expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
+    expected = [
+        size for size in between if peak_of(size) <= limits.but_for(MARGIN)
+    ]
     largest = expected[-1] if expected else low
     if not failed and _is_vague(_before(probes, best, limits), best):
         # workspaces and noise may hide a sample's share, so grow, but by a bounded step
-        doubled = next((size for size in between if size >= 2 * low), between[-1])
+        doubled = next(
+            (size for size in between if size >= 2 * low), between[-1]
+        )
         return max(
-            doubled, *(size for size in (low, *expected) if size <= _FARTHEST * low)
+            doubled,
+            *(size for size in (low, *expected) if size <= _FARTHEST * low),
         )
     if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
         # the line was wrong by an unknown amount: the last probe must go through
@@ -367,7 +387,9 @@ def _line(
     return line((before.batch_size, peak - risen), (size, peak))
 
 
-def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], float]:
+def line(
+    one: tuple[int, float], other: tuple[int, float]
+) -> Callable[[int], float]:
     """Return the straight line through two points, each a size and its peak in bytes."""
     slope = (other[1] - one[1]) / (other[0] - one[0])
     return lambda samples: other[1] + slope * (samples - other[0])
@@ -380,7 +402,9 @@ def _before(
 ) -> Probe:
     """Return the next smaller size that was measured, else none with what was in use before."""
     smaller = [
-        p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None
+        p
+        for p in probes
+        if p.batch_size < best.batch_size and p.peak_bytes is not None
     ]
     nothing = Probe(0, limits.rest_bytes)
     return max(smaller, key=lambda p: p.batch_size, default=nothing)

@@ -29,7 +29,9 @@ def train(cfg: DictConfig, run: Run) -> float:
     first = load(run, model, optimizer)
     run.started(first)
     # samples per optimizer step: constant, also when the launcher halves the micro-batch size
-    samples = cfg.training.batch_size * cfg.training.gradient_accumulation_steps
+    samples = (
+        cfg.training.batch_size * cfg.training.gradient_accumulation_steps
+    )
     for step in range(first + 1, cfg.spirals.steps + 1):
         chosen = torch.randint(len(points), (samples,))
         optimizer.zero_grad()
@@ -55,7 +57,9 @@ def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     labels = torch.arange(samples) % 2
     angle = torch.rand(samples) * 6 + 1
     turned = angle + labels * torch.pi
-    points = torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
+    points = (
+        torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
+    )
     return points + torch.randn_like(points) * 0.02, labels
 
 

@@ -52,13 +52,15 @@ class Devices:
         self,
         config: RobustConfig,
         job_name: str,  # shown to the other jobs of the host
-        environ: Mapping[str, str],  # whose CUDA_VISIBLE_DEVICES bounds the choice
+        # whose CUDA_VISIBLE_DEVICES bounds the choice
+        environ: Mapping[str, str],
         run_dir: Path,
         # how to wait; whatever it raises ends the waiting
         sleep: Callable[[float], None],
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        token: str = "",  # the last part of the job's id in the host's queue; empty: any
+        # the last part of the job's id in the host's queue; empty: any
+        token: str = "",
         *,
         in_sweep: bool = False,
     ) -> None:
@@ -69,7 +71,8 @@ class Devices:
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
-        self._named: tuple[str, ...] = ()  # the GPU that the config names, if any
+        # the GPU that the config names, if any
+        self._named: tuple[str, ...] = ()
         self._slice_ends = 0.0
         self.queue = HostQueue(
             _queue_directory(config, environ),
@@ -102,9 +105,12 @@ class Devices:
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
         if config.auto_device and config.device not in ("auto", "cuda"):
-            log.warning("device=%s is not used because auto_device=true", config.device)
+            log.warning(
+                "device=%s is not used because auto_device=true", config.device
+            )
         visible = self._read(False)
-        if visible.warning is not None and visible.gpus:  # else it is the reason below
+        # else it is the reason below
+        if visible.warning is not None and visible.gpus:
             log.warning("%s", visible.warning)
         if not visible.gpus:
             return self._without_gpus(visible)
@@ -135,7 +141,9 @@ class Devices:
         """Return what the next attempt may have now: the GPUs that could be taken, best first and
         ``free_bytes`` as usable, and the healthy ones that others have."""
         count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
-        free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
+        free = [
+            gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)
+        ]
         gpus = tuple(rank(free, least))
         uuids = {gpu.uuid for gpu in gpus}
         held = (
@@ -156,7 +164,11 @@ class Devices:
     def who_waits(self) -> QueuedJob | None:
         """Return the job for which this one, after its time slice, is to leave its GPUs."""
         minutes, now = self._config.gpu_slice_minutes, time.monotonic()
-        if minutes is None or not self._config.wait_for_gpu or now < self._slice_ends:
+        if (
+            minutes is None
+            or not self._config.wait_for_gpu
+            or now < self._slice_ends
+        ):
             return None
         self._slice_ends = now + _SLICE_POLL_SECONDS
         return self.queue.who_waits()
@@ -177,7 +189,9 @@ class Devices:
             rank = event.rank or 0
             self.queue.report(event.reserved, rank)
             if rank > 0:  # rank 0's peak is in the outcome, and more exact
-                self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
+                self._other_ranks_bytes = max(
+                    self._other_ranks_bytes, event.reserved
+                )
 
     def ended(self, attempt: Attempt) -> Attempt:
         """Record that an attempt's processes are gone. Returns it with the free memory of the GPU
@@ -277,7 +291,10 @@ class Devices:
     def _learn(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next one needs."""
         group, shown = attempt.spec.gpus, attempt.memory
-        allocated, reserved = shown.get("max_allocated", 0), shown.get("reserved", 0)
+        allocated, reserved = (
+            shown.get("max_allocated", 0),
+            shown.get("reserved", 0),
+        )
         peak = max(allocated, reserved, self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:
@@ -310,7 +327,9 @@ class Devices:
         if self._config.needs_gpu:
             device = self._config.device
             raise ConfigError(f"device={device}: no such GPU here: {why}")
-        has_gpus = visible.inventory.may_have_gpus and not visible.hidden_on_purpose
+        has_gpus = (
+            visible.inventory.may_have_gpus and not visible.hidden_on_purpose
+        )
         return self._cpu_or_nothing(why, has_gpus=has_gpus)
 
     def _cpu_or_nothing(
@@ -334,7 +353,9 @@ class Devices:
             log.warning(text, reason)
         else:
             why = "no GPU here" if reason == NO_DRIVER else reason
-            log.info("%s: training on the CPU (details: robust-train doctor)", why)
+            log.info(
+                "%s: training on the CPU (details: robust-train doctor)", why
+            )
         return ()
 
 
@@ -376,14 +397,18 @@ def name_for_trainer(
     return f"cuda:{visible.ordinal(group[0].uuid) or 0}"
 
 
-def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
+def _queue_directory(
+    config: RobustConfig, environ: Mapping[str, str]
+) -> Path | None:
     """Return where the host's jobs queue; None if this one does not."""
     if not config.gpu_queue:
         return None
     owner = allocated_by(environ)
     if owner is None:
         return directory_for(config.gpu_queue_dir, environ)
-    log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
+    log.info(
+        "the GPUs are allocated by %s: the host's own queue is not used", owner
+    )
     return None
 
 
@@ -394,8 +419,12 @@ def _named(device: str, visible: Visible) -> tuple[str, ...]:
     if device.startswith("cuda"):
         matches = visible.gpus[int(device.partition(":")[2] or 0) :][:1]
     else:
-        matches = tuple(gpu for gpu in visible.gpus if gpu.uuid.startswith(device))
+        matches = tuple(
+            gpu for gpu in visible.gpus if gpu.uuid.startswith(device)
+        )
     if len(matches) == 1:
         return (matches[0].uuid,)
-    listed = ", ".join(f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus))
+    listed = ", ".join(
+        f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus)
+    )
     raise ConfigError(f"device={device}: no such GPU here; there are {listed}")

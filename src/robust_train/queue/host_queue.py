@@ -43,7 +43,8 @@ class GpuRequest:
     wait: bool = True  # whether to wait if there is not that much now
     timeout_seconds: float = 3600.0  # how long at most
     interval_seconds: float = 30.0  # between two polls of the GPUs
-    only: frozenset[str] = frozenset()  # UUIDs of the GPUs that will do; none: any
+    # UUIDs of the GPUs that will do; none: any
+    only: frozenset[str] = frozenset()
     count: int = 1  # GPUs that it needs at once
     exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
 
@@ -51,7 +52,9 @@ class GpuRequest:
         """Return whether the job may use a GPU at all."""
         is_named = not self.only or gpu.uuid in self.only
         return (
-            is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
+            is_named
+            and gpu.uuid not in self.exclude
+            and can_be_one_of(gpu, self.count)
         )
 
 
@@ -60,15 +63,19 @@ class HostQueue:
 
     def __init__(
         self,
-        directory: Path | None,  # the queue directory; None: no reservations at all
+        # the queue directory; None: no reservations at all
+        directory: Path | None,
         *,
         name: str,  # of the job, for people
         run_dir: str,
-        jobs_per_device: int,  # maximum number of jobs per GPU that it accepts, including itself
+        # maximum number of jobs per GPU that it accepts, including itself
+        jobs_per_device: int,
         # reads the GPUs; its argument asks for their processes too
         read: Callable[[bool], Visible],
-        urgency: int = 1,  # among the jobs of its user: 0 low, 1 normal, 2 high
-        token: str = "",  # the last part of the job's id, six hexadecimal digits; empty: any
+        # among the jobs of its user: 0 low, 1 normal, 2 high
+        urgency: int = 1,
+        # the last part of the job's id, six hexadecimal digits; empty: any
+        token: str = "",
     ) -> None:
         self.job_id = ""
         """As ``robust-train queue`` shows it; empty before the job had a ticket."""
@@ -144,7 +151,9 @@ class HostQueue:
 
     def gpu_limit(self) -> int:
         """Return how many GPUs one user may hold."""
-        return NO_LIMIT if self._registry is None else self._registry.gpu_limit()
+        return (
+            NO_LIMIT if self._registry is None else self._registry.gpu_limit()
+        )
 
     def read(self, processes: bool = False) -> Visible:
         """Return all GPUs that the job may use, with what the host's jobs have found out."""
@@ -290,8 +299,12 @@ class HostQueue:
                 return True
             if set(uuids) != set(before.gpus):
                 return self.announce(uuids, need_bytes)
-            here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
-            room = min(here) if len(here) == len(uuids) else before.reserved_bytes
+            here = [
+                gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids
+            ]
+            room = (
+                min(here) if len(here) == len(uuids) else before.reserved_bytes
+            )
             has_room_here = self.announce(uuids, min(need_bytes, room))
             if self._reservation is not None and not has_room_here:
                 self._reservation.update(before.on(uuids))
@@ -322,7 +335,9 @@ class HostQueue:
         rank: int = 0,
     ) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
-        taken = list(self._reservation.job.taken_bytes if self._reservation else ())
+        taken = list(
+            self._reservation.job.taken_bytes if self._reservation else ()
+        )
         if 0 <= rank < len(taken):
             taken[rank] = taken_bytes
             self._show(taken_bytes=tuple(taken))

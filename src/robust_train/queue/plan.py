@@ -44,7 +44,8 @@ class Plan:
     def __init__(
         self,
         jobs: Iterable[QueuedJob],  # all living jobs
-        gpus: Sequence[GpuInfo],  # all of the host; unusable ones are not granted
+        # all of the host; unusable ones are not granted
+        gpus: Sequence[GpuInfo],
         now: float,  # seconds of the host's monotonic clock
         gpu_limit: int = NO_LIMIT,  # most GPUs that one user may hold
         *,
@@ -120,7 +121,9 @@ class Plan:
         for usable in (sound, found):
             apart = [state for state in usable if not self._first_could(state)]
             for states in (apart, usable):
-                if group := choose_group([state.gpu for state in states], job.count):
+                if group := choose_group(
+                    [state.gpu for state in states], job.count
+                ):
                     return [self._states[gpu.uuid] for gpu in group]
         return ()
 
@@ -134,17 +137,22 @@ class Plan:
         None while too few are healthy. GPUs that this process cannot see may be healthy.
         """
         possible = [
-            state for state in self._states.values() if state.could_ever_suit(job)
+            state
+            for state in self._states.values()
+            if state.could_ever_suit(job)
         ]
         # those that do not stay unusable when their jobs end: an exclusive one's owner may end
         healthy = sum(
-            state.gpu.unusable is None or state.gpu.compute_mode.startswith("exclusive")
+            state.gpu.unusable is None
+            or state.gpu.compute_mode.startswith("exclusive")
             for state in possible
         )
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
-        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        doublings = (
+            max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        )
         count = job.count << min(int(doublings), 20)
         nearest = sorted(possible, key=lambda state: state.distance(job))
         return tuple(state.gpu.uuid for state in nearest[:count])
@@ -258,7 +266,9 @@ class GpuState:
         # what NVML reports as free less what is reserved and not taken yet; and all reservations
         # together never exceed the GPU
         taken = sum(self.taken(job) or 0 for job in jobs)
-        committed = sum(max(job.reserved_bytes, self.taken(job) or 0) for job in jobs)
+        committed = sum(
+            max(job.reserved_bytes, self.taken(job) or 0) for job in jobs
+        )
         self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
     def taken(self, job: QueuedJob) -> int | None:
@@ -271,7 +281,9 @@ class GpuState:
 
     def suits(self, job: QueuedJob) -> bool:
         """Return whether the job could start here now."""
-        has_room = self.usable >= job.reserved_bytes and self.count < self.most(job)
+        has_room = (
+            self.usable >= job.reserved_bytes and self.count < self.most(job)
+        )
         return has_room and self.gpu.uuid in job.only
 
     def could_ever_suit(self, job: QueuedJob) -> bool:
@@ -287,7 +299,9 @@ class GpuState:
 
     def is_exclusive(self) -> bool:
         """Return whether the GPU's compute mode allows one process only."""
-        return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
+        return (
+            self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
+        )
 
     def as_gpu(self) -> GpuInfo:
         """Return the GPU with the memory that a new job can count on as free."""
@@ -357,7 +371,9 @@ def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str | None:
             return f"job {other.id} goes first: its queue_priority is higher"
         if other.owner != job.owner and other.order > job.order:
             user = user_name(other.owner)
-            return f"job {other.id} of {user} goes first: {user} holds fewer GPUs"
+            return (
+                f"job {other.id} of {user} goes first: {user} holds fewer GPUs"
+            )
     return None
 
 
@@ -374,7 +390,9 @@ def why_waiting(
     """
     if job.id in decided.capped:
         return shortened(decided.capped[job.id], LONGEST)
-    promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
+    promised = {
+        gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group
+    }
     promised |= dict.fromkeys(decided.kept, decided.first)
     found: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
     for state in gpu_states(others, gpus).values():
@@ -402,7 +420,9 @@ def why_waiting(
     ]
     if job.count > 1:
         parts.insert(0, f"{available} of {job.count} GPUs available")
-    return shortened("; ".join(parts) or "its driver shows none of its GPUs", LONGEST)
+    return shortened(
+        "; ".join(parts) or "its driver shows none of its GPUs", LONGEST
+    )
 
 
 _NONE = 0, ""
@@ -422,7 +442,10 @@ def _obstacle(
         if state.is_exclusive():
             return 1, "taken, and its compute mode allows one process"
         of_them = " of the job there" if most < job.jobs_per_device else ""
-        return 1, f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_them})"
+        return (
+            1,
+            f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_them})",
+        )
     if state.usable < job.reserved_bytes:
         is_ours = state.gpu.free_bytes + state.in_use() >= job.reserved_bytes
         return (2, "ours") if is_ours else (3, "others")
@@ -437,17 +460,23 @@ def _sentence(
     job: QueuedJob,
     holders: Mapping[int, GpuUser],
 ) -> str:
-    numbers = ", ".join(dict.fromkeys(str(state.gpu.index) for state in states))
+    numbers = ", ".join(
+        dict.fromkeys(str(state.gpu.index) for state in states)
+    )
     if text in ("ours", "others"):
         usable = max(max(state.usable for state in states), 0)
         most = "at most " if len(states) > 1 else ""
         text = f"{most}{usable // MIB} of {mib(job.reserved_bytes)} free"
         jobs = dict.fromkeys(one.id for state in states for one in state.jobs)
-        processes = [one for state in states for one in state.gpu.processes or ()]
+        processes = [
+            one for state in states for one in state.gpu.processes or ()
+        ]
         if jobs:
             text += f" beside job {', '.join(jobs)}"
         elif processes:
-            largest = max(processes, key=lambda process: process.used_bytes or 0)
+            largest = max(
+                processes, key=lambda process: process.used_bytes or 0
+            )
             text += f", {describe_process(largest, holders)}"
     return f"GPU{'s' * (len(states) > 1)} {numbers}: {text}"
 
@@ -458,7 +487,8 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
     for state in gpu_states(jobs, gpus).values():
         gpu = state.gpu
         parts = [
-            gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+            gpu.unusable
+            or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
         ]
         for job in state.jobs:
             who = f"{job.name}, {user_name(job.owner)}"

@@ -44,7 +44,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 _MOST_BYTES = 4096
 _MOST_TEXT = 200
-_FAULTS_FILE = re.compile(r"faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
+_FAULTS_FILE = re.compile(
+    r"faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII
+)
 _REMEMBERED_SECONDS = 28 * 86400.0
 _MOST_FAULTS = 10  # of one user on one GPU
 # their locks may hang, or not reach other hosts
@@ -112,7 +114,9 @@ class QueueDir:
         """A user other than root who may remove any file in it, else 0."""
         self.file_system = kind = file_system_of(self.path)
         if _NOT_LOCAL.match(kind):
-            raise QueueProblem(base, f"is on {kind}, where locks may hang or not work")
+            raise QueueProblem(
+                base, f"is on {kind}, where locks may hang or not work"
+            )
         if not os.access(
             self.path,
             os.W_OK | os.X_OK,
@@ -176,7 +180,9 @@ class QueueDir:
     ) -> int:
         """Return a descriptor of a new file, for reading and writing. Raises OSError (a full disk,
         a name that is taken)."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = (
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
         return os.open(name, flags, mode, dir_fd=self.fd)
 
     def publish(self, temporary: str, name: str) -> None:
@@ -209,7 +215,9 @@ class QueueDir:
     def exclusions(self) -> list[GpuFault]:
         """Return the last fault of each GPU that is excluded now."""
         faults = (one for jobs in self.faults().values() for one in jobs)
-        return list({one.uuid: one for one in faults if one.seconds_left}.values())
+        return list(
+            {one.uuid: one for one in faults if one.seconds_left}.values()
+        )
 
     def clear(self, uuid: str) -> bool:
         """Use a GPU as any other again; return False if the caller has nothing against it. Root
@@ -266,7 +274,9 @@ class QueueDir:
         )
         for folder in ("../", ""):
             before = self._faults_in(match, folder)
-            kept = [one for one in before if one.job != job][1 - _MOST_FAULTS :]
+            kept = [one for one in before if one.job != job][
+                1 - _MOST_FAULTS :
+            ]
             content = json.dumps([asdict(one) for one in [*kept, new]])
             temporary = f"{folder}new.{os.urandom(8).hex()}"
             with contextlib.suppress(OSError):
@@ -294,14 +304,24 @@ class QueueDir:
         data, status = self._read(folder + file[0])
         if status is None or status.st_uid != int(file[2]):
             return []
-        now, about = time.time(), {"uuid": file[1], "by": user_name(status.st_uid)}
+        now, about = (
+            time.time(),
+            {"uuid": file[1], "by": user_name(status.st_uid)},
+        )
         with contextlib.suppress(
             ValueError,
             TypeError,
             OverflowError,
         ):
-            known = [from_json(GpuFault, {**one, **about}) for one in parse_json(data)]
-            return [one for one in known if abs(now - one.time) < _REMEMBERED_SECONDS]
+            known = [
+                from_json(GpuFault, {**one, **about})
+                for one in parse_json(data)
+            ]
+            return [
+                one
+                for one in known
+                if abs(now - one.time) < _REMEMBERED_SECONDS
+            ]
         return []
 
     def _read(self, name: str) -> tuple[bytes, os.stat_result | None]:
@@ -317,10 +337,14 @@ class QueueDir:
         """Return the limit in the file. Raises ValueError: the first mistake in it."""
         data, status = self._read(f"../{LIMITS_FILE}")
         if status is None:
-            raise ValueError(f"it is not a regular file of at most {_MOST_BYTES} bytes")
+            raise ValueError(
+                f"it is not a regular file of at most {_MOST_BYTES} bytes"
+            )
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
-            raise ValueError(f"{who} or others may write it (chown root, chmod 644)")
+            raise ValueError(
+                f"{who} or others may write it (chown root, chmod 644)"
+            )
         found = None
         with contextlib.suppress(yaml.YAMLError, ValueError):
             found = yaml.safe_load(data) or {}
@@ -358,11 +382,23 @@ def tmpfiles_line(path: Path) -> str:
 def file_system_of(path: Path) -> str:
     """Return the type of the file system that a directory is on, ``ext4``."""
     # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
-    mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape").split("\n")
-    types = {words[1]: words[2] for line in mounts if len(words := line.split(" ")) > 2}
+    mounts = (
+        Path("/proc/self/mounts")
+        .read_text(errors="surrogateescape")
+        .split("\n")
+    )
+    types = {
+        words[1]: words[2]
+        for line in mounts
+        if len(words := line.split(" ")) > 2
+    }
     path = Path(os.path.realpath(path))
-    places = (str(place).replace(" ", "\\040") for place in (path, *path.parents))
-    return next((types[place] for place in places if place in types), "unknown")
+    places = (
+        str(place).replace(" ", "\\040") for place in (path, *path.parents)
+    )
+    return next(
+        (types[place] for place in places if place in types), "unknown"
+    )
 
 
 def boot_name() -> str:
@@ -403,7 +439,9 @@ def _checked_owner(path: Path) -> int:
         raise QueueProblem(path, trouble)
     is_shared = is_sticky and status.st_mode & 0o002
     if status.st_uid not in (0, os.geteuid()) and not is_shared:
-        raise QueueProblem(path, f"belongs to user {status.st_uid} and is not shared")
+        raise QueueProblem(
+            path, f"belongs to user {status.st_uid} and is not shared"
+        )
     return status.st_uid
 
 

@@ -34,7 +34,11 @@ from robust_train.host.linux import (
     processes_of,
 )
 from robust_train.model.json import from_json
-from robust_train.queue.queue_dir import QueueDir, QueueProblem, why_not_written
+from robust_train.queue.queue_dir import (
+    QueueDir,
+    QueueProblem,
+    why_not_written,
+)
 
 IDLE_SECONDS = 3600
 UNSEEN_SECONDS = 5.0
@@ -75,7 +79,8 @@ class QueuedJob:
     gpus: tuple[str, ...] = ()
     # least that its attempt has allocated on each of them; None if unknown
     taken_bytes: tuple[int | None, ...] = ()
-    draining: bool = False  # its attempt has ended, and the memory is not back yet
+    # its attempt has ended, and the memory is not back yet
+    draining: bool = False
     queued_at: float = 0.0
     since: float = 0.0  # when it began to wait, to run or to drain
     polled_at: float = 0.0  # when it last tried to get GPUs
@@ -130,7 +135,9 @@ class QueuedJob:
     def idle(self) -> dict[str, int]:
         """Return for how many seconds GPUs of it have been idle, for those over an hour."""
         times = zip(self.gpus, self.idle_seconds, strict=False)
-        return {uuid: seconds for uuid, seconds in times if seconds >= IDLE_SECONDS}
+        return {
+            uuid: seconds for uuid, seconds in times if seconds >= IDLE_SECONDS
+        }
 
 
 def encode(job: QueuedJob) -> bytes:
@@ -169,7 +176,11 @@ def decode(
         return None
     figures = (*vars(job).values(), *job.taken_bytes, *job.idle_seconds)
     is_possible = (
-        all(0 <= one <= _LARGEST for one in figures if isinstance(one, (int, float)))
+        all(
+            0 <= one <= _LARGEST
+            for one in figures
+            if isinstance(one, (int, float))
+        )
         and min(job.count, job.jobs_per_device) >= 1
         and job.pid < 2**31
         and max(job.count, len(job.only), len(job.gpus)) <= _MOST_GPUS
@@ -191,14 +202,17 @@ class Registry(QueueDir):
 
     def jobs(self) -> list[QueuedJob]:
         """Return the living jobs in the order of their tickets; remove what own dead ones left."""
-        if os.fstat(self.fd).st_nlink == 0:  # removed: newcomers see another one
+        # removed: newcomers see another one
+        if os.fstat(self.fd).st_nlink == 0:
             removed = self.fd
             super().__init__(self.base)
             os.close(removed)
         matches = self.matches(_RECORD_FILE, self._dead)
         known, self._known = self._known, {}
         marked = functools.cache(marked_processes)
-        self._dead.intersection_update(os.listdir(self.fd) if self._dead else ())
+        self._dead.intersection_update(
+            os.listdir(self.fd) if self._dead else ()
+        )
         for match in matches:
             fd = self.open(match[0])
             if fd is None:
@@ -214,7 +228,9 @@ class Registry(QueueDir):
                         self.remove(match[0])
             finally:
                 os.close(fd)
-        return sorted(filter(None, self._known.values()), key=lambda job: job.order)
+        return sorted(
+            filter(None, self._known.values()), key=lambda job: job.order
+        )
 
     def enter(
         self,

@@ -22,8 +22,13 @@ from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
 # the first waiting job polls most often, those behind it less; all within UNSEEN_SECONDS
-_SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 0.05, 2.0
-_LISTING_FACTOR = 10.0  # to read the records takes at most this fraction of the time
+_SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = (
+    0.2,
+    0.05,
+    2.0,
+)
+# to read the records takes at most this fraction of the time
+_LISTING_FACTOR = 10.0
 _SETTLE_SECONDS = 5.0
 _UNANSWERED_SECONDS = 1.0
 
@@ -135,7 +140,10 @@ class Waiting:
                 self._next_status = now + _STATUS_SECONDS
                 self._status = replace(self._status, seconds_left=left)
                 self._on_status(self._status)
-            if self._next_read - max(now, self._settle_until) >= _CLOSING_SECONDS:
+            if (
+                self._next_read - max(now, self._settle_until)
+                >= _CLOSING_SECONDS
+            ):
                 close_session()  # an open one would block a reset of the GPUs
             self._sleep(min(self._pause_seconds, left))
         return group
@@ -147,7 +155,8 @@ class Waiting:
         others = self._queue.others()
         cost_seconds = time.monotonic() - started
         seen = [
-            replace(job, polled_at=float(job.is_polling(started))) for job in others
+            replace(job, polled_at=float(job.is_polling(started)))
+            for job in others
         ]
         if seen != self._seen:
             # the memory of a job that has ended comes back a little later
@@ -163,17 +172,23 @@ class Waiting:
         else:
             self._queue.requeue(self._request, self._me.only)
         if self._queue.is_shared:
-            pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (self._position - 1)
+            pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (
+                self._position - 1
+            )
             pause = min(pause, _LONGEST_PAUSE_SECONDS)
             pause = max(pause, _LISTING_FACTOR * cost_seconds)
             self._pause_seconds = pause * random.uniform(0.5, 1.0)
         else:
-            self._pause_seconds = min(_STATUS_SECONDS, self._next_read - started)
+            self._pause_seconds = min(
+                _STATUS_SECONDS, self._next_read - started
+            )
         return group
 
     def _decide(self, others: Sequence[QueuedJob]) -> Group:
         visible = self._queue.read()
-        usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
+        usable = (
+            gpu.uuid for gpu in visible.gpus if self._request.allows(gpu)
+        )
         only = tuple(usable) if visible.inventory.answered else ()
         gpus = visible.machine
         self._me = me = self._queue.requeue(self._request, only)
@@ -205,7 +220,9 @@ class Waiting:
     def _report(self) -> None:
         self._next_report = time.monotonic() + self._request.interval_seconds
         self._next_status = 0.0
-        obstacles = self._strangers() if self._strangers_only else self._obstacles
+        obstacles = (
+            self._strangers() if self._strangers_only else self._obstacles
+        )
         self._status = replace(
             self._status,
             checks=self._status.checks + 1,
@@ -219,7 +236,9 @@ class Waiting:
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
             return (
-                visible.inventory.problem or visible.warning or "the GPUs have vanished"
+                visible.inventory.problem
+                or visible.warning
+                or "the GPUs have vanished"
             )
         holders = find_holders(gpus)
         return why_waiting(

@@ -16,9 +16,8 @@ from robust_train.readable import duration, memory, number, shortened
 from robust_train.report.facts import Curve, DeviceMemory, Mark, Story, Use
 
 Point = tuple[float, float]
-Key = tuple[
-    str, str
-]  # an entry of a legend: a class of the style sheet and its meaning
+# an entry of a legend: a class of the style sheet and its meaning
+Key = tuple[str, str]
 
 LANES = {
     "oom": "OOM",
@@ -111,7 +110,9 @@ class Clock:
 
     def __call__(self, time: float) -> float:
         """Return the seconds of the job until a moment."""
-        away = sum(max(min(one.end, time) - one.start, 0.0) for one in self._stops)
+        away = sum(
+            max(min(one.end, time) - one.start, 0.0) for one in self._stops
+        )
         return time - self._start - away
 
     def percent(self, seconds: float) -> float:
@@ -136,7 +137,9 @@ def _memory_chart(
 ) -> Chart:
     is_cpu = device.device == "cpu"
     own = [
-        a.peak_memory_bytes or 0 for a in story.attempts if a.device == device.device
+        a.peak_memory_bytes or 0
+        for a in story.attempts
+        if a.device == device.device
     ]
     lines: list[Line] = []
     legend: list[Key] = []
@@ -179,7 +182,9 @@ def _memory_chart(
             total if is_near else None,
         ),
         legend=legend,
-        lanes=_lanes([m for m in story.marks if m.device == device.device], clock),
+        lanes=_lanes(
+            [m for m in story.marks if m.device == device.device], clock
+        ),
     )
 
 
@@ -191,7 +196,9 @@ def _over_time(
     """Return x and y of one figure's line, which is interrupted between attempts."""
     x: list[float] = []
     y: list[float | None] = []
-    for _, own in itertools.groupby(samples, key=lambda sample: sample.attempt):
+    for _, own in itertools.groupby(
+        samples, key=lambda sample: sample.attempt
+    ):
         if x:
             x.append(x[-1] + 1e-4)
             y.append(None)
@@ -229,7 +236,8 @@ def curve_charts(story: Story) -> list[Chart]:
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
     has_several = len(story.attempts) > 1
     charts = [
-        _curve_chart(name, groups[name], has_several) for name in order[:_MOST_CHARTS]
+        _curve_chart(name, groups[name], has_several)
+        for name in order[:_MOST_CHARTS]
     ]
     if more := ", ".join(order[_MOST_CHARTS:]):
         charts[-1] = replace(charts[-1], note=f"Not drawn: {more}.")
@@ -250,10 +258,12 @@ def _curve_chart(
             one.points,
             is_lost=one.lost,
         )
-        for one in sorted(curves, key=lambda one: not one.lost)  # lost ones lie behind
+        # lost ones lie behind
+        for one in sorted(curves, key=lambda one: not one.lost)
     ]
     legend = [
-        (styles[one], f"{one}, last {number(value)}") for one, value in last.items()
+        (styles[one], f"{one}, last {number(value)}")
+        for one, value in last.items()
     ]
     if any(curve.lost for curve in curves):
         legend.append(("lost-line", "lost: done again, or not saved"))
@@ -303,9 +313,14 @@ def curves_of_jobs(
     styles = _styles()
     for label, curves, is_pruned in jobs:
         if curves:
-            style, text = next(styles), f"job {label}{', pruned' if is_pruned else ''}"
+            style, text = (
+                next(styles),
+                f"job {label}{', pruned' if is_pruned else ''}",
+            )
             legend.append((style, text))
-            lines += [_line(text, style, one, is_lost=is_pruned) for one in curves]
+            lines += [
+                _line(text, style, one, is_lost=is_pruned) for one in curves
+            ]
     if not lines:
         return None
     return _over_steps(
@@ -350,7 +365,9 @@ def value_over(
         if own
     ]
     room = 0.05 * (high - low) or 0.5
-    low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
+    low, high = (
+        (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
+    )
     plot = Plot(
         "figure",
         "number",

@@ -30,7 +30,8 @@ class Use(str, Enum):
     LOST = "lost"
     WAIT = "wait"
     STARTUP = "startup"
-    STOPPED = "stopped"  # between two launches in the same run folder; not part of the wall time
+    # between two launches in the same run folder; not part of the wall time
+    STOPPED = "stopped"
 
 
 USES = {
@@ -98,7 +99,9 @@ class DeviceMemory:
     def most(self, name: str) -> int | None:
         """Return the highest value of one figure, None if there is none."""
         values = (getattr(sample, name) for sample in self.samples)
-        return max((value for value in values if value is not None), default=None)
+        return max(
+            (value for value in values if value is not None), default=None
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ class Story:
     name: str
     folder: str
     files: tuple[str, ...]
-    gaps: tuple[str, ...]  # a sentence for each thing that was missing or damaged
+    # a sentence for each thing that was missing or damaged
+    gaps: tuple[str, ...]
     # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
     # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
     about: Mapping[str, str]
@@ -160,7 +164,9 @@ class Story:
     @property
     def peak_memory_bytes(self) -> int | None:
         """Of all attempts on the device that was used last; None if not known."""
-        own = (a for a in self.attempts if a.device == self.attempts[-1].device)
+        own = (
+            a for a in self.attempts if a.device == self.attempts[-1].device
+        )
         return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
 
     def as_json(self) -> Any:
@@ -182,7 +188,9 @@ def spans_of(
     spans: list[Span] = []
     now = starts[0] if starts else 0.0
     for number, launch in enumerate(launches, start=1):
-        own = [a for a in attempts if bisect_right(starts, a.started) == number]
+        own = [
+            a for a in attempts if bisect_right(starts, a.started) == number
+        ]
         away = Span(Use.STOPPED, now, launch.start)
         for span in (away, *_of_launch(launch, own, kept)):
             # in a damaged journal, two attempts may overlap
@@ -224,7 +232,9 @@ def goodput_of(
         saving = min(one.saving_seconds, useful)
         a_step = one.speed[0].seconds_per_step if one.speed else 0.0
         skipped = min(one.skipped_updates * a_step, useful - saving)
-        stalled = min(one.stalled_seconds, seconds_of(spans, Use.LOST, one.number))
+        stalled = min(
+            one.stalled_seconds, seconds_of(spans, Use.LOST, one.number)
+        )
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped
@@ -239,7 +249,9 @@ def share_of(parts: Mapping[str, float]) -> float | None:
     return parts["useful"] / wall if wall > 0 else None
 
 
-def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
+def kept_steps(
+    status: str, attempts: Sequence[TimedAttempt]
+) -> dict[int, float]:
     """Return the last step of each attempt, by its number, that no later attempt repeated. If the
     job did not complete, steps after its last checkpoint are not kept either."""
     kept: dict[int, float] = {}
@@ -248,7 +260,9 @@ def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float
         saved = (step for one in attempts for step, _ in one.checkpoints)
         bound = max(saved, default=0)
     for attempt in reversed(attempts):
-        kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
+        kept[attempt.number] = (
+            math.inf if attempt.outcome == "completed" else bound
+        )
         bound = min(bound, attempt.start_step)
     return kept
 
@@ -310,19 +324,28 @@ def memory_of(samples: Iterable[Sample]) -> tuple[DeviceMemory, ...]:
     grouped: dict[str, list[Sample]] = {}
     for sample in samples:
         grouped.setdefault(sample.device, []).append(sample)
-    return tuple(DeviceMemory(device, tuple(own)) for device, own in grouped.items())
+    return tuple(
+        DeviceMemory(device, tuple(own)) for device, own in grouped.items()
+    )
 
 
-def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curve, ...]:
+def curves_of(
+    entries: Sequence[Entry], kept: Mapping[int, float]
+) -> tuple[Curve, ...]:
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
         event, number = entry.event, entry.attempt or 0
-        if isinstance(event, (events.Progress, events.EpochEnded)) and number in kept:
+        if (
+            isinstance(event, (events.Progress, events.EpochEnded))
+            and number in kept
+        ):
             for name, metric in event.metrics.items():
                 value = finite(metric)
                 if value is not None and event.step is not None:
-                    points.setdefault((name, number), []).append((event.step, value))
+                    points.setdefault((name, number), []).append(
+                        (event.step, value)
+                    )
     curves = []
     for (name, attempt), own in points.items():
         good = [point for point in own if point[0] <= kept[attempt]]
@@ -385,15 +408,23 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
         case events.MicroBatchExhausted(step=step, reason=reason):
             yield "oom", f"inside a step at step {step}: {reason}"
         case events.BatchSizeFound(batch_size=size):
-            yield "batch", f"probes found micro-batch {size or 'that fits: none'}"
+            yield (
+                "batch",
+                f"probes found micro-batch {size or 'that fits: none'}",
+            )
         case events.CheckpointSaved(step=step):
             at = "" if step is None else f" at step {step}"
             yield "checkpoint", f"checkpoint{at}"
         case events.MemoryReported(milestone=milestone) if not event.rank:
             yield "milestone", milestone
         case events.MemoryCleared(reason=reason, returned_bytes=returned):
-            yield "cleared", f"memory cleared ({reason}): {memory(returned)} returned"
+            yield (
+                "cleared",
+                f"memory cleared ({reason}): {memory(returned)} returned",
+            )
         case events.UserEvent(event_name=name, fields=fields):
-            values = ", ".join(f"{key}={value}" for key, value in fields.items())
+            values = ", ".join(
+                f"{key}={value}" for key, value in fields.items()
+            )
             text = f"{name}: {values[:_LONGEST_FIELDS]}" if values else name
             yield "milestone", text

@@ -37,7 +37,9 @@ _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
 def announce(number: int, spec: AttemptSpec) -> None:
     """Log that attempt ``number`` begins."""
-    where = spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
+    where = (
+        spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
+    )
     batch = ""
     if spec.has_batch:
         batch = f": {batch_in_words(Attempt(number, spec))}"
@@ -90,10 +92,14 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
             [
                 attempt.number,
                 spec.device + by_processes(spec.ranks),
-                " → ".join(map(str, attempt.sizes)) if spec.has_batch else None,
+                " → ".join(map(str, attempt.sizes))
+                if spec.has_batch
+                else None,
                 spec.effective_batch_size if spec.has_batch else None,
                 "-" if steps == "0-?" else steps,
-                None if attempt.seconds is None else f"{attempt.seconds:.1f} s",
+                None
+                if attempt.seconds is None
+                else f"{attempt.seconds:.1f} s",
                 ending,
             ]
         )
@@ -143,7 +149,9 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     the job's, in all its launches."""
     wall = summary.wall_seconds or 0.0
     last = summary.attempts[-1] if summary.attempts else None
-    ending = f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
+    ending = (
+        f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
+    )
     if summary.earlier_seconds:
         ending += f" (this launch: {duration(wall)})"
     if last is not None:
@@ -152,9 +160,15 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
             ending += f" with micro-batch {last.sizes[-1]}"
     if summary.result is not None:
         result = summary.objective
-        text = number_text(result) if isinstance(result, float) else str(result)
+        text = (
+            number_text(result) if isinstance(result, float) else str(result)
+        )
         ending += f"; result: {shortened(text, 100)}"
-    elif summary.status == "completed" and last is not None and last.script is None:
+    elif (
+        summary.status == "completed"
+        and last is not None
+        and last.script is None
+    ):
         ending += "; result: none"  # a forgotten return would cost a sweep
     if summary.status == "no_device" or (
         last is not None and summary.status in ("failed", "pruned")

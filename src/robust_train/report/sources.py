@@ -53,7 +53,8 @@ class Sources:
     summary: Summary | None
     environment: Mapping[str, Json]  # `environment.json`
     files: tuple[str, ...]  # names of the files in the folder
-    gaps: tuple[str, ...]  # one sentence for each thing that is missing or damaged
+    # one sentence for each thing that is missing or damaged
+    gaps: tuple[str, ...]
 
 
 def read_sources(folder: Path) -> Sources:
@@ -100,7 +101,9 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
 
 def _files(folder: Path) -> tuple[str, ...]:
     try:
-        names = sorted(item.name for item in folder.iterdir() if item.is_file())
+        names = sorted(
+            item.name for item in folder.iterdir() if item.is_file()
+        )
     except OSError:
         return ()
     return tuple(names[:_MOST_FILES])
@@ -123,7 +126,8 @@ class TimedAttempt(Attempt):
     """An attempt with the times of what it reported, in seconds since the epoch."""
 
     ended: float = 0.0  # time of the last entry if no end is recorded
-    training_began: float | None = None  # when the first step did, None if never
+    # when the first step did, None if never
+    training_began: float | None = None
     # (step, time) of each
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
@@ -174,7 +178,9 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
             saved[entry.event.path] = entry.event.step or 0
     found = [_attempt(number, group, saved) for number, group in own.items()]
     known = [attempt for attempt in found if attempt is not None]
-    return tuple(sorted(known, key=lambda attempt: (attempt.started, attempt.number)))
+    return tuple(
+        sorted(known, key=lambda attempt: (attempt.started, attempt.number))
+    )
 
 
 def _attempt(

@@ -44,7 +44,11 @@ def status_lines(
     attempt = state.attempt
     if attempt is None or state.state not in ("running", "stopping"):
         return lines
-    if attempt.step is not None and attempt.total_steps and state.state == "running":
+    if (
+        attempt.step is not None
+        and attempt.total_steps
+        and state.state == "running"
+    ):
         width = min(columns - 6, _BAR_COLUMNS)
         done = max(min(attempt.step / attempt.total_steps, 1.0), 0.0)
         full = int(done * width)
@@ -57,14 +61,19 @@ def _where(state: RunState, now: float) -> list[str]:
     """Return the parts of the first line: state and why, attempt, device, sizes."""
     parts = [f"{state.state} {as_clock(int(max(now - state.since, 0)))}"]
     if state.state == "waiting" and state.waiting is not None:
-        return [*parts, str(state.waiting.get("reason", "")).removeprefix("waiting ")]
+        return [
+            *parts,
+            str(state.waiting.get("reason", "")).removeprefix("waiting "),
+        ]
     if state.state == "between attempts":
         return [*parts, str(state.reason or "")]
     attempt = state.attempt
     if attempt is None or state.state == "starting":
         return parts
     parts.append(f"attempt {attempt.number} on {attempt.spec.where}")
-    return [*parts, batch_in_words(attempt)] if attempt.spec.has_batch else parts
+    return (
+        [*parts, batch_in_words(attempt)] if attempt.spec.has_batch else parts
+    )
 
 
 def _how_far(state: RunState, attempt: Attempt) -> list[str]:
@@ -88,7 +97,9 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
         parts.append(f"memory {memory(used)}")
     if state.checkpoint is not None:
         saved = state.checkpoint_step
-        parts.append("checkpoint" if saved is None else f"checkpoint step {saved}")
+        parts.append(
+            "checkpoint" if saved is None else f"checkpoint step {saved}"
+        )
     return parts
 
 
@@ -154,4 +165,6 @@ class LiveStatus(LiveLines):
 def _styled(line: str) -> Text:
     from rich.text import Text
 
-    return Text(line, style="green" if line.startswith((_DONE, _LEFT)) else "dim")
+    return Text(
+        line, style="green" if line.startswith((_DONE, _LEFT)) else "dim"
+    )

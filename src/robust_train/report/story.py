@@ -32,19 +32,28 @@ from robust_train.report.sources import (
 
 def story_of(sources: Sources) -> Story:
     """Return what happened in the job whose run folder was read."""
-    entries, samples, summary = sources.entries, sources.samples, sources.summary
+    entries, samples, summary = (
+        sources.entries,
+        sources.samples,
+        sources.summary,
+    )
     about: dict[str, str] = {}
     for entry in entries:  # what the last launch recorded counts
         if isinstance(entry.event, JobStarted):
             about = {"trainer": entry.event.trainer, **entry.event.about}
     about |= in_words(sources.environment)
-    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
+    attempts = tuple(
+        _with_samples(one, samples) for one in attempts_of(entries)
+    )
     launches = list(launches_of(entries))
     status = "empty" if summary is None else summary.status
     if launches:
         last = launches[-1]
         end = max([last.end, *(attempt.ended for attempt in attempts)])
-        launches[-1], status = replace(last, end=end), last.status or UNFINISHED
+        launches[-1], status = (
+            replace(last, end=end),
+            last.status or UNFINISHED,
+        )
     kept = kept_steps(status, attempts)
     spans = spans_of(launches, attempts, kept)
     story = Story(
@@ -82,11 +91,15 @@ def goodput_in(run_dir: Path) -> dict[str, float] | None:
     return {name: round(figure, 3) for name, figure in figures.items()}
 
 
-def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
+def _with_samples(
+    attempt: TimedAttempt, samples: Sequence[Sample]
+) -> TimedAttempt:
     """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
     own = [sample for sample in samples if sample.attempt == attempt.number]
     figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
-    peak = max([attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)])
+    peak = max(
+        [attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)]
+    )
     ended = attempt.ended
     if attempt.outcome == UNFINISHED:
         ended = max([ended, *(sample.time for sample in own)])

@@ -16,7 +16,14 @@ from robust_train.readable import (
     ordinal,
     percent,
 )
-from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, Use, seconds_of
+from robust_train.report.facts import (
+    OOM,
+    Advice,
+    DeviceMemory,
+    Story,
+    Use,
+    seconds_of,
+)
 from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
@@ -69,10 +76,17 @@ def sentence_of(story: Story) -> str:
     attempts, wall = story.attempts, story.seconds["wall"]
     is_completed = story.status == "completed"
     parts = [_ending(story)]
-    has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
+    has_ended = story.status in (
+        "completed",
+        "failed",
+        "interrupted",
+        "pruned",
+    )
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
     if more := len(troubles[_MOST_TROUBLES:]):
-        troubles[_MOST_TROUBLES:] = [f"{more} more failed attempt{'s' * (more > 1)}"]
+        troubles[_MOST_TROUBLES:] = [
+            f"{more} more failed attempt{'s' * (more > 1)}"
+        ]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
     if inside := _inside_steps(story):
@@ -110,7 +124,9 @@ def _ending(story: Story) -> str:
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
         batch = batch_in_words(last)
-        return f"Completed in {took}{which}, on {last.spec.where} with {batch}."
+        return (
+            f"Completed in {took}{which}, on {last.spec.where} with {batch}."
+        )
     if status in ("interrupted", "pruned"):
         what = "pruned" if status == "pruned" else "stopped"
         return f"Was {what} after {took}{_at(last)}{why}.{_saved(attempts)}"
@@ -119,7 +135,9 @@ def _ending(story: Story) -> str:
             "Has no recorded end: it still runs, or its process was killed. The last record is "
             f"from {took} after its start{_at(last)}.{_saved(attempts)}"
         )
-    where = "" if last is None else f" in the {nth} attempt, on {last.spec.where}"
+    where = (
+        "" if last is None else f" in the {nth} attempt, on {last.spec.where}"
+    )
     return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
 
 
@@ -130,7 +148,11 @@ def batch_in_words(attempt: Attempt) -> str:
     if not spec.has_batch:
         return "an unknown micro-batch"
     size = "auto" if spec.searches else " → ".join(map(str, attempt.sizes))
-    steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
+    steps = (
+        f" × accumulation {spec.accumulation}"
+        if spec.accumulation != 1
+        else ""
+    )
     return f"micro-batch {size}{steps}{by_processes(spec.ranks)}"
 
 
@@ -159,7 +181,9 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
 
 
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
-    failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
+    failed = [
+        a for a in attempts if a.outcome not in ("completed", UNFINISHED)
+    ]
     for (outcome, where), group in itertools.groupby(
         failed,
         key=lambda a: (a.outcome, a.spec.where),
@@ -177,7 +201,11 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+    return (
+        text[:1].upper()
+        + text[1:]
+        + ("" if text.endswith((".", "!", "?")) else ".")
+    )
 
 
 def advice_of(story: Story) -> Iterator[Advice]:
@@ -187,7 +215,9 @@ def advice_of(story: Story) -> Iterator[Advice]:
     if inside := _inside_steps(story):
         yield Advice(
             f"Memory ran out {inside} inside a step.",
-            ("set training.batch_size to a size that fits: then no step is repeated",),
+            (
+                "set training.batch_size to a size that fits: then no step is repeated",
+            ),
         )
     for device in story.memory:
         yield from _tightness(device)
@@ -216,7 +246,9 @@ def _what_worked(story: Story) -> Iterator[Advice]:
         and one.batch_size != last.batch_size
     ]
     if failed and last.batch_size is not None:
-        lost = sum(seconds_of(story.spans, Use.LOST, one.number) for one in failed)
+        lost = sum(
+            seconds_of(story.spans, Use.LOST, one.number) for one in failed
+        )
         sizes = ", ".join(dict.fromkeys(str(one.batch_size) for one in failed))
         yield Advice(
             f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
@@ -231,7 +263,9 @@ def _failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
     """Yield the last failure of each kind on each device."""
     for attempt in {(a.outcome, a.device): a for a in attempts}.values():
         if attempt.failure is not None and attempt.failure.advice:
-            yield Advice(_finding(attempt, attempt.failure), attempt.failure.advice)
+            yield Advice(
+                _finding(attempt, attempt.failure), attempt.failure.advice
+            )
 
 
 def _finding(attempt: TimedAttempt, failure: Failure) -> str:
@@ -241,21 +275,35 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     total = evidence.total_bytes
     sizes = {
         "requested": evidence.requested_bytes,
-        "free" if total is None else f"of {memory(total)} free": evidence.free_bytes,
+        "free"
+        if total is None
+        else f"of {memory(total)} free": evidence.free_bytes,
         "in use by tensors": evidence.allocated_bytes,
         "reserved but unused": evidence.reserved_unallocated_bytes,
     }
-    figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
+    figures = [
+        f"{memory(n)} {what}" for what, n in sizes.items() if n is not None
+    ]
     known = f" ({', '.join(figures)})" if figures else ""
-    what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
-    size = "" if attempt.batch_size is None else f" at micro-batch {attempt.batch_size}"
+    what = (
+        "GPU memory"
+        if failure.kind is FailureKind.DEVICE_OOM
+        else "Host memory"
+    )
+    size = (
+        ""
+        if attempt.batch_size is None
+        else f" at micro-batch {attempt.batch_size}"
+    )
     return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
 
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
     total, used = device.most("gpu_total"), device.most("gpu_used")
     if total and used and used > _TIGHT * total:
-        others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
+        others = max(
+            (s.gpu_used or 0) - (s.reserved or 0) for s in device.samples
+        )
         yield Advice(
             f"{device.device} was {percent(used / total)} full at its fullest ({memory(used)} of "
             f"{memory(total)}), up to {memory(others)} of it outside of this job's cache.",
@@ -311,7 +359,9 @@ def seconds_per_step(speed: Sequence[Speed]) -> float:
 def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:
     """Return the samples of all ranks, None if unknown. Ranks share a step alike, and of a script's
     only the first reports."""
-    rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
+    rates = [
+        s.samples_per_second for s in speed if s.samples_per_second is not None
+    ]
     if not speed or len(rates) < len(speed):
         return None
     return sum(rates) * ranks / len(speed)
@@ -323,9 +373,13 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
         return ""
     slowest = max(speed, key=lambda one: one.seconds_per_step)
     shares = [one.data_share for one in speed if one.data_share is not None]
-    between = [one.between_share for one in speed if one.between_share is not None]
+    between = [
+        one.between_share for one in speed if one.between_share is not None
+    ]
     rate = samples_per_second(speed, ranks)
-    parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
+    parts = (
+        [] if rate is None else [f"{number(rate)} samples/s while training"]
+    )
     parts.append(
         f"{number(slowest.seconds_per_step)} s a step "
         f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"

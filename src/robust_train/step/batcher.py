@@ -93,8 +93,13 @@ class MicroBatcher:
             min_batch_size,
             regrow_after_steps,
         )
-        self._training, self._other = MicroBatchSize(plan), MicroBatchSize(plan)
-        self._recorder = recorder or Recorder(lambda: self._steps_begun, on_event)
+        self._training, self._other = (
+            MicroBatchSize(plan),
+            MicroBatchSize(plan),
+        )
+        self._recorder = recorder or Recorder(
+            lambda: self._steps_begun, on_event
+        )
         self._watch = Watch()
         self._search = search
         self._steps_begun = 0
@@ -165,7 +170,9 @@ class MicroBatcher:
             count,
         )
         if not parts.samples and ranks.here() is None:
-            raise ValueError("The batch is empty, so its mean loss is undefined")
+            raise ValueError(
+                "The batch is empty, so its mean loss is undefined"
+            )
         step, start = self._begin(
             "backward",
             loss_of,
@@ -184,8 +191,12 @@ class MicroBatcher:
             if training and (part.weight or step.is_sharded):
                 if model is None and start is not None:
                     start.notice(loss)
-                torch.autograd.backward(share) if backward is None else backward(share)
-            return share.detach() if part.weight else torch.zeros_like(share), more
+                torch.autograd.backward(
+                    share
+                ) if backward is None else backward(share)
+            return share.detach() if part.weight else torch.zeros_like(
+                share
+            ), more
 
         if training and start is not None:
             self._probe(
@@ -205,7 +216,11 @@ class MicroBatcher:
             )
         else:
             step.leave()
-        return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss
+        return (
+            (loss, [more[0] for (_, more), _ in results])
+            if returns_more
+            else loss
+        )
 
     def forward(
         self,
@@ -254,7 +269,9 @@ class MicroBatcher:
     ) -> S:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
-        start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
+        start = StepStart(
+            self._watch, [model], keeps_gradients=keeps_gradients
+        )
         return kind(
             self._training,
             start,
@@ -287,7 +304,10 @@ class MicroBatcher:
 
     def state(self) -> dict[str, SizeState]:
         """Return the sizes in use, for a checkpoint."""
-        return {"training": self._training.state(), "other": self._other.state()}
+        return {
+            "training": self._training.state(),
+            "other": self._other.state(),
+        }
 
     def restore(self, state: dict[str, SizeState]) -> None:
         """Take over :meth:`state`'s result, unless another batch size was requested since."""
@@ -319,7 +339,9 @@ class MicroBatcher:
         shared = SharedStep(models, () if is_alone else modules_of(function))
         start = None
         if training or shared.is_sharded:
-            start = StepStart(self._watch, models, generators_of(function, models))
+            start = StepStart(
+                self._watch, models, generators_of(function, models)
+            )
         step = Step[Any](
             size,
             start,
@@ -355,15 +377,23 @@ class MicroBatcher:
         log.info("training.batch_size=auto: %s", found)
         accumulation = None if size is None else -(-effective // size)
         result = found.as_json()
-        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, result))
+        self._recorder.on_event(
+            BatchSizeFound(size, accumulation, effective, result)
+        )
 
 
 def _loss_and_more(result: Any) -> tuple[Any, ...]:
     """Return the loss, and what else a function returned with it."""
-    both = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    both = (
+        result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    )
     if isinstance(both[0], Tensor) and both[0].numel() == 1:
         return both
-    shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
+    shape = (
+        f" of shape {tuple(result.shape)}"
+        if isinstance(result, Tensor)
+        else ""
+    )
     raise TypeError(
         "run.backward: the function has to return the mean loss of its part, a tensor with one "
         "element, or a tuple of that and anything else; it returned "

@@ -20,7 +20,11 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory import cuda
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.errors import RankFailure
-from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted
+from robust_train.model.events import (
+    Event,
+    MicroBatchChanged,
+    MicroBatchExhausted,
+)
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
@@ -103,7 +107,9 @@ class Recorder:
             after,
             reason,
         )
-        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
+        self.on_event(
+            MicroBatchChanged(step, True, before, reason, after=after)
+        )
 
     def repeated(
         self,
@@ -114,7 +120,9 @@ class Recorder:
     ) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
         step, figures = self.step(), _figures(failure)
-        self.on_event(MicroBatchChanged(step, training, before, after=after, **figures))
+        self.on_event(
+            MicroBatchChanged(step, training, before, after=after, **figures)
+        )
         requested = failure.evidence.requested_bytes
         log.warning(
             "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
@@ -135,10 +143,14 @@ class Recorder:
     ) -> str:
         """Log that memory ran out at the smallest size too; return that as a note."""
         step, sizes = self.step(), ", ".join(map(str, tried))
-        note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
+        note = (
+            f"step {step}: memory ran out at every micro-batch tried ({sizes})"
+        )
         log.error("%s", note)
         figures = _figures(failure)
-        self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **figures))
+        self.on_event(
+            MicroBatchExhausted(step, training, used, tried=tried, **figures)
+        )
         return note
 
 
@@ -309,7 +321,9 @@ class Step(Generic[T]):
                 self._start.rewind()
                 self._start.end()
         except Exception as error:
-            log.warning("the step's start cannot be restored: %s", first_line(error))
+            log.warning(
+                "the step's start cannot be restored: %s", first_line(error)
+            )
 
     # --- what a framework changes ---
 
@@ -419,7 +433,9 @@ class Step(Generic[T]):
     ) -> Failure | None:
         """Return the failure if the step is repeated; if no smaller part is left, log what was
         tried, and have the other ranks end as well."""
-        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
+        failure = classify_failure(
+            error, host_memory_ran_out=self._host_ran_out
+        )
         self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if not failure.kind.is_memory:
             return None
@@ -449,7 +465,8 @@ class Step(Generic[T]):
             )
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(note)
-        if self._agrees:  # so the other ranks end as well; they may save before that
+        # so the other ranks end as well; they may save before that
+        if self._agrees:
             if self.is_sharded:
                 clear_frames(error)
                 return_memory(thorough=True)

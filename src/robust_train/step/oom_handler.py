@@ -154,7 +154,9 @@ class OOMHandler:
             ) from error
         self.batch_size = next_smaller(before, self._least, self._effective)
         if self._effective:
-            self.gradient_accumulation_steps = -(-self._effective // self.batch_size)
+            self.gradient_accumulation_steps = -(
+                -self._effective // self.batch_size
+            )
         log.warning(
             "out of memory on the %s: micro-batch %d → %d, accumulation %d",
             "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
@@ -299,7 +301,9 @@ def retry_on_oom(
             handler = OOMHandler(
                 batch_size,
                 min(min_batch_size, batch_size),
-                gradient_accumulation_steps=1 if accumulation is None else accumulation,
+                gradient_accumulation_steps=1
+                if accumulation is None
+                else accumulation,
                 max_retries=max_retries,
                 check_memory=False,
             )
@@ -307,7 +311,9 @@ def retry_on_oom(
             def call() -> T:
                 bound.arguments[batch_argument] = handler.batch_size
                 if accumulation is not None:
-                    bound.arguments[_ACCUMULATION] = handler.gradient_accumulation_steps
+                    bound.arguments[_ACCUMULATION] = (
+                        handler.gradient_accumulation_steps
+                    )
                 return function(*bound.args, **bound.kwargs)
 
             return handler.run_call(

@@ -58,7 +58,8 @@ class FoundBatchSize:
     def __str__(self) -> str:
         limits = Limits(self.rest_bytes, self.limit_bytes)
         tried = ", ".join(
-            f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes
+            f"{probe.batch_size}: {_outcome(probe, limits)}"
+            for probe in self.probes
         )
         probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
@@ -196,7 +197,9 @@ def find_batch_size(
     models = models_of(model, try_batch)
     start = StepStart(Watch(), models)
     parameters = list(start.parameters())
-    state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
+    state_bytes, step_bytes = (
+        (0, 0) if model is None else optimizer_bytes(parameters)
+    )
     where = device_of(parameters) if device is None else torch.device(device)
     try:
         found = search_size(
@@ -232,7 +235,11 @@ def find_in_step(
     devices = {tensor.device for tensor in parameters} or {device_of(())}
     sizes = search.sizes(samples)
     why = None if sizes else f"the first batch has {samples} samples only"
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if (
+        dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    ):
         why = "several processes train together"
     elif len(devices) > 1:
         why = "several devices share"
@@ -269,7 +276,9 @@ def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
         optimizer = optimizers.get(id(parameter))
         settings = _ADAM if optimizer is None else optimizer.defaults
         if parameter.requires_grad:
-            step += parameter.nbytes * _copies_in_a_step(settings, parameter.device)
+            step += parameter.nbytes * _copies_in_a_step(
+                settings, parameter.device
+            )
             if optimizer is None or parameter not in optimizer.state:
                 state += parameter.nbytes * _states_per_parameter(settings)
     return state, step
@@ -280,13 +289,16 @@ _ADAM = {"betas": (0.9, 0.999)}
 
 def _states_per_parameter(settings: Mapping[str, Any]) -> int:
     """Return how many tensors of a parameter's size an optimizer keeps."""
-    if "betas" not in settings and "momentum" in settings:  # SGD, RMSprop (with alpha)
+    # SGD, RMSprop (with alpha)
+    if "betas" not in settings and "momentum" in settings:
         centered = bool(settings.get("centered"))
         return bool(settings["momentum"]) + ("alpha" in settings) + centered
     return 2 + bool(settings.get("amsgrad"))  # Adam and its variants
 
 
-def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool:
+def _copies_in_a_step(
+    settings: Mapping[str, Any], device: torch.device
+) -> bool:
     """Return whether a step holds a copy of all parameters at once.
 
     The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
@@ -296,7 +308,9 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
     uses_foreach = settings.get("foreach")
     if uses_foreach is None:
         uses_foreach = device.type == "cuda" and not settings.get("fused")
-    copies = {"betas", "alpha"} & settings.keys() or settings.get("weight_decay")
+    copies = {"betas", "alpha"} & settings.keys() or settings.get(
+        "weight_decay"
+    )
     return bool(uses_foreach and copies)
 
 
@@ -310,7 +324,9 @@ class Meter:
         self.index: int | None = None
         if device.type == "cuda":
             is_current = device.index is None
-            self.index = torch.cuda.current_device() if is_current else device.index
+            self.index = (
+                torch.cuda.current_device() if is_current else device.index
+            )
         self._share = share
 
     def begin(self) -> int:
@@ -328,7 +344,11 @@ class Meter:
         if self.index is None:
             own = host.own_memory()
             # pages of libraries that were read meanwhile stay, so they are in the peak as well
-            return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
+            return (
+                own.get("VmHWM", 0)
+                - own.get("RssFile", 0)
+                - own.get("RssShmem", 0)
+            )
         torch.cuda.synchronize(self.index)
         return torch.cuda.max_memory_allocated(self.index)
 
@@ -342,7 +362,9 @@ class Meter:
             torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0
         )
         share = min(self._share, known(self.index))
-        return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
+        return min(
+            int(share * total), free + torch.cuda.memory_reserved(self.index)
+        )
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
@@ -351,4 +373,6 @@ def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
     found = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     found.append(torch.device("cuda" if is_on_gpu else "cpu"))
-    return next((device for device in found if device.type == "cuda"), found[0])
+    return next(
+        (device for device in found if device.type == "cuda"), found[0]
+    )

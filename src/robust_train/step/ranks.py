@@ -55,7 +55,8 @@ class RankReport:
     """What one rank reports after its parts."""
 
     ran_out: RanOut | None  # None: it did not
-    size: int | None  # most samples in a part from now on; None: the whole batch
+    # most samples in a part from now on; None: the whole batch
+    size: int | None
     items: float  # of how many its loss is a mean
     # for each shared parameter whether it has a gradient
     has_gradient: tuple[bool, ...] = ()
@@ -87,7 +88,9 @@ class Ranks:
         # its own: the default group counts the collectives of a user
         self._group: Any = dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
-        self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures(ran_out).any()))
+        self.ledger = sharded.Ledger(
+            lambda ran_out: bool(self.figures(ran_out).any())
+        )
         self._reported: RankReport | None = None  # without the items
         self._agreed: RankReport | None = None
 
@@ -194,7 +197,8 @@ class SharedStep:
             parameter
             for replica in self._replicas
             for name, parameter in replica.module.named_parameters()
-            if parameter.requires_grad and name not in replica.parameters_to_ignore
+            if parameter.requires_grad
+            and name not in replica.parameters_to_ignore
         )
         # each once, in an order that is the same on every rank
         self._parameters = list(dict.fromkeys(trained))
@@ -296,12 +300,16 @@ class SharedStep:
         ):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total = torch.zeros((), dtype=torch.float32, device=self._parameters[0].device)
+        total = torch.zeros(
+            (), dtype=torch.float32, device=self._parameters[0].device
+        )
         if loss is not None:
             # a model on several GPUs ends on another one than it begins on
             total += loss.to(total.device)
         # last: the gradients are there in the order of their layers
-        tensors = [p.grad for p in self._parameters if p.grad is not None] + [total]
+        tensors = [p.grad for p in self._parameters if p.grad is not None] + [
+            total
+        ]
         for bucket in _buckets(tensors):
             flat = _flattened(bucket).mul_(items / agreed.items)
             dist.all_reduce(flat, group=self._replicas[0].process_group)
@@ -323,7 +331,9 @@ class SharedStep:
             with contextlib.ExitStack() as stack:
                 for buffer in buffers:
                     # the same as far as autograd and the rewinding of steps are concerned
-                    stack.enter_context(preserve_version_counter(torch, buffer))
+                    stack.enter_context(
+                        preserve_version_counter(torch, buffer)
+                    )
                 broadcast(
                     buffers,
                     source,
@@ -371,7 +381,9 @@ class ReplicaFinder:
     """Finds the replicas in models, and refuses models that a rank cannot leave half-way."""
 
     def __init__(self) -> None:
-        self._known = weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]()
+        self._known = weakref.WeakKeyDictionary[
+            nn.Module, list[weakref.ref[Any]]
+        ]()
 
     def of(
         self,
@@ -387,11 +399,15 @@ class ReplicaFinder:
         for model in models:
             replicas: list[Any] = [ref() for ref in self._known.get(model, ())]
             if model not in self._known or None in replicas:
-                replicas = replicas_in(model) or _replicas_around(model, beside)
+                replicas = replicas_in(model) or _replicas_around(
+                    model, beside
+                )
                 for module in (model, *replicas):
                     for name, part in module.named_modules():
                         refuse(name, part, _why_not(part))
-                self._known[model] = [weakref.ref(replica) for replica in replicas]
+                self._known[model] = [
+                    weakref.ref(replica) for replica in replicas
+                ]
             found += replicas
         return list(dict.fromkeys(found))
 
@@ -446,11 +462,17 @@ def replicas_in(model: nn.Module) -> list[Replica]:
     return [part for part in model.modules() if isinstance(part, Replica)]
 
 
-def _replicas_around(model: nn.Module, beside: Iterable[nn.Module]) -> list[Replica]:
+def _replicas_around(
+    model: nn.Module, beside: Iterable[nn.Module]
+) -> list[Replica]:
     """Find wrappers of ``model``: a step may name the model and call its wrapper."""
     own = set(map(id, model.parameters()))
     found = [replica for other in beside for replica in replicas_in(other)]
-    return [replica for replica in found if own & set(map(id, replica.parameters()))]
+    return [
+        replica
+        for replica in found
+        if own & set(map(id, replica.parameters()))
+    ]
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -479,7 +501,10 @@ def _why_not(module: nn.Module) -> str | None:
         name: getattr(module, name, None)
         for name in ("static_graph", "mixed_precision")
     }
-    for option, is_on in {**options, "delay_all_reduce_params": delays}.items():
+    for option, is_on in {
+        **options,
+        "delay_all_reduce_params": delays,
+    }.items():
         if is_on:
             return (
                 f"has {option}, with which DistributedDataParallel communicates in "

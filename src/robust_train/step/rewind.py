@@ -32,7 +32,8 @@ Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
 
 _MOST_VALUES = 5000
-_MOST_STEPS, _STEPS_TO_GENERATORS = 5, 3  # to an attribute it may be two, by __dict__
+# to an attribute it may be two, by __dict__
+_MOST_STEPS, _STEPS_TO_GENERATORS = 5, 3
 _MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
 # bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
@@ -77,7 +78,9 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+def restore_rng(
+    state: Mapping[str, Any], device: torch.device | None = None
+) -> None:
     """Invert :func:`capture_rng`; a generator of a device that is absent here is left."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
@@ -126,10 +129,14 @@ def modules_of(function: Any) -> list[nn.Module]:
     These are the variables it closes over, its defaults, the globals it names, the object it is a
     method of, and what these hold in attributes, lists and dictionaries a few steps away.
     """
-    return [value for value in _reached(function) if isinstance(value, nn.Module)]
+    return [
+        value for value in _reached(function) if isinstance(value, nn.Module)
+    ]
 
 
-def generators_of(function: Any, models: Iterable[nn.Module]) -> list[torch.Generator]:
+def generators_of(
+    function: Any, models: Iterable[nn.Module]
+) -> list[torch.Generator]:
     """Return the user's generators among the variables of a function or attributes of its owner,
     and among the attributes of models."""
     held = list(_reached(function, most_steps=_STEPS_TO_GENERATORS))
@@ -163,14 +170,20 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def _named_in(function: FunctionType) -> list[Any]:
-    named = (function.__globals__.get(name) for name in _names_in(function.__code__))
+    named = (
+        function.__globals__.get(name) for name in _names_in(function.__code__)
+    )
     # the functions of a library train nothing that they were not given
     own = function.__module__
     return [
         *gc.get_referents(*(function.__closure__ or ())),
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
-        *(v for v in named if not isinstance(v, FunctionType) or v.__module__ == own),
+        *(
+            v
+            for v in named
+            if not isinstance(v, FunctionType) or v.__module__ == own
+        ),
     ]
 
 
@@ -216,7 +229,9 @@ class _Buffer:
         """
         now = self.home.get(self.name)
         if self.tensor is not None:
-            self.changes |= now is not self.tensor or version_of(now) != self.version
+            self.changes |= (
+                now is not self.tensor or version_of(now) != self.version
+            )
         self.tensor, self.version = now, version_of(now)
         is_copied = now is None or self.changes or now.nbytes <= _ALWAYS_COPIED
         return now if is_copied else None
@@ -232,7 +247,11 @@ def _keep(buffers: Iterable[_Buffer]) -> None:
     pairs: list[tuple[Tensor, Tensor]] = []
     for buffer in buffers:
         now, old = buffer.look(), buffer.values
-        if now is not None and old is not None and _layout(old) == _layout(now):
+        if (
+            now is not None
+            and old is not None
+            and _layout(old) == _layout(now)
+        ):
             pairs.append((old, now))
         else:
             buffer.values = None if now is None else now.detach().clone()
@@ -296,13 +315,17 @@ class StepStart:
         watched = [watch.of(model) for model in models]
         # each once, by identity
         self._known: dict[Tensor, None] = {
-            parameter: None for parameters, _ in watched for parameter in parameters
+            parameter: None
+            for parameters, _ in watched
+            for parameter in parameters
         }
         self.is_open = True
         self._keeps_gradients = keeps_gradients
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates(generators)
-        self._buffers = [buffer for _, buffers in watched for buffer in buffers]
+        self._buffers = [
+            buffer for _, buffers in watched for buffer in buffers
+        ]
         _keep(self._buffers)
         # last: from here on end() has to be called
         self._lay_aside(self._known)
@@ -345,7 +368,11 @@ class StepStart:
     def rewind(self) -> None:
         """Drop the step's gradients; give buffers and generators their values of the start."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
-        made = (parameter for model in self.models for parameter in model.parameters())
+        made = (
+            parameter
+            for model in self.models
+            for parameter in model.parameters()
+        )
         for parameter in (*made, *self.parameters()):
             parameter.grad = None
         _restore(self._buffers)
@@ -382,7 +409,9 @@ def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Return a tensor's values as integers."""
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
+    values = (
+        tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
+    )
     of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = torch.view_as_real(values) if values.is_complex() else values
     return real.contiguous().view(of_size[real.element_size()])
@@ -430,7 +459,11 @@ class _Before:
     def was_dropped(self) -> bool:
         """Whether the parameter has another gradient now, or none."""
         parameter, gradient = self.parameter(), self.gradient()
-        return parameter is None or gradient is None or parameter.grad is not gradient
+        return (
+            parameter is None
+            or gradient is None
+            or parameter.grad is not gradient
+        )
 
 
 class GradientsBefore:
@@ -447,7 +480,9 @@ class GradientsBefore:
     def begin(self, trained: Any) -> None:
         """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
         self._before = {}
-        for parameter in (one for m in modules_of(trained) for one in m.parameters()):
+        for parameter in (
+            one for m in modules_of(trained) for one in m.parameters()
+        ):
             gradient, values = parameter.grad, None
             if gradient is not None and not self._drops:
                 values = gradient.detach().to("cpu", copy=True)
@@ -460,7 +495,9 @@ class GradientsBefore:
 
     def end(self) -> None:
         """Learn from a complete call whether the next ones need copies."""
-        had = [one for one in self._before.values() if one.gradient is not _none]
+        had = [
+            one for one in self._before.values() if one.gradient is not _none
+        ]
         if had:
             drops = all(one.was_dropped for one in had)
             self._drops = drops and self._drops is not False

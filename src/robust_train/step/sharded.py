@@ -89,7 +89,8 @@ class Ledger:
         self._records: dict[object, list[Collective]] = {}
         self._part: object = None
         self._now: list[Collective] | None = None
-        self._failed: BaseException | None = None  # of a collective, on this rank
+        # of a collective, on this rank
+        self._failed: BaseException | None = None
         self.sent = 0  # by sharded models over the default group
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -110,11 +111,16 @@ class Ledger:
     ) -> None:
         """Begin to note the collectives of a part."""
         # modules that were left unsharded gather nothing: the next part may have another list
-        parameters = (parameter for root in roots for parameter in root.parameters())
+        parameters = (
+            parameter for root in roots for parameter in root.parameters()
+        )
         is_gathered = tuple(
             not hasattr(parameter, "device_mesh") for parameter in parameters
         )
-        self._now, self._part = [], (tuple(map(id, roots)), training, is_gathered)
+        self._now, self._part = (
+            [],
+            (tuple(map(id, roots)), training, is_gathered),
+        )
 
     def end_part(self, *, ran_out: bool) -> None:
         """Reach the part's end together with the other ranks.
@@ -135,7 +141,8 @@ class Ledger:
             return
         record = self._records.get(self._part)
         if record is None:
-            if not self._vote(ran_out):  # the end counts as one more collective
+            # the end counts as one more collective
+            if not self._vote(ran_out):
                 self._records[self._part] = now
         elif ran_out:
             for collective in record[len(now) :]:
@@ -183,7 +190,8 @@ class Ledger:
         try:
             yield
         except BaseException as error:
-            if collectives_begun(group) != begun:  # else it was not sent, and is owed
+            # else it was not sent, and is owed
+            if collectives_begun(group) != begun:
                 self._failed = error
             raise
         if self._now is None:  # outside of parts
@@ -245,7 +253,9 @@ def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
                 f"run.backward: {name} is not sharded, beside parameters that are; apply "
                 f"fully_shard to the whole model, {WITHOUT}"
             )
-        if mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size()):
+        if mesh is not None and (
+            mesh.ndim > 1 or mesh.size() != dist.get_world_size()
+        ):
             raise UserError(
                 "run.backward: the model has hybrid sharding or tensor parallelism, whose messages"
                 f" no one can send for a rank that runs out; shard it over all ranks, {WITHOUT}"

@@ -39,7 +39,9 @@ def bounds(
     """
     count = samples - start
     parts = -(-count // at_most)
-    edges = [start + count * i // parts for i in range(parts + 1)] if parts else []
+    edges = (
+        [start + count * i // parts for i in range(parts + 1)] if parts else []
+    )
     return list(itertools.pairwise(edges))
 
 
@@ -127,17 +129,25 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, float) or (
         _is_array(first) and torch.as_tensor(first).is_floating_point()
     ):
-        return sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(
-            sizes
-        )
+        return sum(
+            part * size for part, size in zip(parts, sizes, strict=True)
+        ) / sum(sizes)
     if isinstance(first, Mapping):
-        found = {key: joined([part[key] for part in parts], sizes) for key in first}
+        found = {
+            key: joined([part[key] for part in parts], sizes) for key in first
+        }
         return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
-    if isinstance(first, list) and [len(part) for part in parts] == list(sizes):
+    if isinstance(first, list) and [len(part) for part in parts] == list(
+        sizes
+    ):
         return list(itertools.chain.from_iterable(parts))
     if isinstance(first, (list, tuple)):
         items = [joined(item, sizes) for item in zip(*parts, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return (
+            type(first)(*items)
+            if hasattr(first, "_fields")
+            else type(first)(items)
+        )
     return first
 
 
@@ -161,7 +171,8 @@ class Parts:
     batch: Any  # any structure
     samples: int  # how many there are
     split: Split = part_of
-    count: Count | None = None  # of how many items a loss is a mean; None: the samples
+    # of how many items a loss is a mean; None: the samples
+    count: Count | None = None
     # False if the whole batch has items for certain: they are counted if it is cut
     counts_whole: bool = True
 
@@ -185,7 +196,9 @@ class Parts:
     @functools.cached_property
     def items(self) -> float:
         """Of how many the loss over the whole batch is a mean."""
-        return float(self.samples if self.count is None else self.count(self.batch))
+        return float(
+            self.samples if self.count is None else self.count(self.batch)
+        )
 
     def part(
         self,
@@ -204,7 +217,9 @@ class Parts:
         if is_whole:
             share = float(not self.counts_whole or self.items != 0)
         else:
-            items = stop - start if self.count is None else float(self.count(data))
+            items = (
+                stop - start if self.count is None else float(self.count(data))
+            )
             share = items / self.items if self.items else 0.0
         return Part(
             data,
@@ -222,7 +237,9 @@ def _is_array(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return True
     return (
-        hasattr(item, "__array__") and hasattr(item, "shape") and hasattr(item, "dtype")
+        hasattr(item, "__array__")
+        and hasattr(item, "shape")
+        and hasattr(item, "dtype")
     )
 
 
@@ -293,7 +310,10 @@ class MicroBatchSize:
         plan = self._plan
         if failed <= plan.min_batch_size:
             return None
-        share = max(plan.batch_size or 0, failed) * plan.gradient_accumulation_steps
+        share = (
+            max(plan.batch_size or 0, failed)
+            * plan.gradient_accumulation_steps
+        )
         return next_smaller(failed, plan.min_batch_size, share)
 
     def failed_at(self, size: int) -> None:
@@ -344,8 +364,12 @@ class MicroBatchSize:
         known.clean_steps += 1
         sizes = {*known.failures, plan.batch_size or 0}
         most = known.limit or max(sizes)
-        larger = min((size for size in sizes if before < size <= most), default=0)
-        wait = plan.regrow_after_steps * 2 ** (known.failures.get(larger, 1) - 1)
+        larger = min(
+            (size for size in sizes if before < size <= most), default=0
+        )
+        wait = plan.regrow_after_steps * 2 ** (
+            known.failures.get(larger, 1) - 1
+        )
         if not larger or known.clean_steps < wait:
             return None
         known.current, known.clean_steps = larger, 0

@@ -92,7 +92,9 @@ def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
     """Return the norm of all gradients, the same on every rank; clip it to ``most``."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm: Any = nn.utils.clip_grad_norm_(trained, most or float("inf"))
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    whole: Tensor = (
+        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    )
     return whole
 
 
@@ -101,5 +103,7 @@ def _is_bad(*figures: Tensor | None) -> Tensor | None:
     if not known:
         return None
     # of a model on several GPUs the loss is elsewhere than the norm
-    finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
+    finite = [
+        torch.isfinite(figure).all().to(known[-1].device) for figure in known
+    ]
     return ~torch.stack(finite).all()

@@ -37,7 +37,11 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
         problem = _problem_of(config, job, check)
         found.add(str(problem))
         # the first two differ in all that is swept
-        if problem is not None and len(found) == 1 and number + 1 >= min(most, 2):
+        if (
+            problem is not None
+            and len(found) == 1
+            and number + 1 >= min(most, 2)
+        ):
             raise problem
         if time.monotonic() > until:
             return
@@ -47,10 +51,14 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
     """Yield the first overrides that each key may have: one, or several where it is swept."""
     # `${hydra:job.num}` is each job's own
     hydra: Any = OmegaConf.to_container(config.hydra)
-    params = hydra["sweeper"].get("params")  # a sweeper of another kind may have a list
+    # a sweeper of another kind may have a list
+    params = hydra["sweeper"].get("params")
     given = params.items() if isinstance(params, dict) else ()
     parser = OverridesParser.create()
-    for line in [*(f"{k}={value}" for k, value in given), *hydra["overrides"]["task"]]:
+    for line in [
+        *(f"{k}={value}" for k, value in given),
+        *hydra["overrides"]["task"],
+    ]:
         # a glob: the sweeper's to choose
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
@@ -60,7 +68,9 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
             key = override.get_key_element()
-            own = [f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)]
+            own = [
+                f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)
+            ]
             yield own or [line]
 
 
@@ -127,7 +137,9 @@ def misplaced_launcher(config: DictConfig, running: str | None) -> str | None:
 
 def known_problem(error: BaseException) -> tuple[str, int] | None:
     """Return one line and an exit code for a plugin's error that its user can mend, else None."""
-    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
+    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(
+        error
+    ):
         return (
             "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
             "are, or use hydra/launcher=gpu_queue on this machine",

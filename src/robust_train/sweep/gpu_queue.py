@@ -101,7 +101,9 @@ class Jobs:
                 return number, overrides
         return None
 
-    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+    def reported(
+        self, job: int, values: Sequence[ValueReported]
+    ) -> str | None:
         """Take what a job has reported; return why it is stopped early, None if it is not."""
         return None
 
@@ -155,7 +157,9 @@ class GpuQueue:
         returned = []
         for number in listed:
             row = self.rows[number]
-            job = JobReturn(overrides=row.overrides, status=JobStatus.COMPLETED)
+            job = JobReturn(
+                overrides=row.overrides, status=JobStatus.COMPLETED
+            )
             job.return_value = row.objective
             returned.append(job)
         return returned
@@ -164,13 +168,17 @@ class GpuQueue:
         """Run jobs, one as soon as another has ended. Raises JobInterrupted: a signal ended the
         sweep, after every job has ended."""
         setup_globals()
-        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        configure_log(
+            self._config.hydra.hydra_logging, self._config.hydra.verbose
+        )
         shorten_lines()
         discard_early()
         table = self.sweep.table
         prunes = jobs.prunes or self._settings.sweep_patience is not None
         self._jobs = jobs
-        self._reports = Reports(self.folder, table.direction[:3] if prunes else None)
+        self._reports = Reports(
+            self.folder, table.direction[:3] if prunes else None
+        )
         for number, overrides in jobs.listed.items():
             self.rows[number] = SweepJob(
                 number,
@@ -186,7 +194,11 @@ class GpuQueue:
             gpus=0 if self._n_jobs else count_gpus(self._settings),
             cpus=len(os.sched_getaffinity(0)),
         )
-        with contextlib.closing(self.claims), self._signals, LiveLines() as live:
+        with (
+            contextlib.closing(self.claims),
+            self._signals,
+            LiveLines() as live,
+        ):
             log.info(
                 "%d jobs, %d at once; they print to %s",
                 jobs.most,
@@ -196,7 +208,8 @@ class GpuQueue:
             with self._signals.handed_to(self._received.append):
                 try:
                     goes_on = self._fill(slots)
-                    html.prepare()  # while the first jobs start: a later one is a fork
+                    # while the first jobs start: a later one is a fork
+                    html.prepare()
                     while goes_on:
                         self._poll(live)
                         goes_on = self._fill(slots)
@@ -214,7 +227,8 @@ class GpuQueue:
     def _fill(self, slots: int) -> bool:
         """Start jobs while there is room; return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
-            most = requested_max_jobs(self.folder)  # robust-train sweep max-jobs
+            # robust-train sweep max-jobs
+            most = requested_max_jobs(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
             if (found := self._jobs.next()) is None:
@@ -249,7 +263,8 @@ class GpuQueue:
     def _work(self, config: DictConfig) -> int:
         """Run a job, in its own process."""
         settings = unchecked(config)
-        if not settings.runs_inline:  # while Hydra prepares the job and a GPU is found
+        # while Hydra prepares the job and a GPU is found
+        if not settings.runs_inline:
             start_early(("torch",) if settings.is_built_in else ())
         try:
             result = run_job(
@@ -271,12 +286,17 @@ class GpuQueue:
         self.sweep.take_over()
         self._show(live)
         # until a job ends: its GPU is free, and the next one takes some time to start
-        wait([process.sentinel for process in self._running.values()], _POLL_SECONDS)
+        wait(
+            [process.sentinel for process in self._running.values()],
+            _POLL_SECONDS,
+        )
         while self._received:
             self._pass_on(self._received.popleft())
         if not self._is_stopping and sweep_stop_requested(self.folder):
             self._is_stopping = True  # the jobs see it as well
-            log.info("the sweep is stopped: no more jobs start, running ones end")
+            log.info(
+                "the sweep is stopped: no more jobs start, running ones end"
+            )
         for number, process in list(self._running.items()):
             code = process.exitcode
             self._read_reports(number)
@@ -284,9 +304,14 @@ class GpuQueue:
                 process.close()  # or a long sweep runs out of descriptors
                 del self._running[number]
                 self._settle(number, code)
-        if self._running and time.monotonic() > self._killed_at + _KILLED_SECONDS:
+        if (
+            self._running
+            and time.monotonic() > self._killed_at + _KILLED_SECONDS
+        ):
             numbers = ", ".join(map(str, self._running))
-            line = "left behind: the processes of jobs %s do not end when killed"
+            line = (
+                "left behind: the processes of jobs %s do not end when killed"
+            )
             log.error(line, numbers)
             self._running.clear()
 
@@ -347,7 +372,9 @@ class GpuQueue:
             signum = signal.SIGKILL
             self._killed_at = time.monotonic()
         else:
-            log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
+            log.info(
+                "stopping: each job saves a checkpoint; Ctrl-C again kills them"
+            )
         self._has_passed_on = True
         self._stop(signum)
 
@@ -382,7 +409,10 @@ def start_job(
         if os.getppid() != parent:
             os._exit(1)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.devnull, "rb") as nothing, log_path.open("ab") as log_file:
+        with (
+            open(os.devnull, "rb") as nothing,
+            log_path.open("ab") as log_file,
+        ):
             os.dup2(nothing.fileno(), 0)
             os.dup2(log_file.fileno(), 1)
             os.dup2(log_file.fileno(), 2)
@@ -417,9 +447,12 @@ def _run_folder(config: DictConfig) -> Path:
     """Return the run folder that Hydra will make for a job."""
     before = HydraConfig.instance().cfg
     try:
-        HydraConfig.instance().set_config(config)  # ``${hydra:…}`` is resolved there
+        # ``${hydra:…}`` is resolved there
+        HydraConfig.instance().set_config(config)
         place = config.hydra.sweep
-        return Path(os.path.abspath(os.path.join(place.dir, str(place.subdir))))
+        return Path(
+            os.path.abspath(os.path.join(place.dir, str(place.subdir)))
+        )
     finally:
         HydraConfig.instance().cfg = before
 

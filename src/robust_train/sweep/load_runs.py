@@ -63,11 +63,20 @@ def _row(folder: Path) -> dict[str, Json] | None:
         return None
     job = read_record(folder)
     overrides = job.overrides if job else ()
-    shown = ("status", "reason", "result", "wall_seconds", "wait_seconds", "attempts")
+    shown = (
+        "status",
+        "reason",
+        "result",
+        "wall_seconds",
+        "wait_seconds",
+        "attempts",
+    )
     content = summary.as_json()
     return {
         "run_dir": str(folder),
-        "name": folder.name if run is None or run.state is None else run.state.name,
+        "name": folder.name
+        if run is None or run.state is None
+        else run.state.name,
         **{name: content[name] for name in shown},
         "samples_per_second": _speed(summary),
         "job": job and job.job,
@@ -97,10 +106,12 @@ def _speed(summary: Summary) -> float | None:
 
 
 def _config(folder: Path) -> Json:
-    with contextlib.suppress(Exception):  # what is wrong with it costs the config
+    # what is wrong with it costs the config
+    with contextlib.suppress(Exception):
         cfg = OmegaConf.load(folder / ".hydra" / "config.yaml")
         try:
             return OmegaConf.to_container(cfg, resolve=True)
-        except OmegaConfBaseException:  # an interpolation that only holds in the job
+        # an interpolation that only holds in the job
+        except OmegaConfBaseException:
             return OmegaConf.to_container(cfg)
     return {}

@@ -74,7 +74,9 @@ class SweepStory:
     def as_json(self) -> Any:
         """Return the story in JSON's types, schema first."""
         content = {"schema": SCHEMA, **vars(self)}
-        jobs = [{"row": vars(job.row), "story": job.story} for job in self.jobs]
+        jobs = [
+            {"row": vars(job.row), "story": job.story} for job in self.jobs
+        ]
         return strict_json(as_json(content | {"jobs": jobs}))
 
 
@@ -101,7 +103,9 @@ def sweep_story_of(folder: Path) -> SweepStory:
     if not is_over and is_held(folder):
         sentence += " It is still running."
     elif not is_over:
-        sentence += " The end of the sweep is not recorded: its process was killed."
+        sentence += (
+            " The end of the sweep is not recorded: its process was killed."
+        )
     return SweepStory(
         name=folder.resolve().name,
         folder=str(folder),
@@ -141,7 +145,9 @@ def sweep_page(sweep: SweepStory) -> str:
 def _losses(story: Story | None) -> list[Sequence[Point]]:
     """Return the curves of the loss of training that were not lost."""
     curves = () if story is None else story.curves
-    own = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
+    own = [
+        c for c in curves if c.name in ("loss", "train_loss") and not c.lost
+    ]
     return [curve.points for curve in own if curve.name == own[0].name]
 
 
@@ -151,7 +157,9 @@ def _hours(jobs: Sequence[JobStory]) -> str:
     spent = sum(job.hours for job in jobs)
     if not spent:
         return ""
-    on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
+    on_gpus = any(
+        "cuda" in device for job in jobs for device in job.row.devices
+    )
     text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
     pruned = [job.hours for job in jobs if job.is_pruned]
     done = [job.hours for job in jobs if job.row.has_completed]
@@ -164,7 +172,9 @@ def _hours(jobs: Sequence[JobStory]) -> str:
     )
 
 
-def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
+def _over_parameters(
+    sweep: SweepStory, last: Mapping[int, float]
+) -> list[Chart]:
     """Draw the value of each job over each parameter that differs, the most important first."""
     points = defaultdict[str, list[tuple[str, float, bool]]](list)
     for job in sweep.jobs:
@@ -173,17 +183,22 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
             for override in job.row.overrides:
                 key, _, text = override.partition("=")
                 points[key].append((text, value, job.is_pruned))
-    varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
+    varied = {
+        k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1
+    }
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
-        with contextlib.suppress(Exception):  # without Optuna, or of too few trials
+        # without Optuna, or of too few trials
+        with contextlib.suppress(Exception):
             import optuna
 
             storage = storage_in(Path(sweep.folder))
             shares = importances_of(
                 optuna.load_study(study_name=STUDY, storage=storage)
             )
-    keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
+    keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[
+        :_MOST_PARAMETERS
+    ]
     charts = []
     for key in keys:
         note = f"Importance {percent(shares[key])}." if key in shares else ""
@@ -195,4 +210,6 @@ def _href(sweep: SweepStory, job: JobStory) -> str | None:
     """Return the job's own page, relative to the sweep's: both can be moved together."""
     if job.story is None:
         return None
-    return os.path.join(os.path.relpath(job.story.folder, sweep.folder), FILE_NAME)
+    return os.path.join(
+        os.path.relpath(job.story.folder, sweep.folder), FILE_NAME
+    )

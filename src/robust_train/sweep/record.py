@@ -72,7 +72,8 @@ class SweepJob:
     reused: bool = False  # completed in an earlier launch of the sweep
     reason: str | None = None  # one sentence for any end but `completed`
     folder: str | None = None  # None: not started
-    trial: int | None = None  # the number of what was tried, which `repeat` jobs share
+    # the number of what was tried, which `repeat` jobs share
+    trial: int | None = None
 
     @property
     def path(self) -> Path:
@@ -116,13 +117,19 @@ class SweepJob:
         """Write it into its run folder, whole or not at all; a full disk costs a warning."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2)
+            write_json(
+                folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2
+            )
         except OSError as error:
             log.warning("cannot write to %s: %s", folder, error.strerror)
 
     def as_json(self) -> dict[str, Json]:
         """Return the row without the sweep's id, which the table has."""
-        return {name: value for name, value in vars(self).items() if name != "sweep"}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "sweep"
+        }
 
 
 def begun(
@@ -223,8 +230,14 @@ def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
         why = f"interrupted by {signal_name(signum)} before it had begun"
         return Status.INTERRUPTED, 128 + signum, why
     if returncode < 0:
-        return Status.DIED, 1, f"its process was killed by {signal_name(signum)}"
-    why = f"its process ended with exit code {returncode} and without a summary"
+        return (
+            Status.DIED,
+            1,
+            f"its process was killed by {signal_name(signum)}",
+        )
+    why = (
+        f"its process ended with exit code {returncode} and without a summary"
+    )
     return Status.DIED, returncode, why
 
 
@@ -247,7 +260,9 @@ def job_folders(sweep_folder: Path) -> Iterator[Path]:
             names.clear()  # no job lies inside another
             yield Path(folder)
         else:
-            names[:] = sorted(name for name in names if not name.startswith("."))
+            names[:] = sorted(
+                name for name in names if not name.startswith(".")
+            )
 
 
 @dataclass(frozen=True)
@@ -261,7 +276,8 @@ class SweepTable:
     wall_seconds: float | None = None
     jobs: tuple[SweepJob, ...] = ()
     schema: int = SCHEMA
-    resume_command: str | None = None  # a shell command, for any working directory
+    # a shell command, for any working directory
+    resume_command: str | None = None
     # of the command: a launcher with the same may join in
     overrides: tuple[str, ...] = ()
     direction: str = "maximize"  # or `minimize`: what of the results is best
@@ -328,7 +344,10 @@ class Claims:
 
 def others_work(folder: Path) -> bool:
     """Return whether a launcher, or a job that one has left, works on a point of a sweep."""
-    with contextlib.suppress(OSError), (folder / CLAIMS_FILE).open("rb") as file:
+    with (
+        contextlib.suppress(OSError),
+        (folder / CLAIMS_FILE).open("rb") as file,
+    ):
         return is_locked(file.fileno())
     return False
 

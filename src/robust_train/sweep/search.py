@@ -70,11 +70,14 @@ class Search(Jobs):
     ) -> None:
         super().__init__({}, queue.claims)
         self._folder, self._settings = queue.folder, settings
-        self._space = {key: distribution(override) for key, override in swept.items()}
+        self._space = {
+            key: distribution(override) for key, override in swept.items()
+        }
         self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
         self._had: dict[int, Trial] = {}  # trials that this launcher has run
-        self._rows: dict[int, list[SweepJob]] = {}  # ended jobs of each of them
+        # ended jobs of each of them
+        self._rows: dict[int, list[SweepJob]] = {}
         self._is_over, self._next_try = False, 0.0
         pruner = _made(settings.pruner)
         # one repetition says too little of the point
@@ -88,7 +91,10 @@ class Search(Jobs):
                 pruner=pruner or NopPruner(),
                 load_if_exists=True,
             )
-            begun = {"repeat": settings.repeat, "direction": settings.direction}
+            begun = {
+                "repeat": settings.repeat,
+                "direction": settings.direction,
+            }
             known = self._study.user_attrs or begun
             if known != begun:
                 raise ConfigError(
@@ -99,7 +105,9 @@ class Search(Jobs):
             for name, value in begun.items():
                 self._study.set_user_attr(name, value)
         # the jobs of trials that ended in an earlier launch are a part of this one
-        over = {one.number for one in self._trials() if one.state.is_finished()}
+        over = {
+            one.number for one in self._trials() if one.state.is_finished()
+        }
         sweep = queue.sweep.table.sweep
         for folder in job_folders(self._folder):
             row = read_row(folder)
@@ -132,20 +140,30 @@ class Search(Jobs):
             trials = self._trials()
             left = [one for one in trials if not one.state.is_finished()]
             others = [one for one in left if one.number not in self._had]
-            known = next((one for one in others if self._claims.take(one.number)), None)
+            known = next(
+                (one for one in others if self._claims.take(one.number)), None
+            )
             if known is None and len(trials) >= self._settings.n_trials:
                 # those that others have end with them, or are left
                 self._is_over = not others
                 return None
-            self._study.sampler = self._sampler(known.number if known else len(trials))
-            trial = running_trial(self._study, known) if known else self._study.ask()
+            self._study.sampler = self._sampler(
+                known.number if known else len(trials)
+            )
+            trial = (
+                running_trial(self._study, known)
+                if known
+                else self._study.ask()
+            )
             self._claims.take(trial.number)
             for name, space in self._space.items():
                 try:
                     # also if its launcher was killed before it had all of them
                     suggest(trial, name, space)
                 except ValueError as error:
-                    problem = f"{name}: {error}; choose another hydra.sweep.dir"
+                    problem = (
+                        f"{name}: {error}; choose another hydra.sweep.dir"
+                    )
                     raise ConfigError(problem) from error
             return trial
 
@@ -156,7 +174,9 @@ class Search(Jobs):
             wanted["seed"] = int(wanted["seed"]) * _SEEDS_APART + trial
         return _made(wanted)
 
-    def reported(self, job: int, values: Sequence[ValueReported]) -> str | None:
+    def reported(
+        self, job: int, values: Sequence[ValueReported]
+    ) -> str | None:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
         if len(self._seeds) > 1:
             return None
@@ -194,7 +214,9 @@ class Search(Jobs):
             if not reason:
                 results = ", ".join(str(row.result) for row in rows)
                 reason = f"its result is not a number: {results}"
-                log.warning("trial %d counts as failed: %s", trial.number, reason)
+                log.warning(
+                    "trial %d counts as failed: %s", trial.number, reason
+                )
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, state=TrialState.FAIL)
 
@@ -208,7 +230,8 @@ class Search(Jobs):
             with contextlib.suppress(FileNotFoundError):
                 path = self._folder / STUDY_FILE
                 content = path.read_bytes()
-                if not content.endswith(b"\n"):  # torn by a power cut or a kill
+                # torn by a power cut or a kill
+                if not content.endswith(b"\n"):
                     os.truncate(path, content.rfind(b"\n") + 1)
             yield
 
@@ -225,7 +248,9 @@ def _made(wanted: Any) -> Any:
         return arguments
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            warnings.simplefilter(
+                "ignore", optuna.exceptions.ExperimentalWarning
+            )
             return pkgutil.resolve_name(target)(**arguments)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"hydra.sweeper: {target}: {error}") from error
@@ -254,12 +279,16 @@ def distribution(override: Override) -> BaseDistribution:
             numbers, step = list(value.range()), abs(value.step)
             low, high = min(numbers), max(numbers)
             if isinstance(value.start, int) and isinstance(step, int):
-                return IntDistribution(int(low), int(high), log=is_log, step=step)
+                return IntDistribution(
+                    int(low), int(high), log=is_log, step=step
+                )
             return FloatDistribution(low, high, step=step)
         return CategoricalDistribution(
             [
                 each if isinstance(each, (bool, int, float)) else str(each)
-                for each in override.sweep_iterator(transformer=Transformer.encode)
+                for each in override.sweep_iterator(
+                    transformer=Transformer.encode
+                )
             ]
         )
     except (ValueError, AssertionError) as error:

@@ -57,7 +57,11 @@ from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
-from robust_train.sweep.checks import check_jobs, launcher_of, misplaced_launcher
+from robust_train.sweep.checks import (
+    check_jobs,
+    launcher_of,
+    misplaced_launcher,
+)
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -113,7 +117,9 @@ class Sweep:
 
     def rows(self) -> list[SweepJob]:
         """Return the jobs so far, by number, with known ones that have left nothing on disk."""
-        found = {row.job: row for row in read_rows(self.folder, self.table.sweep)}
+        found = {
+            row.job: row for row in read_rows(self.folder, self.table.sweep)
+        }
         rows = self.known | found
         return [rows[number] for number in sorted(rows)]
 
@@ -139,9 +145,13 @@ class Sweep:
         if self.take_over():
             try:
                 table.write(folder)
-                (folder / "sweep.csv").write_text(as_csv(rows), encoding="utf-8")
+                (folder / "sweep.csv").write_text(
+                    as_csv(rows), encoding="utf-8"
+                )
             except OSError as error:
-                log.warning("cannot write a table to %s: %s", folder, error.strerror)
+                log.warning(
+                    "cannot write a table to %s: %s", folder, error.strerror
+                )
             write_sweep_report(folder)
             self._notify(table, ended)
         points = best_first(table)
@@ -164,7 +174,8 @@ class Sweep:
 
     def _notify(self, table: SweepTable, ended: str) -> None:
         stopped = any(
-            row.status in (Status.INTERRUPTED, Status.NOT_STARTED) for row in table.jobs
+            row.status in (Status.INTERRUPTED, Status.NOT_STARTED)
+            for row in table.jobs
         )
         failure = "interrupted" if stopped else "failed"
         host = socket.gethostname()
@@ -178,7 +189,10 @@ class Sweep:
                 "host": host,
                 # not its overrides, which may hold a secret
                 "jobs": [
-                    {name: getattr(row, name) for name in ("job", "status", "result")}
+                    {
+                        name: getattr(row, name)
+                        for name in ("job", "status", "result")
+                    }
                     for row in table.jobs
                 ],
             },
@@ -230,7 +244,8 @@ class HydraSession:
     def begin(self, config: DictConfig) -> None:
         """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
         ConfigError: a live sweep holds the folder, or it cannot be used; nothing was written."""
-        self.finish()  # an earlier sweep of this process that an error has ended
+        # an earlier sweep of this process that an error has ended
+        self.finish()
         if not OmegaConf.is_interpolation(config.hydra.sweep, "subdir"):
             raise ConfigError(
                 f"hydra.sweep.subdir={config.hydra.sweep.subdir}: each job needs a run folder of "
@@ -245,10 +260,14 @@ class HydraSession:
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         # a second launcher of it gives its jobs the same numbers
-        is_shared = is_ours or (kind == "BasicSweeper" and launcher == "gpu_queue")
+        is_shared = is_ours or (
+            kind == "BasicSweeper" and launcher == "gpu_queue"
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            close_to_others(folder, group_reads=unchecked(config).group_reads_runs)
+            close_to_others(
+                folder, group_reads=unchecked(config).group_reads_runs
+            )
             id_, lock = _lock_or_join(folder, overrides if is_shared else None)
             cwd = str(config.hydra.runtime.cwd)
             table = SweepTable(
@@ -267,10 +286,14 @@ class HydraSession:
                     shutil.rmtree(folder / CODE, ignore_errors=True)
                 table.write(folder)
         except OSError as error:
-            raise ConfigError(f"sweep folder {folder}: {error.strerror}") from error
+            raise ConfigError(
+                f"sweep folder {folder}: {error.strerror}"
+            ) from error
         os.environ[SWEEP_VARIABLE] = id_
         remember_mask(os.environ)
-        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
+        notifier = Notifier(
+            notifications(unchecked(config).notify, os.environ)
+        )
         self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
@@ -283,8 +306,13 @@ class HydraSession:
         if sweep is not None and sweep.pid == os.getpid():
             signals = SignalWatch()
             # one signal too many must not cost the table
-            with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
-                mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTIONS)
+            with (
+                signals,
+                signals.handed_to(lambda signum: sweep.notifier.hurry()),
+            ):
+                mask = signal.pthread_sigmask(
+                    signal.SIG_UNBLOCK, INTERRUPTIONS
+                )
                 try:
                     self.note(sweep.show_and_write())
                 finally:
@@ -321,8 +349,18 @@ def _lock_or_join(
     while True:
         table, holder = read_table(folder), read_holder(folder)
         is_same = table is not None and table.overrides == overrides
-        if table and holder and is_same and not holder.is_dead and is_held(folder):
-            log.info("joining the sweep that %s runs on %s", holder.user, holder.host)
+        if (
+            table
+            and holder
+            and is_same
+            and not holder.is_dead
+            and is_held(folder)
+        ):
+            log.info(
+                "joining the sweep that %s runs on %s",
+                holder.user,
+                holder.host,
+            )
             return table.sweep, None
         try:
             id_ = uuid.uuid4().hex
@@ -346,7 +384,9 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
     )
     if (problem := refusal(folder)) is not None:
         return own.refused(problem)  # what a live job has there stays
-    job, stays = begun(own, read_row(folder), resume=unchecked(config).sweep_resume)
+    job, stays = begun(
+        own, read_row(folder), resume=unchecked(config).sweep_resume
+    )
     if not job.is_running:
         log.info(
             "job %s %s in an earlier launch of this sweep and is not run again "
@@ -383,7 +423,9 @@ def fail_fast(
     if settings.sweep_fail_fast and job.exit_code:
         with contextlib.suppress(OSError, Refused):
             request_sweep_stop(folder)
-            log.info("job %d has ended the sweep: sweep_fail_fast=true", job.job)
+            log.info(
+                "job %d has ended the sweep: sweep_fail_fast=true", job.job
+            )
 
 
 class SweepCallback(Callback):
@@ -398,7 +440,8 @@ class SweepCallback(Callback):
         hide_urls(config)
         guest = guest_rank(os.environ)
         try:
-            if guest is None or guest.rank == 0:  # the other ranks find its lock
+            # the other ranks find its lock
+            if guest is None or guest.rank == 0:
                 wait_until_free(Path(str(config.hydra.run.dir)))
             if session.check is not None:
                 session.check(config)
@@ -428,7 +471,8 @@ class SweepCallback(Callback):
         """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
         folder = Path(str(config.hydra.runtime.output_dir))
-        if hide_urls(config):  # of a project's file: Hydra has just written its value
+        # of a project's file: Hydra has just written its value
+        if hide_urls(config):
             file = folder / str(config.hydra.output_subdir) / "config.yaml"
             with contextlib.suppress(OSError):
                 cfg = OmegaConf.load(file)

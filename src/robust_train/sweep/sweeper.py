@@ -36,7 +36,9 @@ class SweeperSettings:
         for name in ("n_trials", "repeat", "n_jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
+                raise ConfigError(
+                    f"hydra.sweeper.{name}={value}: must be 1 or more"
+                )
         if self.direction not in ("maximize", "minimize"):
             raise ConfigError(
                 f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
@@ -65,7 +67,9 @@ def sweep(
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
     settings = SweeperSettings(**content)
-    lines = [f"{key}={value}" for key, value in (settings.params or {}).items()]
+    lines = [
+        f"{key}={value}" for key, value in (settings.params or {}).items()
+    ]
     parser = OverridesParser.create(config_loader=context.config_loader)
     # what is on the command line comes last, and counts
     by_key = {
@@ -112,7 +116,9 @@ def _combinations(
                 f"{override.input_line}: a grid needs values, as by range(1,10) or choice(1,2); "
                 "hydra/sweeper=robust_optuna searches an interval"
             )
-        columns.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        columns.append(
+            [f"{key}={value}" for value in override.sweep_string_iterator()]
+        )
     return [
         [*fixed, *point, *seed]
         for point in itertools.product(*columns)
@@ -134,5 +140,10 @@ def _seeds(
         raise ConfigError(
             f"hydra.sweeper.repeat={settings.repeat} sets {key} itself; leave it out of the sweep"
         )
-    first: Any = OmegaConf.select(config, key) if given is None else given.value()
-    return [[f"{key}={int(first or 0) + number}"] for number in range(settings.repeat)]
+    first: Any = (
+        OmegaConf.select(config, key) if given is None else given.value()
+    )
+    return [
+        [f"{key}={int(first or 0) + number}"]
+        for number in range(settings.repeat)
+    ]

@@ -57,7 +57,9 @@ def best_first(table: SweepTable) -> list[Point]:
     def rank(point: Point) -> float:
         return -table.sign * fmean(point.values) if point.values else math.inf
 
-    return sorted((Point(n, tuple(rows)) for n, rows in points.items()), key=rank)
+    return sorted(
+        (Point(n, tuple(rows)) for n, rows in points.items()), key=rank
+    )
 
 
 def point_table(points: Sequence[Point]) -> list[str]:
@@ -65,7 +67,9 @@ def point_table(points: Sequence[Point]) -> list[str]:
     lines: list[Sequence[object]] = [
         ("trial", "mean ± std", "seeds", "overrides", ""),
     ]
-    shared = [common([row.overrides for row in point.rows]) for point in points]
+    shared = [
+        common([row.overrides for row in point.rows]) for point in points
+    ]
     everywhere = common(shared)
     for point, own in zip(points, shared, strict=True):
         values = point.values
@@ -138,7 +142,9 @@ def differing(rows: Sequence[SweepJob]) -> list[str]:
 
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
     """Return the overrides that are not among the others, without secrets, as one text."""
-    return " ".join(public_command([one for one in overrides if one not in others]))
+    return " ".join(
+        public_command([one for one in overrides if one not in others])
+    )
 
 
 def tally(rows: Sequence[SweepJob]) -> str:
@@ -155,7 +161,9 @@ def as_csv(rows: Sequence[SweepJob]) -> str:
     writer = csv.DictWriter(text, rows[0].as_json(), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({k: _cell(value) for k, value in row.as_json().items()})
+        writer.writerow(
+            {k: _cell(value) for k, value in row.as_json().items()}
+        )
     return text.getvalue()
 
 
@@ -174,5 +182,9 @@ def short_result(result: Any) -> str:
         return "-"
     if isinstance(result, float):
         return f"{result:.6g}"
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    text = (
+        result
+        if isinstance(result, str)
+        else json.dumps(result, ensure_ascii=False)
+    )
     return shortened(text, _LONGEST_RESULT)

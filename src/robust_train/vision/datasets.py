@@ -25,9 +25,15 @@ _VALIDATION_FRACTION = 0.1
 # not the job's seed: runs with different seeds are compared on the same test images
 _SPLIT_SEED = 0
 _FLOWERS102_URL = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
-_CUB200_URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
+_CUB200_URL = (
+    "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
+)
 _CUB200_MD5 = "97eceeb196236b17998738112f37df78"
-_CUB200_LISTS = ("images.txt", "image_class_labels.txt", "train_test_split.txt")
+_CUB200_LISTS = (
+    "images.txt",
+    "image_class_labels.txt",
+    "train_test_split.txt",
+)
 # urllib waits for ever by default
 SILENCE_SECONDS = 20.0
 
@@ -111,7 +117,9 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
     first: list[int] = []
     second: list[int] = []
     for label in sorted(set(source.labels)):
-        members = [index for index, own in enumerate(source.labels) if own == label]
+        members = [
+            index for index, own in enumerate(source.labels) if own == label
+        ]
         order = torch.randperm(len(members), generator=generator).tolist()
         count = min(max(round(len(members) * fraction), 1), len(members) - 1)
         second += [members[position] for position in order[:count]]
@@ -174,12 +182,16 @@ def _open_image_folder(cfg: Any) -> Splits:
 
 def _classes_in(folder: Path) -> list[str]:
     return sorted(
-        one.name for one in folder.iterdir() if one.is_dir() and one.name[0] != "."
+        one.name
+        for one in folder.iterdir()
+        if one.is_dir() and one.name[0] != "."
     )
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
-    torchvision = require("torchvision.datasets.folder", "dataset=image_folder")
+    torchvision = require(
+        "torchvision.datasets.folder", "dataset=image_folder"
+    )
     own = _classes_in(folder)
     if unknown := sorted(set(own) - set(classes)):
         raise ConfigError(
@@ -196,7 +208,9 @@ def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
         ValueError,
     ) as error:  # a class, or all, without an image
         raise ConfigError(f"dataset=image_folder: {folder}: {error}") from None
-    return Images([name for name, _ in samples], [label for _, label in samples])
+    return Images(
+        [name for name, _ in samples], [label for _, label in samples]
+    )
 
 
 def _open_flowers102(cfg: Any) -> Splits:
@@ -223,8 +237,12 @@ def _open_flowers102(cfg: Any) -> Splits:
                 f"dataset=flowers102: {source}, {set_id}: an image has no label in "
                 "imagelabels.mat"
             )
-        paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
-        return _image_files(source, paths, [labels[number - 1] for number in numbers])
+        paths = [
+            folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers
+        ]
+        return _image_files(
+            source, paths, [labels[number - 1] for number in numbers]
+        )
 
     return Splits(
         split("trnid"),
@@ -256,13 +274,17 @@ def _open_cub200(cfg: Any) -> Splits:
         "CUB_200_2011",
         ("images", *_CUB200_LISTS),
         _CUB200_URL,
-        lambda torchvision, root: torchvision.utils.download_and_extract_archive(
-            _CUB200_URL,
-            root,
-            md5=_CUB200_MD5,
+        lambda torchvision, root: (
+            torchvision.utils.download_and_extract_archive(
+                _CUB200_URL,
+                root,
+                md5=_CUB200_MD5,
+            )
         ),
     )
-    names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
+    names, labels, parts = (
+        _bird_column(folder / name) for name in _CUB200_LISTS
+    )
 
     def split(part: str) -> Images:
         own = [image for image in names if parts[image] == part]
@@ -296,12 +318,18 @@ def _bird_column(source: Path) -> dict[str, str]:
     return values
 
 
-def _image_files(source: Path, paths: Sequence[Path], labels: Sequence[int]) -> Images:
+def _image_files(
+    source: Path, paths: Sequence[Path], labels: Sequence[int]
+) -> Images:
     """Return images with their labels counted from 0."""
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
-        raise ConfigError(f"dataset: {source} names {missing}, which is not there")
-    return Images([str(path) for path in paths], [label - 1 for label in labels])
+        raise ConfigError(
+            f"dataset: {source} names {missing}, which is not there"
+        )
+    return Images(
+        [str(path) for path in paths], [label - 1 for label in labels]
+    )
 
 
 _DATASETS: Mapping[str, Callable[[Any], Splits]] = {
@@ -317,7 +345,8 @@ def _fetched(
     name: str,
     expected: Sequence[str],  # names in the folder
     url: str,
-    fetch: Callable[[Any, Path], object],  # by torchvision.datasets, into a root
+    # by torchvision.datasets, into a root
+    fetch: Callable[[Any, Path], object],
 ) -> Path:
     """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent."""
     root = Path(cfg.root).expanduser()
@@ -338,7 +367,9 @@ def _fetched(
             _fetch_whole(partial(fetch, torchvision), root, name)
         except (OSError, RuntimeError, EOFError) as error:
             # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
-            reason = str(getattr(error, "reason", error)) or type(error).__name__
+            reason = (
+                str(getattr(error, "reason", error)) or type(error).__name__
+            )
             raise ConfigError(
                 f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
                 f"{way_out}"

@@ -37,7 +37,8 @@ class ImageSpec:
 
     size: int  # rows and columns, in pixels
     channels: int
-    mean: tuple[float, ...]  # mean, std: of each channel, for values from 0 to 1
+    # mean, std: of each channel, for values from 0 to 1
+    mean: tuple[float, ...]
     std: tuple[float, ...]
     crop: float = 1.0  # fraction of a test photograph's shorter side to keep
 
@@ -93,9 +94,8 @@ class ImageDataset(Dataset[Any]):
         """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
-        seed = hash(
-            (self.seed, epoch, index)
-        )  # of integers alone: the same in every process
+        # of integers alone: the same in every process
+        seed = hash((self.seed, epoch, index))
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
             return self._transform(image), int(self.source.labels[index])
@@ -184,13 +184,17 @@ class BatchPlan:
 
 def in_order(samples: Sequence[int], size: int) -> list[Sequence[int]]:
     """Split samples into batches without shuffling."""
-    return [samples[first : first + size] for first in range(0, len(samples), size)]
+    return [
+        samples[first : first + size] for first in range(0, len(samples), size)
+    ]
 
 
 def read_at_once(effective_batch: int) -> int:
     """Return the samples to read at once while the micro-batch size is unknown. Workers read ahead
     in such parts, so a large effective batch must not be a single one."""
-    samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
+    samples = max(
+        n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0
+    )
     too_few = 4 * samples < min(_READ_AT_MOST, effective_batch)
     return effective_batch if too_few else samples
 
@@ -214,7 +218,9 @@ class Loading:
         iterator, so those of training and of validation never hold memory at the same time."""
         loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_sampler=[[(epoch, index) for index in chunk] for chunk in chunks],
+            batch_sampler=[
+                [(epoch, index) for index in chunk] for chunk in chunks
+            ],
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
             pin_memory=self.device.type == "cuda",

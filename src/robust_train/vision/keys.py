@@ -31,7 +31,9 @@ LOGGERS = ("tensorboard", "wandb", "mlflow", "none")
 def _layers(name: str, given: Any) -> tuple[str, ...]:
     layers = words_of_list(name, given)
     if not layers:
-        raise ConfigError(f"{name}=[]: name at least one module, e.g. [attn.qkv]")
+        raise ConfigError(
+            f"{name}=[]: name at least one module, e.g. [attn.qkv]"
+        )
     return layers
 
 
@@ -66,7 +68,9 @@ class BackboneConfig:
     name: str = key(MISSING, "name of the model")
     backbone: str = key(MISSING, "the backbone, a name of timm's")
     pretrained: bool = key(True, "download pretrained weights")
-    weights: str | None = key(None, "local file with weights instead of a download")
+    weights: str | None = key(
+        None, "local file with weights instead of a download"
+    )
     image_size: int = key(
         224,
         "side of the square that images are resized to, pixels",
@@ -133,7 +137,9 @@ class DatasetConfig:
     """``dataset``: what every data set has."""
 
     name: str = key(MISSING, "name of the data set")
-    root: str = key("data", "folder of the data, relative to the working directory")
+    root: str = key(
+        "data", "folder of the data, relative to the working directory"
+    )
     download: bool = key(True, "download what is missing")
     num_classes: int | None = key(
         None,
@@ -154,7 +160,9 @@ class ImageFolderConfig(DatasetConfig):
     """``dataset=image_folder``: one folder of images a class."""
 
     name: str = key("image_folder", "name of the data set")
-    root: str = key(MISSING, "folder of the data: `<root>/train/<class>/<image>`")
+    root: str = key(
+        MISSING, "folder of the data: `<root>/train/<class>/<image>`"
+    )
     train: str = key(
         "train",
         "subfolder with the training images, one folder per class",
@@ -186,7 +194,10 @@ def check_config(cfg: DictConfig) -> None:
     ConfigError: a value is not accepted, or the logger is not installed."""
     logger = logger_of(cfg)
     # found, not imported: that takes seconds, and the attempt does it
-    if logger in ("wandb", "mlflow") and importlib.util.find_spec(logger) is None:
+    if (
+        logger in ("wandb", "mlflow")
+        and importlib.util.find_spec(logger) is None
+    ):
         require(
             logger,
             f"logger={logger}",
@@ -207,7 +218,9 @@ def logger_of(cfg: DictConfig) -> str:
     if name not in LOGGERS:
         close = difflib.get_close_matches(name, LOGGERS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"logger={name}: accepted are {', '.join(LOGGERS)}{hint}")
+        raise ConfigError(
+            f"logger={name}: accepted are {', '.join(LOGGERS)}{hint}"
+        )
     return name
 
 
@@ -215,7 +228,12 @@ def preload_modules(cfg: DictConfig) -> list[str]:
     """Return the modules that this config imports, early, while a job waits. None touches CUDA."""
     check_config(cfg)
     # every torch optimizer imports torch._dynamo when it is built: more than a second
-    modules = ["numpy", "PIL.Image", "torch._dynamo", "torchvision.transforms.v2"]
+    modules = [
+        "numpy",
+        "PIL.Image",
+        "torch._dynamo",
+        "torchvision.transforms.v2",
+    ]
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],

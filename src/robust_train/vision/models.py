@@ -30,7 +30,12 @@ log = logging.getLogger("robust_train.vision")
 _PROBE_SECONDS = 10.0
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BATCH_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
 
 _PHOTOGRAPH_SIZE = 64
 _LEAST_MAP_SIZE = 4
@@ -49,7 +54,10 @@ class BuiltModel:
 def build_model(cfg: Any, data: Shape) -> BuiltModel:
     """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part."""
     if cfg.name == "cnn":
-        size, channels = cfg.image_size or data.size or _PHOTOGRAPH_SIZE, data.channels
+        size, channels = (
+            cfg.image_size or data.size or _PHOTOGRAPH_SIZE,
+            data.channels,
+        )
         module: nn.Module = SmallCnn(
             channels=channels,
             image_size=size,
@@ -60,8 +68,12 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
         _load_weights(module, cfg, heads=("head",))
         half = (0.5,) * channels
         return BuiltModel(module, ImageSpec(size, channels, half, half))
-    module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
-    found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
+    module = build_backbone(
+        cfg, 0 if cfg.name == "linear_probe" else data.num_classes
+    )
+    found = require(
+        "timm.data", f"model={cfg.name}"
+    ).resolve_model_data_config(module)
     mean, std = tuple(found["mean"]), tuple(found["std"])
     images = ImageSpec(
         cfg.image_size,
@@ -76,7 +88,9 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
             data.num_classes,
             cfg.dropout,
         )
-    return BuiltModel(add_lora(module, cfg) if cfg.name == "lora" else module, images)
+    return BuiltModel(
+        add_lora(module, cfg) if cfg.name == "lora" else module, images
+    )
 
 
 class SmallCnn(nn.Module):
@@ -98,7 +112,9 @@ class SmallCnn(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        halvings = max(1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE)))
+        halvings = max(
+            1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE))
+        )
         stages: list[nn.Module] = []
         before = channels
         for index in range(min(halvings + 1, _MOST_STAGES)):
@@ -119,11 +135,17 @@ class SmallCnn(nn.Module):
         """Return logits B×K."""
         x_BCHW = images_BCHW
         for stage in self.stages:
-            if self.is_checkpointing and self.training and torch.is_grad_enabled():
+            if (
+                self.is_checkpointing
+                and self.training
+                and torch.is_grad_enabled()
+            ):
                 x_BCHW = checkpoint(stage, x_BCHW, use_reentrant=False)
             else:
                 x_BCHW = stage(x_BCHW)
-        logits_BK: Tensor = self.head(self.dropout(self.pool(x_BCHW).flatten(1)))
+        logits_BK: Tensor = self.head(
+            self.dropout(self.pool(x_BCHW).flatten(1))
+        )
         return logits_BK
 
 
@@ -133,7 +155,9 @@ def _stage(
     *,
     halve: bool,
 ) -> nn.Sequential:
-    layers: list[nn.Module] = [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
+    layers: list[nn.Module] = (
+        [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
+    )
     for channels in (before, after):
         layers += [
             nn.Conv2d(
@@ -161,7 +185,8 @@ class LinearProbe(nn.Module):
         super().__init__()
         self.backbone = backbone.requires_grad_(False)
         features: Any = (
-            getattr(backbone, "head_hidden_size", None) or backbone.num_features
+            getattr(backbone, "head_hidden_size", None)
+            or backbone.num_features
         )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(features, num_classes)
@@ -191,7 +216,9 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and name not in heads
     ]
     for target in cfg.target_modules:
-        if not any(name == target or name.endswith("." + target) for name in layers):
+        if not any(
+            name == target or name.endswith("." + target) for name in layers
+        ):
             # as users write them: attn.qkv for blocks.0.attn.qkv
             short = dict.fromkeys(
                 re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers
@@ -329,7 +356,9 @@ def _published(timm: Any, backbone: str) -> Any:
 
 def _check_patches(cfg: Any, model: nn.Module) -> None:
     """Refuse an image size that a ViT's patches do not fill: it would fail in the first step."""
-    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    patch_size = getattr(
+        getattr(model, "patch_embed", None), "patch_size", None
+    )
     patch = max(patch_size) if isinstance(patch_size, tuple) else patch_size
     if isinstance(patch, int) and cfg.image_size % patch:
         raise ConfigError(
@@ -358,7 +387,9 @@ def _check_hub(backbone: str, repository: str | None) -> None:
             raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
 
-def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None:
+def _load_weights(
+    model: nn.Module, cfg: Any, *, heads: tuple[str, ...]
+) -> None:
     """Load the file ``cfg.weights``, if there is one: ``.safetensors`` or a state dict by
     ``torch.save``, bare or under a key such as ``model`` (this trainer's own ``final.pt``),
     converted as timm does. A classifier (``heads``) for another number of classes is left out;
@@ -369,7 +400,9 @@ def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None
     key = f"model.weights={path}"
     of_head = tuple(f"{head}." for head in heads)
     found = _read(path, key)
-    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    convert = getattr(
+        sys.modules[type(model).__module__], "checkpoint_filter_fn", None
+    )
     if convert is not None:
         found = convert(found, model)
     expected = model.state_dict()
@@ -412,7 +445,9 @@ def _read(path: Path, key: str) -> dict[str, Tensor]:
         raise
     except Exception as error:
         reason = first_line(error)[:120]
-        raise ConfigError(f"{key}: cannot be read as weights ({reason})") from error
+        raise ConfigError(
+            f"{key}: cannot be read as weights ({reason})"
+        ) from error
     for name in _CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]

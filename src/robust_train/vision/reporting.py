@@ -157,7 +157,8 @@ class Reporter:
             yield
         except ConfigError:
             raise
-        except Exception as error:  # a disk that is full, a server that is away
+        # a disk that is full, a server that is away
+        except Exception as error:
             self._curves = None
             log.warning(
                 "logger=%s: %s; training goes on without",
@@ -187,14 +188,18 @@ def _open_curves(
             dir=str(run.run_dir),
             config=OmegaConf.to_container(cfg, resolve=True),
         )
-        return _Curves(made.log, lambda has_failed: made.finish(int(has_failed)))
+        return _Curves(
+            made.log, lambda has_failed: made.finish(int(has_failed))
+        )
     if name == "mlflow":
         mlflow = require("mlflow", "logger=mlflow", extra="mlflow")
         mlflow.start_run(run_name=run.run_dir.name)
         run.trackers.poll()
         return _Curves(
             mlflow.log_metrics,
-            lambda has_failed: mlflow.end_run("FAILED" if has_failed else "FINISHED"),
+            lambda has_failed: mlflow.end_run(
+                "FAILED" if has_failed else "FINISHED"
+            ),
         )
     if name == "none":
         return None

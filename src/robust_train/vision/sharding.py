@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -62,7 +65,11 @@ def share_buffers(model: nn.Module) -> None:
 def _blocks(module: nn.Module) -> list[nn.Module]:
     """Return the outermost members of lists and sequences of modules that have weights."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return [part for part in module if next(part.parameters(), None) is not None]
+        return [
+            part
+            for part in module
+            if next(part.parameters(), None) is not None
+        ]
     return [block for child in module.children() for block in _blocks(child)]
 
 
@@ -79,7 +86,9 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 
     def gathered(_: str, tensor: Any) -> Any:
         # one at a time: a rank holds one whole tensor beside its share
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        full = (
+            tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        )
         return full.cpu() if keeps else None
 
     return named_map(gathered, weights)
@@ -88,9 +97,13 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
     parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     ]
-    own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    own = {
+        f"model.{name}": tensor for name, tensor in model.state_dict().items()
+    }
     own |= {
         f"optimizer.state.{index}": parameter
         for index, parameter in enumerate(parameters)
@@ -150,7 +163,9 @@ def write_shards(
         if isinstance(error, OSError):
             # of one about a part
             why = error.strerror or str(error).rpartition(": ")[2]
-            raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
+            raise CheckpointError(
+                f"cannot write {path}, rank {rank}: {why}"
+            ) from None
         if rank != dist.get_rank(group):
             raise RankFailure(
                 rank,
@@ -185,8 +200,11 @@ class _FolderWriter(FileSystemWriter):
         """Write this rank's shards."""
         with system_errors():
             written = super().write_data(plan, planner)
-        for name in {result.storage_data.relative_path for result in written.wait()}:
-            sync(Path(self.path, name))  # not every disk can; torch would fail there
+        for name in {
+            result.storage_data.relative_path for result in written.wait()
+        }:
+            # not every disk can; torch would fail there
+            sync(Path(self.path, name))
         return written
 
     def finish(

@@ -42,7 +42,9 @@ class Precision:
 
     def autocast(self) -> torch.autocast:
         """Return the context for each forward pass."""
-        return torch.autocast("cuda", self.dtype, self.dtype is not torch.float32)
+        return torch.autocast(
+            "cuda", self.dtype, self.dtype is not torch.float32
+        )
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -82,7 +84,10 @@ def make_optimizer(
     (biases, norms' scales) do not decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {
+            "params": [p for p in trained if p.ndim >= 2],
+            "weight_decay": weight_decay,
+        },
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr)

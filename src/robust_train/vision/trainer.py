@@ -62,7 +62,15 @@ log = logging.getLogger("robust_train.vision")
 FINAL_NAME = "final.pt"
 FORMAT = 2
 REQUIRED = frozenset(
-    {"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"}
+    {
+        "format",
+        "identity",
+        "position",
+        "model",
+        "optimizer",
+        "rng",
+        "epoch_loss",
+    }
 )
 """Keys without which a file is no checkpoint of ours."""
 
@@ -182,11 +190,15 @@ class Training:
     def _plan(self) -> BatchPlan:
         run, training = self.run, self.cfg.training
         size = training.batch_size
-        effective = size * training.gradient_accumulation_steps * run.world_size
+        effective = (
+            size * training.gradient_accumulation_steps * run.world_size
+        )
         plan = BatchPlan(
             num_samples=len(self.train_set),
             effective_batch=effective,
-            at_once=size if run.batch_search is None else read_at_once(effective),
+            at_once=size
+            if run.batch_search is None
+            else read_at_once(effective),
             seed=training.seed,
             ranks=run.world_size,
             rank=run.rank,
@@ -210,8 +222,9 @@ class Training:
             sum(number for number, is_trained in counts if is_trained),
             sum(number for number, _ in counts),
         )
-        if training.gradient_checkpointing and not models.enable_gradient_checkpointing(
-            module
+        if (
+            training.gradient_checkpointing
+            and not models.enable_gradient_checkpointing(module)
         ):
             log.warning(
                 "training.gradient_checkpointing: this model has none, it has no effect"
@@ -363,7 +376,9 @@ class Training:
                 batch,
                 self.model,
                 length=lambda _: samples,
-                backward=lambda loss: torch.autograd.backward(scaler.scale(loss)),
+                backward=lambda loss: torch.autograd.backward(
+                    scaler.scale(loss)
+                ),
             )
             return loss
         except Exception as error:
@@ -434,7 +449,11 @@ class Training:
         self.has_checkpoint = True
         self.wait_for_write()
         if self.run.is_main or self.is_sharded:
-            save = self.folder.save_from_copy if in_background else self.folder.save
+            save = (
+                self.folder.save_from_copy
+                if in_background
+                else self.folder.save
+            )
             self.run.try_to_save(lambda: save(self._content(), step))
 
     def wait_for_write(self) -> None:
@@ -482,7 +501,9 @@ class Training:
 
     def _kind_of_device(self) -> str:
         kind = self.device.type
-        return torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
+        return (
+            torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
+        )
 
     def _identity(self) -> dict[str, str]:
         """Return what a checkpoint has in common with any run that may resume from it."""
@@ -495,7 +516,9 @@ class Training:
             for key, value in self.cfg[group].items():
                 identity[f"{group}.{key}"] = str(value)
         return {
-            key: value for key, value in identity.items() if key not in _NOT_IDENTITY
+            key: value
+            for key, value in identity.items()
+            if key not in _NOT_IDENTITY
         }
 
     def _check_identity(

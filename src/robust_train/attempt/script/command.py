@@ -48,7 +48,12 @@ from robust_train.folder.checkpoints import (
 )
 from robust_train.folder.identity import wait_until_readable
 from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
-from robust_train.model.errors import ConfigError, Interrupted, Spoiled, UserError
+from robust_train.model.errors import (
+    ConfigError,
+    Interrupted,
+    Spoiled,
+    UserError,
+)
 from robust_train.model.events import (
     CheckpointSaved,
     Json,
@@ -68,7 +73,9 @@ _BEGAN_AGAIN = (
     "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
 )
 _BEFORE = "checkpoints_before.json"
-_INTERPRETER = re.compile(r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$")
+_INTERPRETER = re.compile(
+    r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$"
+)
 
 
 Stamp = tuple[int, int]
@@ -97,13 +104,16 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # any may have workers, and read their number from its environment; activations are recomputed
     # by those whose command line asks for the setting
     remedies = (
-        {WORKERS, CHECKPOINTING} if _asks_for(CHECKPOINTING, config) else {WORKERS}
+        {WORKERS, CHECKPOINTING}
+        if _asks_for(CHECKPOINTING, config)
+        else {WORKERS}
     )
     run.declared = frozenset(remedies)
     run.reads_lr = _asks_for("learning_rate", config)
     # nothing is held here, and what is logged here would be read as the end of the output
     run.memory_keeper = MemoryKeeper()
-    run.speed.least_seconds = 10 * TICK_SECONDS  # its messages are read so often
+    # its messages are read so often
+    run.speed.least_seconds = 10 * TICK_SECONDS
     values = _values(config, run)
     watch = _watch(config, cwd, values, run)
     checkpoint = _checkpoint(watch, run)
@@ -149,7 +159,9 @@ def train(cfg: DictConfig, run: Run) -> Json:
         attempt.finish(was_killed=signal_of(returncode) is not None)
     run.send(ScriptEnded(returncode, program.pid))
     if run.stop_requested:
-        raise Interrupted(f"the script was asked to stop and {_how(returncode)}")
+        raise Interrupted(
+            f"the script was asked to stop and {_how(returncode)}"
+        )
     if returncode != 0:
         raise UserError(f"the script {_how(returncode)}")
     # what comes next in this folder starts afresh
@@ -187,7 +199,10 @@ class _Attempt:
         self._doubted: tuple[Path, Stamped | None, int | None] | None = None
         self._complained = self._has_ended = False
         self._resumed = checkpoint and checkpoint[0]
-        if self._resumed is not None and self._resumed != run.resume_checkpoint:
+        if (
+            self._resumed is not None
+            and self._resumed != run.resume_checkpoint
+        ):
             run.checkpoint_saved(self._resumed, run.last_step)
 
     def poll(self, reported: Collection[str] | None = None) -> None:
@@ -279,7 +294,8 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
     return ScriptValues(
         batch_size=training.batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
-        effective_batch_size=training.effective_batch_size or training.batch_size,
+        effective_batch_size=training.effective_batch_size
+        or training.batch_size,
         learning_rate=f"{training.lr:.12g}",
         num_gpus=config.num_gpus,
         min_batch_size=config.min_batch_size,
@@ -306,7 +322,9 @@ def _watch(
     if inside is None:
         return CheckpointWatch("", {})
     # the folders themselves may have brackets in their names
-    pattern = str(Path(glob.escape(str(cwd)), values.fill(inside, glob.escape)))
+    pattern = str(
+        Path(glob.escape(str(cwd)), values.fill(inside, glob.escape))
+    )
     path = run.run_dir / _BEFORE
     starts_afresh = not config.resume and run.resume_checkpoint is None
     if run.attempt > 1 and not starts_afresh:
@@ -335,7 +353,9 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
     if reported is not None and is_whole(reported):
         given = _stamped(reported)
     elif reported is not None:
-        log.warning("checkpoint %s is missing or torn and is skipped", reported)
+        log.warning(
+            "checkpoint %s is missing or torn and is skipped", reported
+        )
     while True:
         newest = _newest(
             watch.newest(
@@ -354,7 +374,9 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
             damage = str(error)
         if not damage:
             return newest
-        log.warning("checkpoint %s is damaged (%s) and is skipped", newest[0], damage)
+        log.warning(
+            "checkpoint %s is damaged (%s) and is skipped", newest[0], damage
+        )
         bad.add(str(newest[0]))
 
 
@@ -429,7 +451,9 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
     if "/" in program:
         path = cwd / os.path.expanduser(program)
         if not path.exists():
-            raise ConfigError(f"trainer.argv: {program}: no such file in {cwd}")
+            raise ConfigError(
+                f"trainer.argv: {program}: no such file in {cwd}"
+            )
         if shutil.which(path) is None:
             interpreter = "python" if path.suffix == ".py" else "bash"
             raise ConfigError(
@@ -437,7 +461,9 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
                 f"its interpreter: {interpreter} {program}"
             )
     elif shutil.which(program, path=users_path(os.environ)) is None:
-        raise ConfigError(f"trainer.argv: {program!r} is not a program on PATH")
+        raise ConfigError(
+            f"trainer.argv: {program!r} is not a program on PATH"
+        )
     if _INTERPRETER.match(Path(program).name) and PROGRAM_FILE.search(script):
         path = cwd / os.path.expanduser(script)
         if not os.path.lexists(path) and "{" not in script:
@@ -499,7 +525,9 @@ class CheckpointWatch:
             ):
                 return Path(path), own[path]
             if reported is not None:
-                log.warning("checkpoint %s may lack files and is not used", path)
+                log.warning(
+                    "checkpoint %s may lack files and is not used", path
+                )
         return None
 
 

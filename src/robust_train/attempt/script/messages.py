@@ -93,7 +93,9 @@ def parse(line: str) -> events.Event | Result:
         raise NotUnderstood('not an object with a name under "event"')
     name = data["event"]
     fields = {
-        key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS
+        key: plain(value)
+        for key, value in data.items()
+        if key not in _ADDED_FIELDS
     }
     if name in _DOCUMENTED:
         return _documented(name, fields)
@@ -121,7 +123,8 @@ def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
         fields["metrics"] = {
             key: value
             for key, value in given.items()
-            if key not in ("step", "total_steps") and isinstance(value, (int, float))
+            if key not in ("step", "total_steps")
+            and isinstance(value, (int, float))
         }
     elif name == "checkpoint":
         fields = {
@@ -164,7 +167,9 @@ class LineReader:
             # no end is in sight where a script is faster
             size = os.fstat(file.fileno()).st_size
             file.seek(self._offset)
-            while data := file.read(min(self._block, max(size - self._offset, 0))):
+            while data := file.read(
+                min(self._block, max(size - self._offset, 0))
+            ):
                 self._offset += len(data)
                 *lines, rest = (self._rest + data).split(b"\n")
                 self._rest = rest[: 4 * _LARGEST_LINE + 1]
@@ -175,7 +180,11 @@ class LineReader:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    return (text for line in lines if (text := line.decode(errors="replace").strip()))
+    return (
+        text
+        for line in lines
+        if (text := line.decode(errors="replace").strip())
+    )
 
 
 class ScriptRun(Run):
@@ -200,7 +209,9 @@ class ScriptRun(Run):
             self.saving.job = None  # no one resumes
         minutes = value_from(environ, "checkpoint_every_minutes")
         self.saving.plan = SavePlan(
-            every_seconds=None if minutes in (None, "", AUTO) else 60 * float(minutes),
+            every_seconds=None
+            if minutes in (None, "", AUTO)
+            else 60 * float(minutes),
             every_steps=_number(environ, "checkpoint_every_steps") or None,
         )
         self._report_line = report_line
@@ -210,7 +221,10 @@ class ScriptRun(Run):
         self.device = value_from(environ, "device")
         self.micro_batch_plan = MicroBatchPlan(
             batch_size=self._split["batch_size"],
-            gradient_accumulation_steps=self._split["gradient_accumulation_steps"] or 1,
+            gradient_accumulation_steps=self._split[
+                "gradient_accumulation_steps"
+            ]
+            or 1,
             min_batch_size=_number(environ, "min_batch_size") or 1,
         )
 

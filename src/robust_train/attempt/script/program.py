@@ -105,7 +105,9 @@ class Program:
                 on_tick()
         finally:
             returncode = self._process.poll()
-            left = kill_descendants(lambda process: process.pid not in self._not_ours)
+            left = kill_descendants(
+                lambda process: process.pid not in self._not_ours
+            )
             if returncode is None:  # collected by the killing
                 self._process.returncode = returncode = -signal.SIGKILL
         if left:
@@ -124,9 +126,8 @@ class Program:
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
         """Send the stop signal, once to each; what was stopped by SIGSTOP would not get it."""
         below = children(recursive=True)
-        if (
-            self._stop_signal == signal.SIGINT
-        ):  # a shell waits for its child to end by it
+        # a shell waits for its child to end by it
+        if self._stop_signal == signal.SIGINT:
             pids = [*pids, *_run_by_shells(below)]
         asked = set(pids) - self._asked
         self._asked |= asked
