@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -23,6 +24,32 @@ from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _MOST_JOBS, MOST_SECONDS = 50, 5.0
 Check = Callable[[DictConfig], None]
+
+
+@dataclass(frozen=True)
+class SweeperSettings:
+    """``hydra.sweeper`` of our sweepers."""
+
+    sampler: Mapping[str, Any] | None = None  # None: every combination once
+    pruner: Mapping[str, Any] | None = None
+    direction: str = "maximize"
+    n_trials: int = 20
+    n_jobs: int | None = None
+    repeat: int = 1
+    seed_key: str = "training.seed"
+    params: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_trials", "repeat", "n_jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"hydra.sweeper.{name}={value}: must be 1 or more"
+                )
+        if self.direction not in ("maximize", "minimize"):
+            raise ConfigError(
+                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
+            )
 
 
 def check_jobs(config: DictConfig, check: Check | None) -> None:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from hydra.core.override_parser.types import (
@@ -37,6 +37,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from robust_train.compat import running_trial, suggest
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
+from robust_train.sweep.checks import SweeperSettings
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
 from robust_train.sweep.record import (
     STUDY,
@@ -47,9 +48,6 @@ from robust_train.sweep.record import (
     read_row,
     storage_in,
 )
-
-if TYPE_CHECKING:
-    from robust_train.sweep.sweeper import SweeperSettings
 
 log = logging.getLogger("robust_train")
 

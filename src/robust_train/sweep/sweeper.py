@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,34 +14,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
-from robust_train.sweep.checks import launcher_of
+from robust_train.sweep.checks import SweeperSettings, launcher_of
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
-
-
-@dataclass(frozen=True)
-class SweeperSettings:
-    """``hydra.sweeper`` of our sweepers."""
-
-    sampler: Mapping[str, Any] | None = None  # None: every combination once
-    pruner: Mapping[str, Any] | None = None
-    direction: str = "maximize"
-    n_trials: int = 20
-    n_jobs: int | None = None
-    repeat: int = 1
-    seed_key: str = "training.seed"
-    params: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("n_trials", "repeat", "n_jobs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"hydra.sweeper.{name}={value}: must be 1 or more"
-                )
-        if self.direction not in ("maximize", "minimize"):
-            raise ConfigError(
-                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
-            )
 
 
 def sweep(
