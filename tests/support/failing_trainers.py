@@ -6,7 +6,11 @@ import signal
 import time
 from pathlib import Path
 
-from trainers import is_ready, waits_for_the_go
+
+def waits_for_the_go():
+    """Not that of ``trainers``: benchmarks have a module of that name."""
+    while not Path(os.environ["GO_FILE"]).exists():
+        time.sleep(0.01)
 
 
 def fails_by_script(cfg, run):
@@ -49,7 +53,7 @@ def fails_by_script_when_told(cfg, run):
 
 def is_crowded_out(cfg, run):
     """Waits for the go file; its first attempt then gets the driver's own error."""
-    is_ready()
+    Path(os.environ["READY_FILE"]).touch()
     waits_for_the_go()
     run.progress(1)
     if run.attempt == 1:
