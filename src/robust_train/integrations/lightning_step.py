@@ -366,10 +366,10 @@ class _Logs:
         for key in dict.fromkeys(key for one in parts for key in one.values):
             own = [one for one in parts if key in one.values]
             value, figure, options = own[0].values[key]
-            kind = str(options["reduce_fx"]).lower()
-            kind = getattr(options["reduce_fx"], "__name__", kind)
+            reduce_fx = options["reduce_fx"]
+            kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
             if isinstance(value, Tensor) and kind not in _MEANS:
-                self._compare(key[1], own, key)
+                self._compare(key, own)
             if len(parts) > 1:
                 sizes = [one.values[key][2]["batch_size"] for one in own]
                 if None not in sizes:
@@ -388,14 +388,13 @@ class _Logs:
                     setattr(value, LATEST, _mean(own, figures))
             results.log(*key[:2], value, **options)
 
-    def _compare(self, name: str, parts: Sequence[_OfPart], key: _Key) -> None:
+    def _compare(self, key: _Key, parts: Sequence[_OfPart]) -> None:
         """Learn once whether a value is the loss: of a single sample an extreme is it too."""
+        if key[1] in self._are_losses:
+            return
         several = (one for one in parts if one.samples > 1)
-        if (
-            name not in self._are_losses
-            and (one := next(several, None)) is not None
-        ):
-            self._are_losses[name] = one.is_loss(one.values[key][1])
+        if (one := next(several, None)) is not None:
+            self._are_losses[key[1]] = one.is_loss(one.values[key][1])
 
     def _joined(
         self,
