@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +99,7 @@ def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_n
     run = Run(run_dir=tmp_path, report=reported.append)
     run.configure(RobustConfig(objective="accuracy"))
     run.progress(4)
-    run.epoch_ended(1, accuracy=0.25, loss=1.0)
+    run.epoch_ended(1, accuracy=torch.tensor(0.25), loss=1.0)
     run.record("metrics", {"step": 5, "accuracy": 0.5})
     run.record("metrics", {"step": 6, "loss": 0.5})
     run.report(0.75)

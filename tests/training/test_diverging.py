@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -214,6 +215,19 @@ def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
     guard.losses = Losses(good_step=130)
     saving.rotate("step-*", keep=1)
     assert [one.step for one in of_job(saving.folder, "j")] == [30]
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor, numpy.float32])
+def test_a_loss_of_any_library_is_looked_at(tmp_path, number):
+    run = Run(run_dir=tmp_path)
+    run.guard.divergence = DivergenceConfig(patience=2)
+
+    def train():
+        for step, loss in enumerate((1.0, float("nan"), float("nan"), 1.0), start=1):
+            run.progress(step, loss=number(loss))
+
+    with pytest.raises(Spoiled, match="the loss is nan since step 2"):
+        train()
 
 
 def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):

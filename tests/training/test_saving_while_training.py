@@ -96,20 +96,54 @@ class Loader:
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("loader", [Loader, lambda: Loader(torch.ones(1)), lambda: range(1, 7)])
-def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(tmp_path, run, loader):
+class Stream(torch.utils.data.IterableDataset):
+    """Has no length, and so has no loader of it."""
+
+    def __iter__(self):
+        return iter(range(1, 7))
+
+
+def saved_at(run, step):
+    """A later attempt's run that goes on from a checkpoint of this step, saved by ``run``."""
+    run.save({"some": 1}, step)
+    run.finish_saving()
+    path = run.checkpoint_dir / f"step-{step:08d}.pt"
+    return Run(run_dir=run.run_dir, attempt=2, resume_checkpoint=path)
+
+
+LOADERS = {
+    "with a state": Loader,
+    "with a state that is no JSON": lambda: Loader(torch.ones(1)),
+    "with a length": lambda: range(1, 7),
+    "of a stream": lambda: torch.utils.data.DataLoader(Stream(), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(run, loader):
     for batch in run.batches(loader()):
         run.progress(batch)
         if batch == 4:
-            run.save({"some": 1}, batch)
-            run.finish_saving()
+            later = saved_at(run, batch)
             break
-    later = Run(run_dir=tmp_path, attempt=2)
-    later.resume_checkpoint = tmp_path / "checkpoints/step-00000004.pt"
     state = {"some": 0}
     assert (later.load(state), state) == (4, {"some": 1})
     assert list(later.batches(loader())) == [5, 6]
     assert list(later.batches(loader())) == [1, 2, 3, 4, 5, 6]
+
+
+def test_after_a_whole_pass_of_a_stream_the_next_one_is_whole(run):
+    list(run.batches(iter(Stream())))
+    later = saved_at(run, 6)
+    later.load({"some": 0})
+    assert list(later.batches(iter(Stream()))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_loop_that_has_no_intact_checkpoint_begins_again_and_says_so(run, caplog):
+    later = saved_at(run, 4)
+    later.resume_checkpoint.write_bytes(b"damaged")
+    assert later.load({"some": 0}) == 0
+    assert caplog.messages[-1] == "no checkpoint is intact: training starts from the beginning"
 
 
 def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):

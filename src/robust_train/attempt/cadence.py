@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -214,12 +214,16 @@ class Batches:
             restorable: Any = loader
             restorable.load_state_dict(at.loader)
             skips = 0
-        elif isinstance(loader, Sized) and skips:
-            done = skips = skips % max(len(loader), 1)
+        elif skips:
+            # a loader of torch's has a length only if its data set has one
+            with contextlib.suppress(TypeError):
+                sized: Any = loader
+                done = skips = skips % max(len(sized), 1)
         self._at = Position(given, done)
         for batch in itertools.islice(loader, skips, None):
             self._at = Position(self._at.batches + 1, self._at.in_pass + 1)
             yield batch
+        self._at = Position(self._at.batches)
 
 
 def _state_of(loader: Any) -> Any:

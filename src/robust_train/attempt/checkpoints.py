@@ -484,6 +484,7 @@ def read_newest(
                 candidate,
                 fault,
             )
+    log.warning("no checkpoint is intact: training starts from the beginning")
     return None
 
 

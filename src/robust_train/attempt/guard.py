@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from robust_train.config.schema import DivergenceConfig, RobustConfig
+from robust_train.files import plain
 from robust_train.model.errors import Spoiled
 from robust_train.model.events import Event, StepDiffered, UpdateSkipped
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
@@ -196,8 +197,8 @@ class Guard:
             self._late_losses = self._late_losses or _late_figures()
             if (earlier := self._late_losses.swap(step, loss)) is not None:
                 self._judge(*earlier, self.divergence)
-        elif isinstance(loss, (int, float)):
-            self._judge(step, loss, self.divergence)
+        elif isinstance(figure := plain(loss), (int, float)):
+            self._judge(step, figure, self.divergence)
 
     def _judge(
         self,

@@ -701,14 +701,15 @@ class Run:
         **scalars: float,
     ) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
+        epoch, figures = int(epoch), plain(scalars)
         self.send(
             EpochEnded(
-                int(epoch),
+                epoch,
                 self._steps_done(),
-                plain(scalars),
+                figures,
             )
         )
-        self._report_objective(scalars, int(epoch))
+        self._report_objective(figures, epoch)
         self.speed.pause()
         self.memory_keeper.occasion("epoch")
 
@@ -741,8 +742,9 @@ class Run:
         fields: Mapping[str, Json],
     ) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
-        self.send(UserEvent(str(event), plain(dict(fields))))
-        self._report_objective(fields, fields.get("step"))
+        figures = plain(dict(fields))
+        self.send(UserEvent(str(event), figures))
+        self._report_objective(figures, figures.get("step"))
 
     def _report_objective(
         self,

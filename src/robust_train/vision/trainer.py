@@ -254,11 +254,7 @@ class Training:
                 else None,
                 gather=of_all_ranks,
             )
-            if found is None:
-                log.warning(
-                    "no checkpoint is intact: training starts from the beginning"
-                )
-            else:
+            if found is not None:
                 path, content = found
                 self._restore(content, path)
                 log.info(
