@@ -89,6 +89,21 @@ def _has_handler(pid):
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (("trainer=command", "trainer.argv=[sh,-c,exit 3]"), "exit code 3"),
+        (("trainer._target_=trainers.dies_of_segfault",), "SIGSEGV"),
+    ],
+)
+def test_how_an_attempt_ended_is_known_where_children_are_not_waited_for(world, job, words):
+    """Whoever started the launcher ignores SIGCHLD, which a process inherits."""
+    ended = world.run(
+        *job, code=1, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    )
+    assert words in ended.attempts[0]["message"]
+
+
 def test_a_request_to_stop_is_seen_while_libraries_are_imported(world):
     process = start(world.with_libraries(), "trainer_of_a_slow_library.train")
     server = ready(world)

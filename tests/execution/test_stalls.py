@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import attempt_request
+from robust_train.config.schema import RobustConfig
 from robust_train.failures.stack import where_it_stands
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import stall_watch
@@ -209,10 +210,10 @@ def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(watche
     assert watched.wait(100) is not None
 
     started = JobStarted(str(tmp_path), "trainer", "c0ffee")
-    with RunFolder(tmp_path, "a job", SignalWatch()) as folder:
+    with RunFolder(tmp_path, "a job", SignalWatch(), RobustConfig()) as folder:
         folder.record(started)
         folder.record(learned)
-    with RunFolder(tmp_path, "a job", SignalWatch()) as folder:
+    with RunFolder(tmp_path, "a job", SignalWatch(), RobustConfig()) as folder:
         folder.record(started)
         assert folder.state.longest_pause == learned.seconds
         folder.record(replace(started, job="another"))

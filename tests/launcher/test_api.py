@@ -30,6 +30,7 @@ from robust_train.attempt.loading import load
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.identity import read_identity
 from robust_train.folder.state import read_state, read_summary
+from robust_train.host import search
 from robust_train.launcher import job as launcher
 from robust_train.queue.host_queue import HostQueue
 
@@ -258,6 +259,21 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorde
     assert {HostQueue, launcher.Summary} <= {*released}
     assert read_state(tmp_path).exit_code == 130
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(
+    tmp_path, monkeypatch
+):
+    def train(cfg):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        raise RuntimeError("a" * 40 + "!")
+
+    monkeypatch.setattr(search, "LIMIT_SECONDS", 2.0)  # which this pattern takes
+    rules = {"rules": [{"message": "(a+)+$", "then": "retry"}]}
+    with pytest.raises(JobInterrupted):
+        launch(train, {"isolation": "none", "retry": rules}, run_dir=tmp_path)
+    (attempt,) = read_summary(tmp_path).attempts
+    assert (attempt.outcome, attempt.action) == ("bug", "stopped")
 
 
 def test_figures_and_events_of_the_trainers_own_may_be_named_like_ours(tmp_path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+from robust_train.config.schema import RobustConfig
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder
 from world import ROOT, SUPPORT
@@ -14,9 +15,11 @@ from world import ROOT, SUPPORT
 _HOLD = """
 import sys, time
 from pathlib import Path
+from robust_train.config.schema import RobustConfig
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder
-with SignalWatch() as signals, RunFolder(Path(sys.argv[1]), "elsewhere", signals) as folder:
+folder = Path(sys.argv[1])
+with SignalWatch() as signals, RunFolder(folder, "elsewhere", signals, RobustConfig()) as folder:
     print(folder.token, flush=True)
     while True:
         folder.tick()
@@ -28,7 +31,10 @@ with SignalWatch() as signals, RunFolder(Path(sys.argv[1]), "elsewhere", signals
 def open_folder(run_dir, name="a job", sweep=None):
     """A run folder that this process holds."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with SignalWatch() as signals, RunFolder(run_dir, name, signals, sweep) as folder:
+    with (
+        SignalWatch() as signals,
+        RunFolder(run_dir, name, signals, RobustConfig(), sweep_folder=sweep) as folder,
+    ):
         yield folder
 
 

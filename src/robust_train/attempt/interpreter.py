@@ -66,6 +66,7 @@ def main() -> NoReturn:
     """Serve one launcher: prepare, then run one attempt and end."""
     # a signal to all processes of a job waits until the attempt can handle it
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
+    signals.keep_ends_of_children()
     starter, descriptor = (int(number) for number in sys.argv[1:])
     # the reaper asks for the same, and kills what stays
     linux.signal_at_parents_death(signals.stop_signal(os.environ))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.processes import user_name
+from robust_train.host.signals import keep_ends_of_children
 
 if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
@@ -66,6 +67,7 @@ def is_due(config: RobustConfig) -> bool:
 
 def start() -> int:
     """Run this process's command in the background; return its exit code, 0 once it has begun."""
+    keep_ends_of_children()
     prefix, note = past_logout()
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as output:

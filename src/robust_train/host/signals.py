@@ -60,6 +60,15 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
     return signal.SIGUSR2 if is_ignored else signal.SIGINT
 
 
+def keep_ends_of_children() -> bool:
+    """Have the kernel keep how children end; return whether it did not. A process may inherit from
+    its parent that SIGCHLD is ignored: then each child seems to have ended well."""
+    is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if is_ignored:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return is_ignored
+
+
 def end_without_traceback_if_uncaught() -> None:
     """Have a stop or a refusal that no one catches end the interpreter with its exit code.
 
@@ -119,10 +128,12 @@ class SignalWatch:
         self._previous: dict[int, Any] = {}
         self._delivered: int | None = None
         self._counts = [0, 0]  # of signals of its own, and forwarded
+        self._ignores_children = False
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             return self
+        self._ignores_children = keep_ends_of_children()
         for forwarded, signum in FORWARDED.items():
             previous = signal.getsignal(signum)
             # ignored under nohup; None: a handler in C, which cannot be put back
@@ -138,6 +149,8 @@ class SignalWatch:
     def __exit__(self, *error: object) -> None:
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
+        if self._ignores_children:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come, from any thread; ignored if one has come already."""

@@ -19,8 +19,9 @@ import tenacity
 from omegaconf import DictConfig
 
 from robust_train.children import detach
-from robust_train.children.notifier import Notifier, notifications
+from robust_train.children.notifier import notifications
 from robust_train.compat import torch_cuda_version
+from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
 from robust_train.config.projects import resolved
@@ -227,6 +228,7 @@ class Job:
             self.trainer, inline=config.runs_inline
         )
         self.values_used = values_used(cfg, config)
+        self.policy = policy_settings(config, self.values_used)
         self.name = job_name_of(config, self.trainer)
         self.run_dir = run_folder(
             run_dir,
@@ -236,20 +238,19 @@ class Job:
         refuse_other_version(self.run_dir, resume=config.resume)
         self.signals = SignalWatch()
         self.live = LiveStatus(is_wanted=owns_terminal(config))
+        notify = notifications(config.notify, environ)
         self.folder = RunFolder(
             self.run_dir,
             self.name,
             self.signals,
-            sweep_folder(),
-            resume_command(self.run_dir, is_named=run_dir is not None)
+            replace(config, notify=notify),
+            sweep_folder=sweep_folder(),
+            resumed_by=resume_command(
+                self.run_dir, is_named=run_dir is not None
+            )
             if config.resume and engine is None
             else None,
-            resume=config.resume,
-            max_launches=config.max_launches,
             show=self.live.show,
-            notifier=Notifier(
-                notifications(config.notify, environ), self.run_dir
-            ),
         )
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
@@ -303,7 +304,6 @@ class Job:
                 schema=SCHEMA,
             )
         )
-        self.policy = policy_settings(self.config, self.values_used)
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -469,34 +469,31 @@ class Job:
         # in this process its memory does not come back
         if not self.config.runs_inline:
             self.devices.begin(spec.gpus)
-        attempt = self._with_evidence(self._run_attempt(spec))
-        found = attempt.evidence
-        if found.bad_step is not None and found.good_step is not None:
-            # another rank may have recorded a checkpoint after the one that diverged had looked
-            with contextlib.suppress(OSError):
-                spoil(
-                    self.run_dir / "checkpoints",
-                    self.beginning.job,
-                    "corrupt" if found.clue == Clue.CORRUPT else "diverged",
-                    found.good_step,
-                )
-        if found.bad_step is not None or found.has_checkpoint:
-            self.checkpoint = resume_from(self.run_dir, self.beginning.job)
-            attempt = attempt.with_checkpoint(
-                is_there=self.checkpoint is not None
-            )
-        self.decision = self._decide([*self.attempts, attempt])
-        attempt = concluded(attempt, self.decision)
-        self.attempts.append(attempt)
-        narration.log_end(attempt, self.decision)
-        if doubt := doubt_of(attempt):
-            log.warning("%s", doubt)
-        if len(self.attempts) == 1 and isinstance(self.decision, Retry):
-            self._log_unmatched()
-        self.folder.decided(attempt, self.decision)
+        request = self._begin_attempt(spec)
+        self.slow = SlowWatch(spec.gpus, self._on_event)
+        started = time.monotonic()
+        process_exit = self.executor.run(
+            request,
+            self._on_event,
+            self.signals,
+            hold=self.devices.queue.hold + self.folder.hold,
+            tick=self.folder.tick
+            if self.config.runs_inline
+            else self._tick_attempt,
+        )
+        seconds = time.monotonic() - started
+        # a signal that comes now ends the job once the attempt is recorded
+        with self.signals.handed_to(lambda signum: None):
+            attempt = replace(self.folder.attempt, exit=process_exit)
+            ending = attempt.ending
+            if isinstance(ending, Failed) and ending.config_error:
+                raise ConfigError(ending.config_error) from process_exit.error
+            first = self.attempts[0] if self.attempts else attempt
+            attempt = attempt.resumed_like(first)
+            self._conclude(ended(attempt, request, seconds))
 
-    def _run_attempt(self, spec: AttemptSpec) -> Attempt:
-        """Run one attempt; return it with its events and its exit."""
+    def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
+        """Record that an attempt begins, from the newest checkpoint; return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
         narration.announce(number, spec)
         job = self.beginning.job
@@ -519,7 +516,7 @@ class Job:
             start_step=steps.get(resumed_from) or 0,  # 0 if unknown
         )
         self.folder.attempt_starts(attempt)
-        request = request_for(
+        return request_for(
             attempt,
             self.cfg,
             self.config,
@@ -530,25 +527,34 @@ class Job:
             asked=self.policy.asked,
             is_first=not self.attempts,
         )
-        self.slow = SlowWatch(spec.gpus, self._on_event)
-        started = time.monotonic()
-        process_exit = self.executor.run(
-            request,
-            self._on_event,
-            self.signals,
-            hold=(*self.devices.queue.hold, *self.folder.hold),
-            tick=self.folder.tick
-            if self.config.runs_inline
-            else self._tick_attempt,
-        )
-        seconds = time.monotonic() - started
-        attempt = replace(self.folder.attempt, exit=process_exit)
-        if isinstance(attempt.ending, Failed) and attempt.ending.config_error:
-            raise ConfigError(
-                attempt.ending.config_error
-            ) from process_exit.error
-        first = self.attempts[0] if self.attempts else attempt
-        return ended(attempt.resumed_like(first), request, seconds)
+
+    def _conclude(self, attempt: Attempt) -> None:
+        """Decide what comes after an attempt that has ended, and record both."""
+        attempt = self._with_evidence(attempt)
+        found = attempt.evidence
+        if found.bad_step is not None and found.good_step is not None:
+            # another rank may have recorded a checkpoint after the one that diverged had looked
+            with contextlib.suppress(OSError):
+                spoil(
+                    self.run_dir / "checkpoints",
+                    self.beginning.job,
+                    "corrupt" if found.clue == Clue.CORRUPT else "diverged",
+                    found.good_step,
+                )
+        if found.bad_step is not None or found.has_checkpoint:
+            self.checkpoint = resume_from(self.run_dir, self.beginning.job)
+            attempt = attempt.with_checkpoint(
+                is_there=self.checkpoint is not None
+            )
+        self.decision = self._decide(self.attempts + [attempt])
+        attempt = concluded(attempt, self.decision)
+        self.attempts.append(attempt)
+        narration.log_end(attempt, self.decision)
+        if doubt := doubt_of(attempt):
+            log.warning("%s", doubt)
+        if len(self.attempts) == 1 and isinstance(self.decision, Retry):
+            self._log_unmatched()
+        self.folder.decided(attempt, self.decision)
 
     def _log_unmatched(self) -> None:
         """Log that the pattern for a script's checkpoints leads to none."""

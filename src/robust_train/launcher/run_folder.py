@@ -16,7 +16,7 @@ from typing import Any
 
 from robust_train.children import detach
 from robust_train.children.notifier import Notifier
-from robust_train.config.schema import NotifyConfig
+from robust_train.config.schema import RobustConfig
 from robust_train.folder import run_list
 from robust_train.folder.checkpoints import is_read_only, pass_over_damaged
 from robust_train.folder.identity import begin_job, count_launch
@@ -74,23 +74,21 @@ class RunFolder:
         run_dir: Path,
         name: str,
         signals: SignalWatch,
+        config: RobustConfig,
+        *,
         sweep_folder: Path | None = None,
         resumed_by: str | None = None,
-        *,
-        resume: bool = True,
-        max_launches: int = 0,
         show: Callable[[RunState], None] = lambda state: None,
-        notifier: Notifier | None = None,
     ) -> None:
         self.token = os.urandom(3).hex()
         self._run_dir = run_dir
         self._signals = signals
         self._sweep_folder = sweep_folder
         self._show = show
-        self._notifier = notifier or Notifier(NotifyConfig())
+        self._notifier = Notifier(config.notify, run_dir)
         self._provenance: Provenance | None = None
         job_id, now = f"0-{self.token}", time.time()
-        self._resume, self._max_launches = resume, max_launches
+        self._config = config
         self._lock = RunLock(run_dir, job_id)
         state = RunState(
             id=job_id,
@@ -142,8 +140,8 @@ class RunFolder:
         try:
             self.beginning = begin_job(
                 self._run_dir,
-                resume=self._resume,
-                max_launches=self._max_launches,
+                resume=self._config.resume,
+                max_launches=self._config.max_launches,
             )
         except RunFolderUnavailable:  # nothing could be written there
             self._lock.release()
@@ -212,7 +210,9 @@ class RunFolder:
         """Take over the job's id in the host's queue, empty if it has none."""
         state = self.state
         if job_id not in ("", state.id):
-            self._change(id=job_id, earlier_ids=(*state.earlier_ids, state.id))
+            self._change(
+                id=job_id, earlier_ids=state.earlier_ids + (state.id,)
+            )
 
     def waits(self, status: WaitStatus) -> None:
         """Record that the job waits for a GPU."""
