@@ -36,7 +36,7 @@ def measure(rounds: int) -> None:
     from robust_train.gpu.visible import visible_gpus
     from robust_train.queue.host_queue import GpuRequest, HostQueue
     from robust_train.queue.queue_dir import directory_for
-    from robust_train.queue.registry import Registry
+    from robust_train.queue.registry import QueuedJob, Registry
     from robust_train.queue.waiting import NoGpu, Waiting, wait_for_gpus
 
     base = directory_for(None, os.environ)
@@ -45,7 +45,7 @@ def measure(rounds: int) -> None:
         return visible_gpus(read_inventory(processes=processes), os.environ)
 
     def job(directory: Path | None = base) -> HostQueue:
-        return HostQueue(directory, name="b", run_dir="/", jobs_per_device=1, read=look)
+        return HostQueue(directory, look, QueuedJob(name="b"))
 
     request = GpuRequest(4000 * MIB, timeout_seconds=900, interval_seconds=600)
 

@@ -266,6 +266,14 @@ def another_user_waits(day):
     day.hold.unlink()
     wait_until(lambda: state_of(day) == "waiting", "it queues again")
     assert not [job for job in registry.jobs() if job.gpus]
+    (before,) = (job for job in registry.jobs() if job.id != probe.job.id)
+
+    def polls_under_its_ticket():
+        (now,) = (job for job in registry.jobs() if job.id != probe.job.id)
+        assert now.id == before.id
+        return now.polled_at > before.polled_at
+
+    wait_until(polls_under_its_ticket, "no time-out costs it its queue position")
     probe.release()
     registry.close()
     ended = day.end(0)
@@ -403,7 +411,11 @@ EVENTS = {
     "second launcher": Event(second_launcher, is_launched_alone),
     "neighbour": Event(neighbour, reserves_a_gpu),
     "pruned": Event(pruned, is_one_job),
-    "another user waits": Event(another_user_waits, reserves_a_gpu, words=("gpu_slice_minutes=0",)),
+    "another user waits": Event(
+        another_user_waits,
+        reserves_a_gpu,
+        words=("gpu_slice_minutes=0", "gpu_wait_timeout_minutes=0.01"),
+    ),
     "requested checkpoint": Event(requested_checkpoint, splits),
     "requested half batch": Event(requested_half_batch, is_exact=False),
     "out of memory in a step": Event(

@@ -178,14 +178,13 @@ def _member(number, plan, chaos, log):
     from robust_train.gpu.visible import visible_gpus
     from robust_train.queue.host_queue import GpuRequest, HostQueue
     from robust_train.queue.queue_dir import directory_for
+    from robust_train.queue.registry import QueuedJob
 
-    queue = HostQueue(
-        directory_for(None, os.environ),
-        name=f"member{number}",
-        run_dir="/",
-        jobs_per_device=chaos.per_device,
-        read=lambda processes: visible_gpus(read_inventory(processes=processes), os.environ),
-    )
+    def read(processes):
+        return visible_gpus(read_inventory(processes=processes), os.environ)
+
+    job = QueuedJob(name=f"member{number}", jobs_per_device=chaos.per_device)
+    queue = HostQueue(directory_for(None, os.environ), read, job)
     need, count = plan["need"], plan["count"]
     _log(log, "arrives", number, count=count, per_device=chaos.per_device)
     request = GpuRequest(need * MIB, timeout_seconds=300, interval_seconds=5.0, count=count)

@@ -26,7 +26,7 @@ from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue import host_queue, queue_dir, registry, waiting
 from robust_train.queue.host_queue import GpuRequest, HostQueue
-from robust_train.queue.registry import Registry
+from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.queue.waiting import Waiting
 from robust_train.readable import MIB
 
@@ -118,13 +118,8 @@ class QueueMachine(RuleBasedStateMachine):
     def arrive(self, job):
         need, count, per_device = job
         number = next(self.numbers)
-        queue = HostQueue(
-            self.folder / "queue",
-            name=f"job{number}",
-            run_dir="/",
-            jobs_per_device=per_device,
-            read=self.read,
-        )
+        job = QueuedJob(name=f"job{number}", jobs_per_device=per_device)
+        queue = HostQueue(self.folder / "queue", self.read, job)
         request = GpuRequest(need * MIB, interval_seconds=30.0, count=count)
         queue.join(request)
         polls = Waiting(request, queue)

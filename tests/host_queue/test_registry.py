@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -42,7 +43,7 @@ from robust_train.queue.waiting import wait_for_gpus
 from robust_train.readable import MIB
 
 A = GpuInfo("GPU-a", "A100", 0, "0", 40000 * MIB, 40000 * MIB, 0)
-REQUEST = GpuRequest(4000 * MIB, wait=False)
+REQUEST = GpuRequest(4000 * MIB, timeout_seconds=0.0)
 READ_LOCK = struct.pack("hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
 
 
@@ -66,9 +67,9 @@ def enter(registry, name="test"):
     return registry.enter(QueuedJob(name=name, reserved_bytes=4000 * MIB))
 
 
-def queue_of(base):
+def queue_of(base, token=""):
     seen = Visible((A,), inventory=Inventory((A,)))
-    return HostQueue(base, name="t", run_dir="/", jobs_per_device=1, read=lambda processes: seen)
+    return HostQueue(base, lambda processes: seen, QueuedJob(name="t"), token)
 
 
 def running_in(base):
@@ -109,6 +110,21 @@ def test_a_gpu_that_failed_three_jobs_in_weeks_is_chosen_last_until_it_is_cleare
     assert "excluded for another 30 min by a job of" in str(registry.marked((A,))[0].unusable)
     assert registry.clear(A.uuid)
     assert chosen(one, other) == A.uuid
+
+
+@pytest.mark.parametrize("letter", ["a", "ü", "训", "🙂", "\udcff"])
+def test_a_gpu_that_fails_many_jobs_is_excluded_whatever_their_folders_are_called(registry, letter):
+    for number in range(12):
+        assert registry.exclude(A.uuid, f"/runs/{letter * 300}/{number}", "ECC" * 100)
+        assert [one.uuid for one in registry.exclusions()] == [A.uuid]
+
+
+@pytest.mark.parametrize(("seconds", "stays"), [(-60, True), (60, True), (1900, False)])
+def test_a_clock_that_is_set_a_minute_ends_no_exclusion(registry, monkeypatch, seconds, stays):
+    assert registry.exclude(A.uuid, "/runs/1", "ECC")
+    now = time.time()
+    monkeypatch.setattr(queue_dir.time, "time", lambda: now + seconds)
+    assert bool(registry.exclusions()) is stays
 
 
 @needs_root
@@ -267,7 +283,7 @@ def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base):
         ("max_gpus_per_user: 0", NO_LIMIT, "a number of GPUs from 1", 0o644, 0),
         ("max_gpus: 4", NO_LIMIT, "its only key is max_gpus_per_user", 0o644, 0),
         ("max_gpus_per_user: [", NO_LIMIT, "its only key is max_gpus_per_user", 0o644, 0),
-        ("#" * 5000, NO_LIMIT, "at most 4096 bytes", 0o644, 0),
+        ("#" * 40000, NO_LIMIT, "at most 32768 bytes", 0o644, 0),
         ("max_gpus_per_user: 1", NO_LIMIT, "others may write it", 0o666, 0),
         ("max_gpus_per_user: 1", NO_LIMIT, "others may write it", 0o644, ANOTHER_USER),
     ],
@@ -396,6 +412,33 @@ def test_a_record_that_was_removed_is_written_again_under_its_ticket(registry):
     later.release()
     mine.release()
     assert list(registry.path.iterdir()) == []
+
+
+def test_a_job_that_comes_back_is_seen_by_who_took_its_last_record_for_dead(base, registry):
+    job = queue_of(base, token="abcdef")
+    job.join(REQUEST)
+    job.requeue(REQUEST, (A.uuid,))
+    job.withdraw()
+    # as it is for a moment, unlocked and not yet removed
+    (registry.path / "record.0000000001.abcdef").touch()
+    assert registry.jobs() == []
+    again = job.requeue(REQUEST, (A.uuid,))
+    assert registry.jobs() == [again]
+    job.release()
+
+
+def test_who_can_open_no_file_says_so_and_takes_no_gpu_for_free(registry):
+    enter(registry)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(registry.fd)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(QueueProblem, match=r"cannot be read \(Too many open files\)"):
+            registry.jobs()
+        assert registry.marked((A,)) == (A,)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_sixty_thousand_files_of_a_user_delay_no_one(registry):

@@ -66,9 +66,7 @@ class Job:
         self.driver_hangs = False
         self.said = []
         self.request = GpuRequest(4000 * MIB, **{"interval_seconds": 600, **request})
-        self.queue = HostQueue(
-            host.base, name="test", run_dir="/", jobs_per_device=1, read=self.read
-        )
+        self.queue = HostQueue(host.base, self.read, QueuedJob(name="test"))
 
     def read(self, processes):
         gpus = tuple(self.host.gpus)

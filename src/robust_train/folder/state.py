@@ -78,7 +78,8 @@ class RunState:
     earlier_ids: tuple[str, ...] = ()  # ids that the job had before
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
-    # `position`, `reason` and `seconds_left` while it waits for a GPU
+    # `position`, `reason` and `seconds_left` (null after a time slice: as long as it takes) while
+    # it waits for a GPU
     waiting: Mapping[str, Json] | None = None
     attempt: Attempt | None = None  # the last one, as in `summary.json`
     checkpoint: str | None = None  # the last one that was reported

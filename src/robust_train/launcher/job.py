@@ -413,22 +413,23 @@ class Job:
         ):
             retry, room = self.decision, self.decision.room
             started = time.monotonic()
-            found = self.devices.wait_for_room(room)
+            # one that has left its GPUs waits as long as it takes
+            found = self.devices.wait_for_room(
+                room, for_ever=retry.otherwise is None
+            )
             self.wait_seconds += time.monotonic() - started
             if not isinstance(found, NoGpu):
                 if not room.gpu_uuids:
                     known = tuple(self.attempts)
                     self.decision = on_gpus(self.policy, known, retry, found)
                 return
-            if retry.otherwise is not None:
-                self._decide_again(
-                    retry.otherwise,
-                    "waited_in_vain",
-                    found.reason,
-                )
-            # else it has left its GPUs and waits as long as it takes
-            elif not found.timed_out:
+            if retry.otherwise is None:
                 raise NoDevice(found.reason)
+            self._decide_again(
+                retry.otherwise,
+                "waited_in_vain",
+                found.reason,
+            )
 
     def _wait_for_disk(self) -> None:
         """Wait for space after an attempt that a full disk has ended."""

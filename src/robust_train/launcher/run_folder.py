@@ -51,6 +51,7 @@ from robust_train.model.events import (
 )
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
+from robust_train.model.json import finite
 from robust_train.model.spec import Decision
 from robust_train.queue.waiting import WaitStatus
 
@@ -219,7 +220,7 @@ class RunFolder:
         waiting = {
             "position": status.position,
             "reason": status.sentence(),
-            "seconds_left": round(status.seconds_left, 1),
+            "seconds_left": finite(round(status.seconds_left, 1)),
         }
         self._change(state="waiting", waiting=waiting)
         self._detach()

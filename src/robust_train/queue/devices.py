@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,15 +76,14 @@ class Devices:
         # the GPU that the config names, if any
         self._named: tuple[str, ...] = ()
         self._slice_ends = 0.0
-        self.queue = HostQueue(
-            _queue_directory(config, environ),
+        job = QueuedJob(
             name=job_name,
             run_dir=str(run_dir),
             jobs_per_device=config.gpu_jobs_per_device,
             urgency=config.urgency(in_sweep=in_sweep),
-            read=self._read,
-            token=token,
         )
+        directory = _queue_directory(config, environ)
+        self.queue = HostQueue(directory, self._read, job, token)
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
         """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.
@@ -120,11 +121,11 @@ class Devices:
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
         if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
-            least = replace(request, count=min((request.count, *fewer)))
+            least = replace(request, count=min(fewer, default=request.count))
             pointless = "" if changes else why_pointless(least, visible)
             if pointless:
                 raise ConfigError(pointless)
-        group = self._wait(request, (request.count, *fewer))
+        group = self._wait(request, itertools.chain([request.count], fewer))
         if isinstance(group, NoGpu):
             return self._cpu_or_nothing(group.reason, has_gpus=True)
         if len(group) < request.count:
@@ -204,11 +205,7 @@ class Devices:
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
             suspects = gpus_of(group, failure.rank)
-            excluded = excluded_after(
-                failure,
-                suspects,
-                free_bytes(suspects),
-            )
+            excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
         before, self._free_before = self._free_before, {}
@@ -223,35 +220,33 @@ class Devices:
             gpu_free_after_bytes=after.get(uuid),
         )
 
-    def wait_for_room(self, room: Room) -> Group | NoGpu:
+    def wait_for_room(self, room: Room, *, for_ever: bool) -> Group | NoGpu:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
-        Returns the GPUs that have it, else why the waiting ended."""
+        Returns the GPUs that have it, else why the waiting ended.
+
+        Args:
+            room: what is waited for.
+            for_ever: however long that takes, at one queue position.
+        """
         only = room.gpu_uuids or self._named
-        request = self._request(
-            room.free_bytes,
-            only,
-            room.exclude,
-        )
+        request = self._request(room.free_bytes, only, room.exclude)
+        if for_ever:
+            request = replace(request, timeout_seconds=math.inf)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
         # these are reserved already
-        alone = HostQueue.alone(self._read)
-        return Waiting(
-            request,
-            alone,
-            self._on_wait,
-            self._sleep,
-        ).run()
+        alone = HostQueue(None, self._read)
+        return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(
-        self,
-        request: GpuRequest,
-        counts: Sequence[int],
+        self, request: GpuRequest, counts: Iterable[int]
     ) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
-        why: NoGpu | None = None
-        for count in counts:
-            request = replace(request, count=count)
+        deadline = time.monotonic() + request.timeout_seconds
+        why = NoGpu("no GPU is wanted")
+        for number, count in enumerate(counts):
+            left = max(deadline - time.monotonic(), 0.0)
+            request = replace(request, count=count, timeout_seconds=left)
             found = wait_for_gpus(
                 self.queue,
                 request,
@@ -262,11 +257,9 @@ class Devices:
                 slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
                 self._slice_ends = time.monotonic() + slice_seconds
                 return found
-            if why is None or found.timed_out:
+            if number == 0 or left:  # the reason of the one that has waited
                 why = found
-            if found.timed_out:
-                request = replace(request, wait=False)
-        return why or NoGpu("no GPU is wanted")
+        return why
 
     def _request(
         self,
@@ -275,14 +268,15 @@ class Devices:
         exclude: Sequence[str] = (),
     ) -> GpuRequest:
         """Return a request for all GPUs of ``only``, or for as many as the job needs."""
+        config = self._config
+        minutes = config.gpu_wait_timeout_minutes if config.wait_for_gpu else 0
         return GpuRequest(
             min_bytes=min_bytes,
-            wait=self._config.wait_for_gpu,
-            timeout_seconds=60 * self._config.gpu_wait_timeout_minutes,
-            interval_seconds=self._config.gpu_check_interval_seconds,
+            timeout_seconds=60 * minutes,
+            interval_seconds=config.gpu_check_interval_seconds,
             only=frozenset(only),
             exclude=frozenset(exclude),
-            count=len(only) or self._config.num_gpus,
+            count=len(only) or config.num_gpus,
         )
 
     def _read(self, processes: bool) -> Visible:
@@ -291,11 +285,11 @@ class Devices:
     def _learn(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next one needs."""
         group, shown = attempt.spec.gpus, attempt.memory
-        allocated, reserved = (
+        peak = max(
             shown.get("max_allocated", 0),
             shown.get("reserved", 0),
+            self._other_ranks_bytes,
         )
-        peak = max(allocated, reserved, self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:
             name = group[0].name if group else ""
@@ -332,12 +326,7 @@ class Devices:
         )
         return self._cpu_or_nothing(why, has_gpus=has_gpus)
 
-    def _cpu_or_nothing(
-        self,
-        reason: str,
-        *,
-        has_gpus: bool,
-    ) -> Group:
+    def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._config.allow_cpu_fallback:
             raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
         asked = self._config.num_gpus
@@ -349,12 +338,14 @@ class Devices:
                 asked,
             )
         elif has_gpus:
-            text = "%s: training on the CPU, which may take many times as long"
-            log.warning(text, reason)
+            log.warning(
+                "%s: training on the CPU, which may take many times as long",
+                reason,
+            )
         else:
-            why = "no GPU here" if reason == NO_DRIVER else reason
             log.info(
-                "%s: training on the CPU (details: robust-train doctor)", why
+                "%s: training on the CPU (details: robust-train doctor)",
+                "no GPU here" if reason == NO_DRIVER else reason,
             )
         return ()
 

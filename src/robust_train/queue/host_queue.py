@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from robust_train.gpu.inventory import close_session
 from robust_train.gpu.processes import user_name
@@ -33,6 +34,7 @@ log = logging.getLogger("robust_train")
 
 _LOOK_SECONDS = 60.0
 _SEEN_SECONDS = 1.0
+_NAMELESS = QueuedJob()
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class GpuRequest:
     """A job's request."""
 
     min_bytes: int  # free memory that it needs on each GPU
-    wait: bool = True  # whether to wait if there is not that much now
-    timeout_seconds: float = 3600.0  # how long at most
+    # how long to wait for that at most; 0: take what there is now
+    timeout_seconds: float = 3600.0
     interval_seconds: float = 30.0  # between two polls of the GPUs
     # UUIDs of the GPUs that will do; none: any
     only: frozenset[str] = frozenset()
@@ -59,34 +61,25 @@ class GpuRequest:
 
 
 class HostQueue:
-    """One job, as it deals with the other jobs of its host, or without them."""
+    """One job, as it deals with the other jobs of its host, or without them.
+
+    Args:
+        directory: the queue directory; None: no reservations at all.
+        read: reads the GPUs; its argument asks for their processes too.
+        job: its name, run folder, jobs per GPU and urgency.
+        token: the last part of the job's id, six hexadecimal digits; empty: any.
+    """
 
     def __init__(
         self,
-        # the queue directory; None: no reservations at all
         directory: Path | None,
-        *,
-        name: str,  # of the job, for people
-        run_dir: str,
-        # maximum number of jobs per GPU that it accepts, including itself
-        jobs_per_device: int,
-        # reads the GPUs; its argument asks for their processes too
         read: Callable[[bool], Visible],
-        # among the jobs of its user: 0 low, 1 normal, 2 high
-        urgency: int = 1,
-        # the last part of the job's id, six hexadecimal digits; empty: any
+        job: QueuedJob = _NAMELESS,
         token: str = "",
     ) -> None:
-        self.job_id = ""
-        """As ``robust-train queue`` shows it; empty before the job had a ticket."""
         self.read_machine = read
         self._directory = directory
-        self._job = QueuedJob(
-            name=name,
-            run_dir=run_dir,
-            jobs_per_device=jobs_per_device,
-            urgency=urgency,
-        )
+        self._job = job  # as it last entered the queue
         self._token = token
         self._registry: Registry | None = None
         self._reservation: Reservation | None = None
@@ -94,20 +87,14 @@ class HostQueue:
         self._next_look = 0.0
 
     @property
+    def job_id(self) -> str:
+        """As ``robust-train queue`` shows it; empty before the job had a ticket."""
+        return self._job.id
+
+    @property
     def hold(self) -> tuple[int, ...]:
         """The descriptor that keeps the reservation alive, if there is one."""
         return () if self._reservation is None else (self._reservation.fd,)
-
-    @staticmethod
-    def alone(read: Callable[[bool], Visible]) -> HostQueue:
-        """Return a job that knows no others."""
-        return HostQueue(
-            None,
-            name="",
-            run_dir="",
-            jobs_per_device=1,
-            read=read,
-        )
 
     @property
     def is_shared(self) -> bool:
@@ -167,43 +154,30 @@ class HostQueue:
             inventory=replace(visible.inventory, gpus=marked),
         )
 
-    def requeue(
-        self,
-        request: GpuRequest,
-        only: tuple[str, ...],
-    ) -> QueuedJob:
+    def requeue(self, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
         """Write down what the job waits for, under its old ticket if it has one; return the job."""
-        if self._registry is None:
-            return QueuedJob(
-                id="alone",
-                only=only,
-                reserved_bytes=request.min_bytes,
-                count=request.count,
-                polled_at=time.monotonic(),
-            )
+        now = time.monotonic()
         reservation = self._reservation
-        job = self._job if reservation is None else reservation.job.on(())
-        job = replace(
-            job,
+        job = self._job if reservation is None else reservation.job
+        job = job.on(
+            (),
             reserved_bytes=request.min_bytes,
             count=request.count,
             only=only,
         )
+        if self._registry is None:
+            return replace(job, id="alone", polled_at=now)
         if reservation is None:
-            reservation = self._registry.enter(job, self._token)
-            self._reservation, self.job_id = reservation, reservation.job.id
-            return reservation.job
+            self._reservation = self._registry.enter(job, self._token)
+            self._job = self._reservation.job
+            return self._job
         # without a GPU to take it does not show itself, so that those behind it pass
-        if only and time.monotonic() - job.polled_at >= _SEEN_SECONDS:
-            job = replace(job, polled_at=time.monotonic())
+        if only and now - job.polled_at >= _SEEN_SECONDS:
+            job = replace(job, polled_at=now)
         reservation.update(job)
         return reservation.job
 
-    def announce(
-        self,
-        uuids: Sequence[str],
-        need_bytes: int,
-    ) -> bool:
+    def announce(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve GPUs if they have room: write it down first, then look who else did the same.
         Without other jobs there is nothing to write.
 
@@ -227,12 +201,7 @@ class HostQueue:
             reserved_bytes=need_bytes,
             only=tuple(gpu.uuid for gpu in visible.gpus),
         )
-        is_mine = has_room(
-            wanted,
-            others,
-            visible.machine,
-            limit,
-        )
+        is_mine = has_room(wanted, others, visible.machine, limit)
         reservation.update(wanted if is_mine else before)
         return is_mine
 
@@ -251,13 +220,7 @@ class HostQueue:
             reserved_bytes=0,
             only=tuple(gpu.uuid for gpu in visible.gpus),
         )
-        return open_to(
-            me,
-            others,
-            visible.machine,
-            time.monotonic(),
-            limit,
-        )
+        return open_to(me, others, visible.machine, time.monotonic(), limit)
 
     def who_waits(self) -> QueuedJob | None:
         """Return the job of a user with fewer GPUs that this job's are kept for, if there is one.
@@ -273,20 +236,10 @@ class HostQueue:
             if any(not one.gpus and one.owner != me.owner for one in others):
                 gpus = self.read().machine
                 close_session()
-                return waits_for(
-                    me,
-                    others,
-                    gpus,
-                    time.monotonic(),
-                    limit,
-                )
+                return waits_for(me, others, gpus, time.monotonic(), limit)
         return None
 
-    def take(
-        self,
-        uuids: Sequence[str],
-        need_bytes: int,
-    ) -> bool:
+    def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
         """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
         none for the CPU: everything is released. Returns False if another job has one by now."""
         if self._reservation is None:
@@ -312,11 +265,7 @@ class HostQueue:
             self.do_without(problem)
         return True
 
-    def exclude(
-        self,
-        uuid: str,
-        reason: str,
-    ) -> None:
+    def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
         fate = "failed, and other jobs do not know of it"
         registry, job = self._registry, self._job.run_dir
@@ -329,11 +278,7 @@ class HostQueue:
             reason,
         )
 
-    def report(
-        self,
-        taken_bytes: int,
-        rank: int = 0,
-    ) -> None:
+    def report(self, taken_bytes: int, rank: int = 0) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
         taken = list(
             self._reservation.job.taken_bytes if self._reservation else ()
@@ -345,10 +290,10 @@ class HostQueue:
     def drain(self) -> None:
         """Show the other jobs that the attempt has ended; its memory will be free soon."""
         if self._reservation is not None:
-            unknown = (None,) * len(self._reservation.job.gpus)
+            gpus = self._reservation.job.gpus
             self._show(
                 draining=True,
-                taken_bytes=unknown,
+                taken_bytes=(None,) * len(gpus),
                 idle_seconds=(),
             )
 
@@ -382,12 +327,12 @@ class HostQueue:
             self._registry.close()
         self._reservation = self._registry = None
 
-    def _show(self, **changes: object) -> None:
+    def _show(self, **changes: Any) -> None:
         """Change the record for the other jobs, if that is possible."""
         if self._reservation is not None:
             job = self._reservation.job
             with contextlib.suppress(QueueProblem):
-                self._reservation.update(replace(job, **changes))  # type: ignore[arg-type]
+                self._reservation.update(replace(job, **changes))
 
     def do_without(self, problem: QueueProblem) -> None:
         """Go on without the other jobs, after a warning."""

@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,18 +37,22 @@ LIMITS_FILE = "queue.yaml"
 NO_LIMIT = 1 << 30
 EXCLUDED_SECONDS = 1800.0
 MOST_FILES_PER_USER = 1000
+MOST_BYTES = 32768  # of a file that anyone may have put there
 
 _TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
-_MOST_BYTES = 4096
 _MOST_TEXT = 200
+# in this boot's directory or in that of all boots
 _FAULTS_FILE = re.compile(
-    r"faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII
+    r"(?:\.\./)?faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII
 )
 _REMEMBERED_SECONDS = 28 * 86400.0
-_MOST_FAULTS = 10  # of one user on one GPU
+# of one user on one GPU: in any language they fit into MOST_BYTES
+_MOST_FAULTS = 8
+# this process or the machine can open nothing at all
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # their locks may hang, or not reach other hosts
 _NOT_LOCAL = re.compile(
     r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
@@ -61,11 +65,7 @@ class QueueProblem(NotDone):
 
     exit_code = EXIT_BAD_CONFIG
 
-    def __init__(
-        self,
-        path: Path,
-        trouble: str,
-    ) -> None:
+    def __init__(self, path: Path, trouble: str) -> None:
         super().__init__(
             f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or "
             f"{VARIABLE}"
@@ -86,10 +86,11 @@ class GpuFault:
     @property
     def seconds_left(self) -> float:
         """For how long the GPU is excluded."""
-        seconds = time.time() - self.time
-        has_booted_since = seconds > time.monotonic()
-        is_over = has_booted_since or not 0 <= seconds < EXCLUDED_SECONDS
-        return 0.0 if is_over else EXCLUDED_SECONDS - seconds
+        age = time.time() - self.time
+        has_booted_since = age > time.monotonic()
+        # a clock that was set back does not end it, nor makes it last
+        seconds = 0.0 if has_booted_since else EXCLUDED_SECONDS - abs(age)
+        return max(seconds, 0.0)
 
     def sentence(self) -> str:
         """Return for how long the GPU is excluded, by whom, and why."""
@@ -138,20 +139,24 @@ class QueueDir:
     ) -> list[re.Match[str]]:
         """Return the names that match, sorted.
 
-        One user's files beyond a thousand are left out, so they delay no other user.
+        One user's files beyond a thousand are left out, so they delay no other user. Raises
+        OSError: the directory cannot be listed.
         """
-        names: set[str] = set()
-        with contextlib.suppress(OSError):  # removed
-            names = set(os.listdir(self.base if folder else self.fd))
-        named = map(pattern.fullmatch, sorted(names.difference(without)))
-        found = [match for match in named if match]
+        try:
+            names = os.listdir(self.base if folder else self.fd)
+        except (FileNotFoundError, NotADirectoryError):  # removed
+            return []
+        named = (
+            folder + name for name in sorted({*names}.difference(without))
+        )
+        found = [match for match in map(pattern.fullmatch, named) if match]
         if len(found) <= MOST_FILES_PER_USER:
             return found
         own, kept = Counter[int](), []
         for match in found:
             with contextlib.suppress(OSError):
                 status = os.stat(
-                    folder + match[0],
+                    match[0],
                     dir_fd=self.fd,
                     follow_symlinks=False,
                 )
@@ -161,23 +166,22 @@ class QueueDir:
         return kept
 
     def open(self, name: str) -> int | None:
-        """Return a descriptor of a regular file, for reading; None if there is none."""
+        """Return a descriptor of a regular file, for reading; None if there is none. Raises
+        OSError: this process can open no file at all."""
         # O_NONBLOCK: a FIFO planted under the name must not block the open
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(name, flags, dir_fd=self.fd)
-        except OSError:
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                raise
             return None
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
         return None
 
-    def create(
-        self,
-        name: str,
-        mode: int,
-    ) -> int:
+    def create(self, name: str, mode: int) -> int:
         """Return a descriptor of a new file, for reading and writing. Raises OSError (a full disk,
         a name that is taken)."""
         flags = (
@@ -214,25 +218,25 @@ class QueueDir:
 
     def exclusions(self) -> list[GpuFault]:
         """Return the last fault of each GPU that is excluded now."""
-        faults = (one for jobs in self.faults().values() for one in jobs)
-        return list(
-            {one.uuid: one for one in faults if one.seconds_left}.values()
-        )
+        return list(_excluding(self.faults()).values())
 
     def clear(self, uuid: str) -> bool:
         """Use a GPU as any other again; return False if the caller has nothing against it. Root
         clears for all."""
         removed = [
-            self.remove(folder + match[0])
-            for match, folder in self._fault_files()
-            if match[1] == uuid and os.geteuid() in (0, int(match[2]))
+            self.remove(file[0])
+            for file in self._fault_files()
+            if file[1] == uuid and os.geteuid() in (0, int(file[2]))
         ]
         return any(removed)
 
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
         """Return the GPUs, excluded ones as unusable, and how many jobs each has failed."""
         faults = self.faults()
-        excluded = {one.uuid: one.sentence() for one in self.exclusions()}
+        excluded = {
+            uuid: fault.sentence()
+            for uuid, fault in _excluding(faults).items()
+        }
         return tuple(
             replace(
                 gpu,
@@ -245,8 +249,8 @@ class QueueDir:
     def faults(self) -> dict[str, list[GpuFault]]:
         """Return by GPU the jobs that it has failed in the last four weeks, the oldest first."""
         found: dict[str, dict[tuple[str, str], GpuFault]] = {}
-        for match, folder in self._fault_files():
-            for fault in self._faults_in(match, folder):
+        for file in self._fault_files():
+            for fault in self._faults_in(file):
                 found.setdefault(fault.uuid, {})[fault.by, fault.job] = fault
         return {
             uuid: sorted(jobs.values(), key=lambda one: one.time)
@@ -261,53 +265,58 @@ class QueueDir:
     ) -> bool:
         """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot;
         return False if the directory takes no more files."""
-        match = _FAULTS_FILE.fullmatch(f"faults.{uuid}.{os.geteuid()}")
-        if match is None:
-            return False
-        text, job = reason[: _MOST_TEXT // 2], job[-_MOST_TEXT:]
+        job = job[-_MOST_TEXT:]
         new = GpuFault(
             "",
             "",
             job,
             time.time(),
-            text,
+            reason[: _MOST_TEXT // 2],
         )
         for folder in ("../", ""):
-            before = self._faults_in(match, folder)
-            kept = [one for one in before if one.job != job][
-                1 - _MOST_FAULTS :
-            ]
-            content = json.dumps([asdict(one) for one in [*kept, new]])
+            name = f"{folder}faults.{uuid}.{os.geteuid()}"
+            file = _FAULTS_FILE.fullmatch(name)
+            if file is None:
+                return False
+            known = [one for one in self._faults_in(file) if one.job != job]
+            known.append(new)
+            content = json.dumps(
+                [asdict(one) for one in known[-_MOST_FAULTS:]]
+            )
             temporary = f"{folder}new.{os.urandom(8).hex()}"
             with contextlib.suppress(OSError):
-                with os.fdopen(self.create(temporary, 0o644), "w") as file:
-                    os.fchmod(file.fileno(), 0o644)  # whatever the umask
-                    file.write(content)
-                self.publish(temporary, folder + match[0])
+                with os.fdopen(self.create(temporary, 0o644), "w") as opened:
+                    os.fchmod(opened.fileno(), 0o644)  # whatever the umask
+                    opened.write(content)
+                self.publish(temporary, name)
                 return True
             self.remove(temporary)
         return False
 
-    def _fault_files(self) -> list[tuple[re.Match[str], str]]:
-        """Return the files about faults, in the directory of all boots and in this boot's."""
-        return [
-            (match, folder)
-            for folder in ("../", "")
-            for match in self.matches(_FAULTS_FILE, folder=folder)
-        ]
+    @contextlib.contextmanager
+    def problems(self, done: str) -> Iterator[None]:
+        """Raise QueueProblem for an OSError of this block, in which something is ``done``."""
+        try:
+            yield
+        except OSError as error:
+            raise QueueProblem(self.path, why_not_done(error, done)) from error
 
-    def _faults_in(
-        self,
-        file: re.Match[str],
-        folder: str,
-    ) -> list[GpuFault]:
-        data, status = self._read(folder + file[0])
+    def _fault_files(self) -> list[re.Match[str]]:
+        """Return the files about faults, in the directory of all boots and in this boot's."""
+        with contextlib.suppress(OSError):
+            return [
+                file
+                for folder in ("../", "")
+                for file in self.matches(_FAULTS_FILE, folder=folder)
+            ]
+        return []
+
+    def _faults_in(self, file: re.Match[str]) -> list[GpuFault]:
+        data, status = self._read(file[0])
         if status is None or status.st_uid != int(file[2]):
             return []
-        now, about = (
-            time.time(),
-            {"uuid": file[1], "by": user_name(status.st_uid)},
-        )
+        now = time.time()
+        about = {"uuid": file[1], "by": user_name(status.st_uid)}
         with contextlib.suppress(
             ValueError,
             TypeError,
@@ -326,19 +335,20 @@ class QueueDir:
 
     def _read(self, name: str) -> tuple[bytes, os.stat_result | None]:
         """Return content and status of a small regular file; nothing if there is none."""
-        fd = self.open(name)
-        if fd is None:
-            return b"", None
-        with os.fdopen(fd, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-            return data, os.fstat(fd) if len(data) <= _MOST_BYTES else None
+        with contextlib.suppress(OSError):
+            if (fd := self.open(name)) is not None:
+                with os.fdopen(fd, "rb") as file:
+                    data = file.read(MOST_BYTES + 1)
+                    if len(data) <= MOST_BYTES:
+                        return data, os.fstat(fd)
+        return b"", None
 
     def _read_limit(self) -> int:
         """Return the limit in the file. Raises ValueError: the first mistake in it."""
         data, status = self._read(f"../{LIMITS_FILE}")
         if status is None:
             raise ValueError(
-                f"it is not a regular file of at most {_MOST_BYTES} bytes"
+                f"it is not a regular file of at most {MOST_BYTES} bytes"
             )
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
@@ -354,6 +364,18 @@ class QueueDir:
         if type(limit) is not int or limit < 1:
             raise ValueError("max_gpus_per_user is a number of GPUs from 1")
         return limit
+
+
+def _excluding(
+    faults: Mapping[str, Sequence[GpuFault]],
+) -> dict[str, GpuFault]:
+    """Return by GPU the last fault that excludes it now."""
+    return {
+        uuid: fault
+        for uuid, jobs in faults.items()
+        for fault in jobs
+        if fault.seconds_left
+    }
 
 
 # --- where it is, and whether it can be trusted ----------------------------------------------
@@ -382,23 +404,13 @@ def tmpfiles_line(path: Path) -> str:
 def file_system_of(path: Path) -> str:
     """Return the type of the file system that a directory is on, ``ext4``."""
     # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
-    mounts = (
-        Path("/proc/self/mounts")
-        .read_text(errors="surrogateescape")
-        .split("\n")
-    )
-    types = {
-        words[1]: words[2]
-        for line in mounts
-        if len(words := line.split(" ")) > 2
-    }
-    path = Path(os.path.realpath(path))
-    places = (
-        str(place).replace(" ", "\\040") for place in (path, *path.parents)
-    )
-    return next(
-        (types[place] for place in places if place in types), "unknown"
-    )
+    mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
+    lines = (line.split(" ") for line in mounts.split("\n"))
+    types = {words[1]: words[2] for words in lines if len(words) > 2}
+    place = os.path.realpath(path).replace(" ", "\\040")
+    while place not in types and place != "/":
+        place = os.path.dirname(place)
+    return types.get(place, "unknown")
 
 
 def boot_name() -> str:
@@ -411,7 +423,7 @@ def boot_name() -> str:
     return f"boot-{boot_id}"
 
 
-def why_not_written(error: OSError, done: str = "written") -> str:
+def why_not_done(error: OSError, done: str) -> str:
     """Return what is wrong with a directory in which something could not be done."""
     if error.errno == errno.ENOSPC:
         return f"is on a file system that is full ({error.strerror}): make room there"
@@ -429,7 +441,7 @@ def _checked_owner(path: Path) -> int:
             path.chmod(_SHARED_MODE)  # whatever the umask
         status = path.lstat()
     except OSError as error:
-        raise QueueProblem(path, why_not_written(error, "used")) from error
+        raise QueueProblem(path, why_not_done(error, "used")) from error
     if not stat.S_ISDIR(status.st_mode):
         raise QueueProblem(path, "is a symbolic link or not a directory")
     is_sticky = bool(status.st_mode & stat.S_ISVTX)

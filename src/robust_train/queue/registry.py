@@ -14,13 +14,15 @@ the other. So no process can keep the others from deciding.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import itertools
 import json
 import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,7 @@ from robust_train.host.linux import (
     processes_of,
 )
 from robust_train.model.json import from_json
-from robust_train.queue.queue_dir import (
-    QueueDir,
-    QueueProblem,
-    why_not_written,
-)
+from robust_train.queue.queue_dir import MOST_BYTES, QueueDir
 
 IDLE_SECONDS = 3600
 UNSEEN_SECONDS = 5.0
@@ -47,7 +45,6 @@ UNSEEN_SECONDS = 5.0
 _RECORD_FILE = re.compile(r"record\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
 _LAST_TICKET = 10**15 - 1
-_MOST_BYTES = 32768
 _PAGE_BYTES = 4096
 _MOST_TEXT = 300
 _MOST_GPUS = 256
@@ -167,14 +164,15 @@ def decode(
     line = data[_CHECKSUM:].rstrip()
     try:
         checksum = int(data[: _CHECKSUM - 1], 16)
-        if len(data) > _MOST_BYTES or checksum != zlib.crc32(line):
+        if len(data) > MOST_BYTES or checksum != zlib.crc32(line):
             return None
         own = {"id": job_id, "ticket": ticket, "owner": owner}
-        values = {**parse_json(line), **own}
-        job = from_json(QueuedJob, values)
+        job = from_json(QueuedJob, {**parse_json(line), **own})
     except (ValueError, TypeError, OverflowError):
         return None
-    figures = (*vars(job).values(), *job.taken_bytes, *job.idle_seconds)
+    figures = itertools.chain(
+        vars(job).values(), job.taken_bytes, job.idle_seconds
+    )
     is_possible = (
         all(
             0 <= one <= _LARGEST
@@ -201,50 +199,61 @@ class Registry(QueueDir):
         """Names of records whose jobs have ended: one never comes to life again."""
 
     def jobs(self) -> list[QueuedJob]:
-        """Return the living jobs in the order of their tickets; remove what own dead ones left."""
+        """Return the living jobs in the order of their tickets; remove what own dead ones left.
+
+        Raises:
+            QueueProblem: the records cannot be read, so that no one knows what is reserved.
+        """
         # removed: newcomers see another one
         if os.fstat(self.fd).st_nlink == 0:
             removed = self.fd
             super().__init__(self.base)
             os.close(removed)
-        matches = self.matches(_RECORD_FILE, self._dead)
         known, self._known = self._known, {}
         marked = functools.cache(marked_processes)
-        self._dead.intersection_update(
-            os.listdir(self.fd) if self._dead else ()
-        )
-        for match in matches:
-            fd = self.open(match[0])
-            if fd is None:
-                continue
-            try:
-                owner = os.fstat(fd).st_uid
-                job = _read(fd, match, owner) or known.get(match[0])
-                if is_locked(fd) or (job and job.lives_on(marked)):
-                    self._known[match[0]] = job
-                else:
-                    self._dead.add(match[0])
-                    if os.geteuid() in (0, owner):
-                        self.remove(match[0])
-            finally:
-                os.close(fd)
+        with self.problems("read"):
+            records = self.matches(_RECORD_FILE, self._dead)
+            if self._dead:
+                self._dead.intersection_update(os.listdir(self.fd))
+            for record in records:
+                self._look_at(record, known.get(record[0]), marked)
         return sorted(
             filter(None, self._known.values()), key=lambda job: job.order
         )
 
-    def enter(
+    def _look_at(
         self,
-        job: QueuedJob,
-        token: str = "",
-    ) -> Reservation:
-        """Queue a job behind all living ones; ``token``: the last part of its id.
+        record: re.Match[str],
+        known: QueuedJob | None,  # as it was last read
+        marked: Callable[[], Mapping[int, Sequence[int]]],
+    ) -> None:
+        """Keep a record's job if it lives; else remove what is left, if it is this user's."""
+        name, fd = record[0], self.open(record[0])
+        if fd is None:
+            return
+        try:
+            owner = os.fstat(fd).st_uid
+            job = _read(fd, record, owner) or known
+            if is_locked(fd) or (job and job.lives_on(marked)):
+                self._known[name] = job
+            else:
+                self._dead.add(name)
+                if os.geteuid() in (0, owner):
+                    self.remove(name)
+        finally:
+            os.close(fd)
+
+    def enter(self, job: QueuedJob, token: str = "") -> Reservation:
+        """Queue a job behind all living ones; ``token``: the last part of its id. One that comes
+        back has the ticket that it had before, and gets a later one.
 
         Raises:
             QueueProblem: the file cannot be made or written.
         """
+        # its old record may be known as dead, and no name comes to life again
         last = max((one.ticket for one in self.jobs()), default=0)
         # several jobs may get the same ticket: the time at which they came orders them
-        ticket = min(1 + last, _LAST_TICKET)
+        ticket = min(1 + max(last, job.ticket), _LAST_TICKET)
         token = token or os.urandom(3).hex()
         now = time.monotonic()
         entered = replace(
@@ -266,18 +275,15 @@ class Registry(QueueDir):
         )
 
 
-def _read(
-    fd: int,
-    match: re.Match[str],
-    owner: int,
-) -> QueuedJob | None:
+def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
     """Return the job in a record; read it once more if its owner writes it just now."""
+    ticket = int(record[1])
     for _ in range(2):
         with contextlib.suppress(OSError):
-            data, ticket = os.pread(fd, _MOST_BYTES + 1, 0), int(match[1])
+            data = os.pread(fd, MOST_BYTES + 1, 0)
             if job := decode(
                 data,
-                f"{ticket}-{match[2]}",
+                f"{ticket}-{record[2]}",
                 ticket,
                 owner,
             ):
@@ -291,12 +297,7 @@ class Reservation:
     Whoever has its descriptor ``fd`` open keeps it alive; -1 once released.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        job: QueuedJob,
-        name: str,
-    ) -> None:
+    def __init__(self, registry: Registry, job: QueuedJob, name: str) -> None:
         self.registry = registry
         self.job = job
         self._name = name
@@ -318,7 +319,7 @@ class Reservation:
             old, self.fd = self.fd, self._create(job)
             os.close(old)
         elif job != self.job:
-            with self._problems():
+            with self.registry.problems("written"):
                 _write(self.fd, job)
         self.job = job
 
@@ -337,7 +338,7 @@ class Reservation:
     def _create(self, job: QueuedJob) -> int:
         # private until it is locked: another user's lock could come first
         temporary = f"new.{os.urandom(8).hex()}"
-        with self._problems():
+        with self.registry.problems("written"):
             fd = self.registry.create(temporary, 0o600)
             try:
                 lock(fd)
@@ -350,17 +351,9 @@ class Reservation:
                 raise
         return fd
 
-    @contextlib.contextmanager
-    def _problems(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            problem = why_not_written(error)
-            raise QueueProblem(self.registry.path, problem) from error
-
 
 def _write(fd: int, job: QueuedJob) -> None:
     data = encode(job)
     if os.pwrite(fd, data, 0) != len(data):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, len(data))

@@ -35,29 +35,30 @@ _UNANSWERED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class NoGpu:
-    """There are no GPUs for the job: why, and whether that is because time was up."""
+    """There are no GPUs for the job: why."""
 
     reason: str
-    timed_out: bool = False
 
 
 @dataclass(frozen=True)
 class WaitStatus:
     """Progress of the waiting."""
 
-    seconds_left: float  # until the waiting ends
-    checks: int  # grows by one with each poll that is reported
-    obstacles: str  # why no GPU does now, the nearest obstacle first
+    seconds_left: float  # until the waiting ends; may be infinite
+    checks: int = 0  # grows by one with each poll that is reported
+    # why no GPU does now, the nearest obstacle first
+    obstacles: str = ""
     # in the queue of the host's jobs, 1 for the first; 0 without a queue
-    position: int = 1
+    position: int = 0
 
     def sentence(self) -> str:
         """Return one line of at most 120 characters for people."""
-        left = f"{as_clock(math.ceil(self.seconds_left))} left"
         where = "waiting for a GPU"
         if self.position:
             where = f"{ordinal(self.position)} in queue"
-        return shortened(f"{where}, {left}: {self.obstacles}", LONGEST)
+        if math.isfinite(self.seconds_left):
+            where += f", {as_clock(math.ceil(self.seconds_left))} left"
+        return shortened(f"{where}: {self.obstacles}", LONGEST)
 
 
 def wait_for_gpus(
@@ -102,12 +103,7 @@ class Waiting:
         self._on_status, self._sleep = on_status, sleep
         self._next_report = self._next_status = time.monotonic()
         self._deadline = self._next_report + request.timeout_seconds
-        self._status = WaitStatus(
-            request.timeout_seconds,
-            0,
-            "",
-            position=0,
-        )
+        self._status = WaitStatus(request.timeout_seconds)
         self._seen: list[QueuedJob] | None = None
         self._me = QueuedJob()
         self._position = 0
@@ -129,21 +125,19 @@ class Waiting:
         if pointless:
             return NoGpu(pointless)
         while not (group := self.poll()):
-            now, wait = time.monotonic(), self._request.wait
+            now = time.monotonic()
             has_moved = self._position != self._status.position
-            if has_moved or now >= self._next_report or not wait:
+            if has_moved or now >= self._next_report:
                 self._report()
             left = self._deadline - now
-            if not wait or left <= 0:
-                return self._in_vain()
+            if left <= 0:
+                return NoGpu(self._why_in_vain())
             if now >= self._next_status:
                 self._next_status = now + _STATUS_SECONDS
                 self._status = replace(self._status, seconds_left=left)
                 self._on_status(self._status)
-            if (
-                self._next_read - max(now, self._settle_until)
-                >= _CLOSING_SECONDS
-            ):
+            next_read = self._next_read - max(now, self._settle_until)
+            if next_read >= _CLOSING_SECONDS:
                 close_session()  # an open one would block a reset of the GPUs
             self._sleep(min(self._pause_seconds, left))
         return group
@@ -171,17 +165,14 @@ class Waiting:
             group = self._decide(others)
         else:
             self._queue.requeue(self._request, self._me.only)
+        self._pause_seconds = min(_STATUS_SECONDS, self._next_read - started)
         if self._queue.is_shared:
-            pause = _SHORTEST_PAUSE_SECONDS + _POSITION_SECONDS * (
-                self._position - 1
+            behind = _POSITION_SECONDS * (self._position - 1)
+            pause = min(
+                _SHORTEST_PAUSE_SECONDS + behind, _LONGEST_PAUSE_SECONDS
             )
-            pause = min(pause, _LONGEST_PAUSE_SECONDS)
             pause = max(pause, _LISTING_FACTOR * cost_seconds)
             self._pause_seconds = pause * random.uniform(0.5, 1.0)
-        else:
-            self._pause_seconds = min(
-                _STATUS_SECONDS, self._next_read - started
-            )
         return group
 
     def _decide(self, others: Sequence[QueuedJob]) -> Group:
@@ -193,12 +184,7 @@ class Waiting:
         gpus = visible.machine
         self._me = me = self._queue.requeue(self._request, only)
         limit = self._queue.gpu_limit()
-        decided = Plan(
-            [*others, me],
-            gpus,
-            time.monotonic(),
-            limit,
-        )
+        decided = Plan([*others, me], gpus, time.monotonic(), limit)
         if self._queue.is_shared:
             self._position = decided.order.index(me) + 1
         self._strangers_only = False
@@ -220,13 +206,11 @@ class Waiting:
     def _report(self) -> None:
         self._next_report = time.monotonic() + self._request.interval_seconds
         self._next_status = 0.0
-        obstacles = (
-            self._strangers() if self._strangers_only else self._obstacles
-        )
+        strangers = self._strangers() if self._strangers_only else ""
         self._status = replace(
             self._status,
             checks=self._status.checks + 1,
-            obstacles=obstacles,
+            obstacles=strangers or self._obstacles,
             position=self._position,
         )
 
@@ -235,27 +219,16 @@ class Waiting:
         visible = self._queue.read(True)
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
-            return (
-                visible.inventory.problem
-                or visible.warning
-                or "the GPUs have vanished"
-            )
-        holders = find_holders(gpus)
-        return why_waiting(
-            self._me,
-            (),
-            gpus,
-            Plan((), gpus, 0.0),
-            holders,
-        )
+            why = visible.inventory.problem or visible.warning
+            return why or "the GPUs have vanished"
+        decided = Plan((), gpus, 0.0)
+        return why_waiting(self._me, (), gpus, decided, find_holders(gpus))
 
-    def _in_vain(self) -> NoGpu:
-        count, timed_out = self._request.count, self._request.wait
+    def _why_in_vain(self) -> str:
+        count, seconds = self._request.count, self._request.timeout_seconds
         gpus = "GPU was" if count == 1 else f"{count} GPUs were"
-        within = as_clock(math.ceil(self._request.timeout_seconds))
-        when = f"within {within}" if timed_out else "now"
-        reason = f"no {gpus} available {when}: {self._status.obstacles}"
-        return NoGpu(reason, timed_out)
+        when = f"within {as_clock(math.ceil(seconds))}" if seconds else "now"
+        return f"no {gpus} available {when}: {self._status.obstacles}"
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str:
