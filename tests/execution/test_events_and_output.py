@@ -377,12 +377,24 @@ def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow()
     assert votes.look(STOP, 1)
 
 
-def test_an_unfinished_line_of_one_stream_takes_nothing_of_another(tmp_path):
+@pytest.mark.parametrize(
+    ("printed", "kept"),
+    [
+        # an unfinished line of one stream takes nothing of another
+        (
+            [(b"\rstep 1", 0), (b"a line on stderr\n", 1), (b"\rstep 2\n", 0)],
+            b"a line on stderr\nstep 2\n",
+        ),
+        ([(b"x" * 700_000, 0)] * 3 + [(b"\n", 0)], b"x" * 2_100_000 + b"\n"),
+    ],
+    ids=["two streams", "a long line"],
+)
+def test_a_log_loses_nothing_but_what_was_rewritten(tmp_path, printed, kept):
     log = AttemptLog(FileIO(tmp_path / "log", "ab"))
-    for data, stream in ((b"\rstep 1", 0), (b"a line on stderr\n", 1), (b"\rstep 2\n", 0)):
+    for data, stream in printed:
         log.write(data, stream)
     log.close()
-    assert (tmp_path / "log").read_text().splitlines() == ["a line on stderr", "step 2"]
+    assert (tmp_path / "log").read_bytes() == kept
 
 
 def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(capsys):

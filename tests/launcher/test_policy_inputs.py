@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from attempts import failed
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.launcher.inputs import policy_settings
+from robust_train.launcher.inputs import policy_settings, values_used
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import BatchSizeFound
 from robust_train.model.failure import FailureKind
@@ -20,7 +20,9 @@ AUTO = {"batch_size": "auto"}
 
 
 def policy(**cfg):
-    return policy_settings(checked(complete(cfg)))
+    cfg = complete(cfg)
+    config = checked(cfg)
+    return policy_settings(config, values_used(cfg, config))
 
 
 def begin(settings, *gpus):

@@ -302,7 +302,7 @@ class AttemptMemory(MemoryKeeper):
         if reserved := self._cached().reserved:
             return "reserved", reserved
         with contextlib.suppress(OSError, psutil.Error):
-            return "resident", resident_bytes()[0]
+            return "resident", resident_bytes(psutil.Process())[0]
         return "resident", 0
 
     def _write_oom(self, failure: Failure) -> None:

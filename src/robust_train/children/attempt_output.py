@@ -5,11 +5,11 @@ from __future__ import annotations
 import codecs
 import contextlib
 import fcntl
-import io
 import os
 import pty
 import stat
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -19,7 +19,7 @@ from typing import TextIO
 
 from robust_train.host import screen
 from robust_train.host.linux import readable
-from robust_train.host.screen import flush_output
+from robust_train.host.screen import descriptor_of, flush_output
 
 _TAIL_BYTES = 16_384
 _MOST_READS = 16
@@ -42,15 +42,10 @@ class OutputStream:
 
     def __init__(self, ours: TextIO) -> None:
         self._ours = ours
-        self._target: int | None = None
-        self.is_terminal = False
+        self._target = descriptor_of(ours)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        # a notebook's stream has the number of the terminal that the notebook was started in
-        if isinstance(ours, io.TextIOWrapper):
-            with contextlib.suppress(OSError, ValueError):
-                self._target = ours.fileno()
-        if self._target is not None and os.isatty(self._target):
-            self.is_terminal = True
+        self.is_terminal = self._target >= 0 and os.isatty(self._target)
+        if self.is_terminal:
             self.read_fd, self.child_fd = pty.openpty()
             _copy_settings(self._target, self.child_fd)
         else:
@@ -66,7 +61,7 @@ class OutputStream:
 
     def fit(self) -> None:
         """Give the child's terminal the size of ours, which people change, and no input."""
-        if self.is_terminal and self._target is not None:
+        if self.is_terminal:
             with contextlib.suppress(OSError, termios.error):
                 _copy_size(self._target, self.child_fd)
                 _end_input(self.read_fd, self.child_fd)
@@ -81,7 +76,7 @@ class OutputStream:
 
     def show(self, data: bytes) -> None:
         """Pass on to our own stream, without waiting for its reader."""
-        if self._target is not None:
+        if self._target >= 0:
             screen.show(self._target, data, source=self)
             return
         with contextlib.suppress(Exception):
@@ -89,7 +84,7 @@ class OutputStream:
 
     def settle(self) -> None:
         """Let an unfinished line scroll up."""
-        if self._target is not None:
+        if self._target >= 0:
             screen.settle(self._target, source=self)
 
     def close(self) -> None:
@@ -103,14 +98,14 @@ class OutputPump:
     """Moves the output of attempts to our own streams and into the current attempt's log file."""
 
     def __init__(self) -> None:
-        self.streams = self.stdout, self.stderr = (
-            OutputStream(sys.stdout),
-            OutputStream(sys.stderr),
-        )
+        self.stdout = OutputStream(sys.stdout)
+        self.stderr = OutputStream(sys.stderr)
+        self.streams = self.stdout, self.stderr
         self._log: AttemptLog | None = None
         self._tail = b""
-        # output held back, because a clearer message may replace it; None: nothing is
-        self.held: list[tuple[OutputStream, bytes]] | None = None
+        # output is held back, because a clearer message may replace it
+        self._holds = False
+        self._held: list[tuple[OutputStream, bytes]] = []
 
     @property
     def descriptors(self) -> list[int]:
@@ -118,24 +113,23 @@ class OutputPump:
         return [stream.read_fd for stream in self.streams]
 
     @property
-    def input_fd(self) -> int | None:
+    def input_fd(self) -> int:
         """What attempts read: our standard input where that is a file or a pipe, a terminal without
-        input where ours is one (``stty size`` asks there); None: nothing."""
+        input where ours is one (``stty size`` asks there), else nothing."""
         with contextlib.suppress(OSError):  # closed
             mode = os.fstat(0).st_mode
             if stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
                 return 0
         both = os.isatty(0) and self.stdout.is_terminal
-        return self.stdout.child_fd if both else None
+        return self.stdout.child_fd if both else subprocess.DEVNULL
 
     def hold(self) -> None:
         """Keep back what comes, until it is released."""
-        if self.held is None:
-            self.held = []
+        self._holds = True
 
     def release(self) -> None:
         """Show what was held back, and from now on what comes."""
-        held, self.held = self.held or (), None
+        held, self._held, self._holds = self._held, [], False
         for stream, data in held:
             stream.show(data)
 
@@ -169,10 +163,10 @@ class OutputPump:
                     break
                 moved = True
                 flush_output()
-                if self.held is None:
-                    stream.show(data)
+                if self._holds:
+                    self._held.append((stream, data))
                 else:
-                    self.held.append((stream, data))
+                    stream.show(data)
                 self._tail = (self._tail + data)[-_TAIL_BYTES:]
                 if self._log is not None:
                     self._log.write(data, number)
@@ -209,28 +203,30 @@ class AttemptLog:
         stream: int = 0,
     ) -> None:
         """Handle what was printed; an unfinished line of one stream takes nothing of another."""
-        *lines, rest = (self._unfinished.pop(stream, b"") + data).split(b"\n")
-        cut = rest.rstrip(b"\r").rfind(b"\r")
+        data = self._unfinished.pop(stream, b"") + data
+        lines, end, rest = data.rpartition(b"\n")
+        done = b"\n".join(map(_settled, (lines + end).split(b"\n")))
+        rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
+        if len(rest) > _LONGEST_LINE_BYTES:  # no bar, which is rewritten
+            done, rest = done + rest, b""
         if rest:
-            self._unfinished[stream] = rest[max(cut, 0) :][
-                -_LONGEST_LINE_BYTES:
-            ]
+            self._unfinished[stream] = rest
         now = time.monotonic()
-        if not lines and now < self._next_state:
+        if not done and now < self._next_state:
             return
         self._next_state = now + _BAR_SECONDS
-        self._put(b"".join(_settled(line) + b"\n" for line in lines))
+        self._put(done)
 
     def close(self) -> None:
         """Write the last line's last state and close the file."""
         self._put(b"")
         self._file.close()
 
-    def _put(self, lines: bytes) -> None:
-        """Write whole lines, and after them the present state of the unfinished one."""
+    def _put(self, done: bytes) -> None:
+        """Write what will not change, and after it the present state of unfinished lines."""
         with contextlib.suppress(OSError):
             self._file.truncate(self._settled_bytes)
-            self._settled_bytes += self._file.write(lines)
+            self._settled_bytes += self._file.write(done)
             self._file.write(
                 b"\n".join(map(_settled, self._unfinished.values()))
             )

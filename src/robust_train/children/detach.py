@@ -72,7 +72,7 @@ def start() -> int:
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [*prefix, sys.executable, *sys.orig_argv[1:]],
+            prefix + [sys.executable] + sys.orig_argv[1:],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -167,19 +167,12 @@ class Interpreters:
         become_subreaper()
         theirs, self._reapers_pipe = os.pipe()
         with open(theirs, "rb"), open(reaper.__file__, "rb") as file:
-            words = (
-                base_executable(),
-                "-I",
-                "-S",
-                f"/dev/fd/{file.fileno()}",
-                theirs,
-                self._owner,
-                int(stop_signal(os.environ)),
-                ORPHAN_GRACE_SECONDS,
-                *map(int, STOP_SIGNALS),
-            )
+            program = [base_executable(), "-I", "-S"]
+            words = [f"/dev/fd/{file.fileno()}", theirs, self._owner]
+            words += [int(stop_signal(os.environ)), ORPHAN_GRACE_SECONDS]
+            words += map(int, STOP_SIGNALS)
             self._reaper = self._start(
-                [str(word) for word in words],
+                program + [str(word) for word in words],
                 os.environ,
                 (theirs, file.fileno()),
                 subprocess.DEVNULL,
@@ -200,14 +193,13 @@ class Interpreters:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         program = str(Path(__file__).parents[1] / "attempt" / "__main__.py")
-        stdin = self.pump.input_fd
         with theirs:
             channel = theirs.fileno()
             process = self._start(
                 [sys.executable, program, str(self._owner), str(channel)],
                 shared_machine_environment(os.environ),
                 (channel,),
-                subprocess.DEVNULL if stdin is None else stdin,
+                self.pump.input_fd,
             )
         set_mark(process.pid, self._mark)
         one = Interpreter(process, ours)
@@ -218,7 +210,7 @@ class Interpreters:
     def mark(self, job: str) -> None:
         """Have all processes of the job show its id, by which others recognize them."""
         self._mark = job_mark(job)
-        for pid in (self._reaper.pid, *self.running):
+        for pid in [self._reaper.pid] + list(self.running):
             set_mark(pid, self._mark)
         with contextlib.suppress(OSError):  # the reaper was killed
             os.write(self._reapers_pipe, b"%d\n" % self._mark)
@@ -243,7 +235,7 @@ class Interpreters:
             one for one in wanted if one.is_running and one.answers_due
         ]:
             channels = [one.channel.fileno() for one in pending]
-            readable([*self.pump.descriptors, *channels], TICK_SECONDS)
+            readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
             for one in pending:
                 list(one.read())
@@ -263,8 +255,8 @@ class Interpreters:
         spared = {self._reaper.pid}
         for one in kept:
             with contextlib.suppress(psutil.Error):
-                root = psutil.Process(one.pid)
-                below = (root, *root.children(recursive=True))
+                below = psutil.Process(one.pid).children(recursive=True)
+                spared.add(one.pid)
                 spared.update(process.pid for process in below)
         return kill_descendants(
             lambda process: (
@@ -336,7 +328,6 @@ class Interpreters:
 
 _open: set[Interpreters] = set()
 """Those of this process that are not closed."""
-
 
 _at_hand: list[Interpreters] = []
 

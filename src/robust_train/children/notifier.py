@@ -110,16 +110,11 @@ class Notifier:
         has_failed: a delivery has.
     """
 
-    def __init__(
-        self,
-        settings: NotifyConfig,
-        run_dir: Path | None = None,
-    ) -> None:
+    def __init__(self, settings: NotifyConfig) -> None:
         self.has_failed = False
         self._settings = settings
-        self._run_dir = run_dir
         self._hopes_for_gpu = self._is_unsaved = False
-        self._last_news: tuple[str, float] | None = None
+        self._last_news = ("", 0.0)
         self._deliveries: list[_Delivery] = []
         # in-process attempts: their thread ticks
         self._lock = threading.Lock()
@@ -200,8 +195,8 @@ class Notifier:
         text: str = "",
     ) -> None:
         now, result = time.time(), None
-        if event == "completed" and self._run_dir is not None:
-            summary = read_summary(self._run_dir)
+        if event == "completed":
+            summary = read_summary(Path(state.run_dir))
             result = summary and summary.objective
         known = state.about()
         about = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from robust_train.model.errors import ConfigError
 
+TORCHRUN = "torchrun"
 OURS = "robust_train"
 """``TORCHELASTIC_RUN_ID`` of the ranks that robust-train itself starts."""
 
@@ -26,17 +27,16 @@ class GuestRank:
     rank: int
     world_size: int
     local_rank: int
-    # the job's name, the same for all ranks and restarts; None if the engine has none
-    job: str | None
+    # the job's name, the same for all ranks and restarts; empty if the engine has none
+    job: str
     restarts: int  # how often the engine itself has started the ranks again
-    parent_ends_ranks: bool = False  # a rank without its parent is to end
     # what torch's `env://` and the frameworks read, where the engine does not set it
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         """A run folder named by the engine's job; ConfigError if the job has no name of its own."""
-        if self.job is None:
+        if not self.job:
             raise ConfigError(
                 "the run folder has to be the same for all ranks and restarts: give "
                 "hydra.run.dir=… (launch(run_dir=…)), or torchrun --rdzv-id=NAME"
@@ -50,43 +50,41 @@ def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
     Raises:
         ConfigError: the engine's variables contradict each other.
     """
-    run_id = environ.get("TORCHELASTIC_RUN_ID")
-    if run_id == OURS:
+    if environ.get("TORCHELASTIC_RUN_ID") == OURS:
         return None
-    if "RANK" in environ and _number(environ, "WORLD_SIZE", 1) > 1:
-        return _of_torch(environ, run_id)
+    if "RANK" in environ and _number(environ, "WORLD_SIZE", "1") > 1:
+        return _of_torch(environ)
     if (
-        _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1
+        _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1
         and "SLURM_PROCID" in environ
     ):
         return _of_slurm(environ)
     return None
 
 
-def _of_torch(environ: Mapping[str, str], run_id: str | None) -> GuestRank:
+def _of_torch(environ: Mapping[str, str]) -> GuestRank:
     """Return a rank of torchrun, or of another engine that sets the same variables."""
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if rank >= world_size:
         raise ConfigError(
             f"RANK={rank}: must be below WORLD_SIZE={world_size}"
         )
-    job = None
+    job, engine = "", "the engine that started this rank"
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is not None:
+        engine = TORCHRUN
     if run_id not in (None, "none"):  # torchrun's default, which every job has
         job = "torchrun-" + re.sub(r"[^\w.-]", "_", run_id or "")
     elif "SLURM_JOB_ID" in environ:
         job = f"slurm-{environ['SLURM_JOB_ID']}"
     restarts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    is_torchruns = run_id is not None
     return GuestRank(
-        engine="torchrun"
-        if is_torchruns
-        else "the engine that started this rank",
+        engine=engine,
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
+        local_rank=_number(environ, "LOCAL_RANK", "0"),
         job=job,
-        restarts=sum(_number(environ, name, 0) for name in restarts),
-        parent_ends_ranks=is_torchruns,
+        restarts=sum(_number(environ, name, "0") for name in restarts),
         environ={
             name: value
             for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
@@ -100,7 +98,7 @@ def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
     job = environ.get("SLURM_JOB_ID", "0")
     rank = _number(environ, "SLURM_PROCID")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
-    local_rank = _number(environ, "SLURM_LOCALID", 0)
+    local_rank = _number(environ, "SLURM_LOCALID", "0")
     node = environ.get("SLURM_NODEID", "0")
     host = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     # one that all tasks find from the job's number
@@ -121,7 +119,7 @@ def _of_slurm(environ: Mapping[str, str]) -> GuestRank:
         world_size=tasks,
         local_rank=local_rank,
         job=f"slurm-{job}",
-        restarts=_number(environ, "SLURM_RESTART_COUNT", 0),
+        restarts=_number(environ, "SLURM_RESTART_COUNT", "0"),
         environ=derived,
     )
 
@@ -150,9 +148,9 @@ def _tasks_here(
 def _number(
     environ: Mapping[str, str],
     name: str,
-    default: int | None = None,
+    default: str = "",
 ) -> int:
-    text = environ.get(name, "" if default is None else str(default))
+    text = environ.get(name, default)
     if not text.isdigit():
         raise ConfigError(f"{name}={text}: accepted is a number of 0 or more")
     return int(text)

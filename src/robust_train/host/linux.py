@@ -242,8 +242,9 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
 # *taking* a write lock: take it before others can open the file, or keep the file private.
 
 
-def lock(fd: int, byte: int | None = None) -> bool:
-    """Take the write lock; return False if another opened file has a lock on it.
+def lock(fd: int, start: int = 0, length: int = 0) -> bool:
+    """Take the write lock; return False if another opened file has a lock on it. A length of 0 is
+    up to the end.
 
     Raises:
         OSError: the file system has no locks.
@@ -252,19 +253,19 @@ def lock(fd: int, byte: int | None = None) -> bool:
         fcntl.fcntl(
             fd,
             fcntl.F_OFD_SETLK,
-            _request(fcntl.F_WRLCK, byte),
+            _request(fcntl.F_WRLCK, start, length),
         )
     except BlockingIOError:
         return False
     return True
 
 
-def unlock(fd: int, byte: int | None = None) -> None:
+def unlock(fd: int, start: int = 0, length: int = 0) -> None:
     """Release the lock, also for the processes that have inherited the descriptor."""
     fcntl.fcntl(
         fd,
         fcntl.F_OFD_SETLK,
-        _request(fcntl.F_UNLCK, byte),
+        _request(fcntl.F_UNLCK, start, length),
     )
 
 
@@ -282,8 +283,7 @@ def is_locked(fd: int) -> bool:
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
-def _request(kind: int, byte: int | None = None) -> bytes:
-    start, length = (0, 0) if byte is None else (byte, 1)  # 0: up to the end
+def _request(kind: int, start: int = 0, length: int = 0) -> bytes:
     return _FLOCK.pack(
         kind,
         os.SEEK_SET,

@@ -7,6 +7,7 @@ Sizes are in bytes; cgroups may be of version 1 or 2, on a machine or in a conta
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import resource
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def read_host_memory() -> HostMemory:
     """Return the figures of this moment for this process."""
     own = own_memory()
     machine = psutil.virtual_memory()
-    rooms = [(machine.total, machine.available), *cgroup_rooms()]
+    rooms = [(machine.total, machine.available)] + cgroup_rooms()
     return HostMemory(
         resident=own.get("VmRSS", 0),
         peak=own.get("VmHWM", 0),
@@ -87,10 +88,10 @@ def process_limits() -> list[tuple[int, str, str]]:
     return [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
 
 
-def resident_bytes(process: psutil.Process | None = None) -> tuple[int, int]:
-    """Return what of a process is in RAM, and what of that is its own; by default this one's. Not
-    its own are pages of files and memory shared with other processes."""
-    memory = (process or psutil.Process()).memory_info()
+def resident_bytes(process: psutil.Process) -> tuple[int, int]:
+    """Return what of a process is in RAM, and what of that is its own. Not its own are pages of
+    files and memory shared with other processes."""
+    memory = process.memory_info()
     return memory.rss, memory.rss - memory.shared
 
 
@@ -99,7 +100,7 @@ def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
     those of the process that has most. Pages that a fork still shares with its parent count for
     both: only a walk through all of them could separate them."""
     own, shared = 0, 0
-    for member in (process, *process.children(recursive=True)):
+    for member in [process] + process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             resident, anonymous = resident_bytes(member)
             own, shared = own + anonymous, max(shared, resident - anonymous)
@@ -174,7 +175,7 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
             below = own.relative_to(mounted)
             folder = root / _unescaped(mount["point"]).lstrip("/") / below
             above = len(below.parts) if kind == "cgroup2" else 0
-            return [folder, *list(folder.parents)[:above]]
+            return [folder] + list(folder.parents)[:above]
     return []
 
 
@@ -193,7 +194,9 @@ class OomKillWatch:
         files = [
             folder / name for folder in memory_folders(root) for name in names
         ]
-        self._counter = next((path for path in files if path.is_file()), None)
+        self._counter = next(
+            (path for path in files if path.is_file()), Path(os.devnull)
+        )
         self._machine_counter = root / "proc/vmstat"
         self._before = _kills(self._counter)
         self._machine_before = _kills(self._machine_counter)
@@ -210,9 +213,9 @@ class OomKillWatch:
         return False if is_same else None
 
 
-def _kills(path: Path | None) -> int | None:
+def _kills(path: Path) -> int | None:
     """Return ``oom_kill`` of ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
-    found = None if path is None else _KILL_COUNT.search(_read(path))
+    found = _KILL_COUNT.search(_read(path))
     return None if found is None else int(found[1])
 
 
@@ -254,9 +257,8 @@ def find_workers(pids: Sequence[int]) -> Workers:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
-            tree |= {
-                one.pid: one for one in (root, *root.children(recursive=True))
-            }
+            tree[pid] = root
+            tree |= {one.pid: one for one in root.children(recursive=True)}
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
             known[pid] = process.as_dict(

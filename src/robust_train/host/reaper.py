@@ -30,10 +30,11 @@ _CHECK_MS = 1000
 def main() -> None:
     """Run as ``python -I -S reaper.py PIPE LAUNCHER STOP_SIGNAL GRACE SIGNAL…``. The launcher
     writes the job's mark into the pipe, in lines, the last of which counts."""
-    pipe, launcher, stop_signal, grace_seconds, *stop_signals = sys.argv[1:]
-    for signum in map(int, stop_signals):
+    pipe, launcher, stop_signal, grace_seconds = sys.argv[1:5]
+    stop_signals = [int(signum) for signum in sys.argv[5:]]
+    for signum in stop_signals:
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, map(int, stop_signals))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
     # kernels and sandboxes without it lose a safety net, not the function
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"job-reaper", 0, 0, 0)
     poll, marks = select.poll(), b""

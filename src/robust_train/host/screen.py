@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _MOST_WAITING_BYTES = 1 << 20
+_PASSING = (errno.EAGAIN, errno.ENOSPC, errno.EDQUOT)
 _LAST_CHANCE_SECONDS = 2.0
 _TRUNCATED = (
     "[Output truncated: no one was reading. %d KiB are not shown; "
@@ -89,11 +90,7 @@ class Screen:
             try:
                 written = self._write(bytes(self._waiting[:65536]))
             except OSError as error:
-                if error.errno not in (
-                    errno.EAGAIN,
-                    errno.ENOSPC,
-                    errno.EDQUOT,
-                ):
+                if error.errno not in _PASSING:
                     # closed by its reader, as by ``| head``
                     self._is_gone = True
                     self._waiting.clear()
@@ -339,7 +336,7 @@ class LiveArea:
 def live_area() -> Iterator[LiveArea | None]:
     """Yield an area on the terminal that this process prints and logs to; None without one."""
     # none: a terminal of an IDE's own making
-    descriptor = _descriptor_of(sys.stdout)
+    descriptor = descriptor_of(sys.stdout)
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
     if descriptor < 0 or is_dumb or not os.isatty(descriptor):
         yield None
@@ -381,7 +378,7 @@ def never_blocking_output() -> Iterator[None]:
         for was, now in zip(old, (sys.stdout, sys.stderr), strict=True):
             if (
                 was is not now
-                and _descriptor_of(handler.stream) == was.fileno()
+                and descriptor_of(handler.stream) == was.fileno()
             ):
                 moved.append((handler, handler.setStream(now)))
                 break
@@ -422,21 +419,21 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
-def _descriptor_of(stream: TextIO) -> int:
-    try:
-        return stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return -1
+def descriptor_of(stream: TextIO) -> int:
+    """Return the descriptor that a stream writes to, -1 for none; a notebook's has the number of
+    the terminal that the notebook was started in."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(stream, io.TextIOWrapper):
+            return stream.fileno()
+    return -1
 
 
 def _unblocked(stream: TextIO) -> TextIO:
-    # a notebook's descriptor is not part of the page
-    descriptor = _descriptor_of(stream)
-    if not isinstance(stream, io.TextIOWrapper) or descriptor < 0:
+    if not isinstance(stream, io.TextIOWrapper) or descriptor_of(stream) < 0:
         return stream
     flush_output()
     return io.TextIOWrapper(  # type: ignore[type-var]
-        _RawScreen(descriptor),
+        _RawScreen(stream.fileno()),
         stream.encoding,
         "replace" if stream.errors == "strict" else stream.errors,
         line_buffering=True,

@@ -11,7 +11,11 @@ import sys
 log = logging.getLogger("robust_train")
 
 LIMIT_SECONDS = 5.0
-SEARCH = "import json, re, sys; print(bool(re.search(*json.load(sys.stdin), re.MULTILINE)))"
+SEARCH = """
+import json, re, sys
+pattern, text = json.load(sys.stdin)
+print(bool(re.search(pattern, text, re.MULTILINE)))
+"""
 
 
 @functools.lru_cache(maxsize=64)

@@ -69,28 +69,32 @@ def keep_ends_of_children() -> bool:
     return is_ignored
 
 
+_show_uncaught = sys.excepthook
+
+
 def end_without_traceback_if_uncaught() -> None:
     """Have a stop or a refusal that no one catches end the interpreter with its exit code.
 
     Of a stop the last lines have said all there is to say; a :class:`ConfigError` is one line. A
     prompt shows it and stays.
     """
+    global _show_uncaught
     if sys.flags.interactive or hasattr(sys, "ps1"):
         return
-    show = sys.excepthook
+    if sys.excepthook is not _end_if_ours:
+        _show_uncaught, sys.excepthook = sys.excepthook, _end_if_ours
 
-    def end(
-        kind: type[BaseException],
-        error: BaseException,
-        frames: TracebackType | None,
-    ) -> None:
-        if isinstance(error, ConfigError):
-            print(error, file=sys.stderr)
-        if isinstance(error, ConfigError | KeyboardInterrupt):
-            raise SystemExit(getattr(error, "exit_code", 130))
-        show(kind, error, frames)
 
-    sys.excepthook = end
+def _end_if_ours(
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+) -> None:
+    if isinstance(error, ConfigError):
+        print(error, file=sys.stderr)
+    if isinstance(error, ConfigError | KeyboardInterrupt):
+        raise SystemExit(getattr(error, "exit_code", 130))
+    _show_uncaught(kind, error, frames)
 
 
 @contextlib.contextmanager
@@ -118,15 +122,15 @@ class SignalWatch:
     is done outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:
-        # the first signal that came, None before
-        self.received: int | None = None
+        # the first signal that came, 0 before
+        self.received = 0
         # training has completed, so a signal that comes now changes nothing
         self.is_over = False
         # what runs is stopped, and the job goes on
         self.is_pausing = False
-        self._handler: Callable[[int], None] | None = None
+        self._handler: Callable[[int], None] = self._interrupt
         self._previous: dict[int, Any] = {}
-        self._delivered: int | None = None
+        self._delivered = 0
         self._counts = [0, 0]  # of signals of its own, and forwarded
         self._ignores_children = False
 
@@ -154,7 +158,7 @@ class SignalWatch:
 
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come, from any thread; ignored if one has come already."""
-        if self.received is None and self._previous:
+        if self._previous and not self.received:
             self._delivered = signum
             # any watched signal wakes the main thread; under submitit ``signum`` may not be one
             signal.pthread_kill(
@@ -164,7 +168,7 @@ class SignalWatch:
 
     def pause(self) -> None:
         """Stop what runs as SIGTERM does. The job goes on, unless a signal ends it meanwhile."""
-        if self.received is None and self._previous:
+        if self._previous and not self.received:
             self.is_pausing = True
             self.deliver(signal.SIGTERM)
 
@@ -172,7 +176,7 @@ class SignalWatch:
         """Return whether it was only a pause that has stopped what ran."""
         was_pausing, self.is_pausing = self.is_pausing, False
         if was_pausing:
-            self.received = None
+            self.received = 0
         return was_pausing
 
     @contextlib.contextmanager
@@ -193,13 +197,13 @@ class SignalWatch:
     def pass_on(self) -> None:
         """Call whoever had handled the signal before us, now that the checkpoint is written.
         Submitit's handler puts the job back into the queue and ends the process."""
-        previous = self._previous.get(self.received or 0)
+        previous = self._previous.get(self.received)
         if self.received in WARNING_SIGNALS and callable(previous):
             previous(self.received, None)
 
     def raise_if_received(self) -> None:
         """Raise :class:`JobInterrupted` if a signal has come."""
-        if self.received is not None:
+        if self.received:
             raise JobInterrupted(self.received)
 
     def _on_signal(
@@ -207,7 +211,7 @@ class SignalWatch:
         signum: int,
         frame: FrameType | None,
     ) -> None:
-        delivered, self._delivered = self._delivered, None
+        delivered, self._delivered = self._delivered, 0
         signum = delivered or signum
         is_forwarded = signum in FORWARDED
         signum = FORWARDED.get(signum, signum)
@@ -217,13 +221,13 @@ class SignalWatch:
             self._counts[is_forwarded] += 1
             if self._counts[is_forwarded] <= self._counts[others]:
                 return
-        if self.is_pausing and self.received is not None:
+        if self.is_pausing and self.received:
             # someone ends the job, whose attempt is stopping already
             self.is_pausing, self.received = False, signum
             return
-        if self.received is None:
-            self.received = signum
-        if self._handler is not None:
-            self._handler(signum)
-        elif not self.is_over:
+        self.received = self.received or signum
+        self._handler(signum)
+
+    def _interrupt(self, signum: int) -> None:
+        if not self.is_over:
             raise JobInterrupted(signum)

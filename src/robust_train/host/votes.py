@@ -155,8 +155,8 @@ class StoreVotes:
         self._lock = threading.Lock()
         self._looks = dict.fromkeys(FLAGS, 0)
         self._due = dict.fromkeys(FLAGS, 0)
-        # looks of this rank when it raised the flag; None if it has not since
-        self._raised: dict[str, int | None] = dict.fromkeys(FLAGS)
+        # looks of this rank when it raised the flag, until that is passed on
+        self._raised: dict[str, int] = {}
         # flags for which this rank awaits a round
         self._is_asked: set[str] = set()
         self._held = ""
@@ -218,13 +218,13 @@ class StoreVotes:
             self._held = ""
 
     def _poll(self) -> None:
-        for flag, looks in self._raised.items():
+        for flag in FLAGS:
+            if flag in self._is_asked or flag not in self._raised:
+                continue
             # what was raised before its own look was due is dealt with
-            if looks is not None and flag not in self._is_asked:
-                self._raised[flag] = None
-                if looks >= self._due[flag]:
-                    self._is_asked.add(flag)
-                    self._store.add(f"raised/{flag}", 1)
+            if self._raised.pop(flag) >= self._due[flag]:
+                self._is_asked.add(flag)
+                self._store.add(f"raised/{flag}", 1)
         if self._rank == 0 and not self._held:
             self._begin_round()
         if not self._held and self._store.check([f"round/{self._rounds + 1}"]):

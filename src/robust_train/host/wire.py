@@ -101,7 +101,7 @@ def send_file(
         socket.send_fds(
             channel,
             [_IN_A_FILE],
-            [file.fileno(), *descriptors],
+            [file.fileno()] + list(descriptors),
         )
 
 

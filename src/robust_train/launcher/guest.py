@@ -40,7 +40,7 @@ from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.hydra_state import run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import Summary
-from robust_train.host.engine import GuestRank
+from robust_train.host.engine import TORCHRUN, GuestRank
 from robust_train.host.linux import (
     shared_machine_environment,
     signal_at_parents_death,
@@ -105,7 +105,8 @@ class Rank:
         os.environ.update(
             {**shared_machine_environment(os.environ), **guest.environ}
         )
-        if guest.parent_ends_ranks and os.getppid() > 1:
+        if guest.engine == TORCHRUN and os.getppid() > 1:
+            # a rank without its agent is to end
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
         self._own_cfg = self.cfg.copy()
@@ -257,6 +258,7 @@ class Rank:
                 self._config,
                 self._trainer_ref,
                 Path(start["run_dir"]),
+                PolicySettings.of(self._config).asked,
             )
 
             def take(event: Event) -> None:
@@ -415,20 +417,13 @@ class EarlierStart:
     """An attempt of an earlier start, and how its ranks failed."""
 
     attempt: Attempt
-    ends: Sequence[RankEnd]
-    # the files that a failed rank's trainer was made of, and when each was changed last
-    code: Mapping[int | None, Mapping[str, float]]
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a signal stopped all ranks."""
-        return all(one.was_stopped for one in self.ends)
+    was_stopped: bool  # a signal stopped all ranks
+    # the files that the failed rank's trainer was made of, and when each was changed last
+    code: Mapping[str, float]
 
     def code_has_changed(self) -> bool:
         """Return whether a file of the trainer's differs from what has failed."""
-        failure = self.attempt.failure
-        code = self.code.get(None if failure is None else failure.rank, {})
-        return any(_changed_at(path) != at for path, at in code.items())
+        return any(_changed_at(path) != at for path, at in self.code.items())
 
 
 def cause_of(ends: Sequence[RankEnd]) -> Failure:
@@ -509,7 +504,7 @@ class RankFailures:
 
     def _ended(self, attempt: Attempt) -> EarlierStart:
         ends: list[RankEnd] = []
-        code: dict[int | None, dict[str, float]] = {}
+        code: dict[int, dict[str, float]] = {}
         for rank in range(attempt.spec.ranks):
             name = f"attempt-{attempt.number}.rank-{rank}.json"
             found = read_object(self._folder / name)
@@ -528,12 +523,12 @@ class RankFailures:
                         at=float(found["at"]),
                     )
             ends.append(end)
-        attempt = replace(
-            attempt,
-            failure=cause_of(ends),
-            seconds=0.0,
+        failure = cause_of(ends)
+        return EarlierStart(
+            replace(attempt, failure=failure, seconds=0.0),
+            was_stopped=all(one.was_stopped for one in ends),
+            code=code.get(failure.rank or 0, {}),
         )
-        return EarlierStart(attempt, ends, code)
 
     def write(
         self,
@@ -559,11 +554,12 @@ def _code() -> dict[str, float]:
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
     files = [main] + [path for _, path in own_modules()]
     changed = {path: _changed_at(path) for path in files}
-    return {path: at for path, at in changed.items() if at is not None}
+    return {path: at for path, at in changed.items() if at}
 
 
-def _changed_at(path: str) -> float | None:
+def _changed_at(path: str) -> float:
+    """Return when a file was changed last, 0 if it is not there."""
     try:
         return os.stat(path).st_mtime
     except OSError:
-        return None
+        return 0.0

@@ -52,9 +52,9 @@ class InlineExecutor:
         *,
         rank: int = 0,
         flags: Flags | None = None,
-        on_failure: Callable[[AttemptRequest, Failed], None] = lambda *given: (
-            None
-        ),
+        on_failure: Callable[
+            [AttemptRequest, Failed], None
+        ] = lambda request, event: None,
     ) -> None:
         self._trainer = trainer
         self._rank = rank
@@ -132,7 +132,7 @@ class InlineExecutor:
         return Exit(error=error if was_bug else None)
 
 
-_VARIABLES = (VARIABLE, *trackers.VARIABLES)
+_VARIABLES = (VARIABLE,) + trackers.VARIABLES
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
     """Return which values of an attempt the command of a script names: their placeholders, or the
     keys of its batch."""
     trainer = config.trainer
-    words = " ".join((*(trainer.argv or ()), *trainer.resume_argv))
+    words = " ".join((trainer.argv or ()) + trainer.resume_argv)
     written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
     keys = ("batch_size", "gradient_accumulation_steps")
     return placeholders_in(words) | {
@@ -56,8 +56,7 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
 
 def policy_settings(
     config: RobustConfig,
-    # values of an attempt that reach its script
-    used: Collection[str] | None = None,
+    used: Collection[str],  # values of an attempt that reach its script
 ) -> PolicySettings:
     """Return what the decisions of a job depend on."""
     return PolicySettings.of(
@@ -81,13 +80,12 @@ def request_for(
     config: RobustConfig,
     trainer: TrainerRef,
     run_dir: Path,
+    asked: AttemptSpec,  # the split of the batch that the job was asked for
     *,
     # the identity under which trackers go on; empty: they do not
     job: str = "",
     # between two reports in the job so far, seconds
     longest_pause: float = 0.0,
-    # the split of the batch that the job was asked for; None: the config's
-    asked: AttemptSpec | None = None,
     is_first: bool = True,  # of its launch
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
@@ -133,7 +131,7 @@ def request_for(
         cwd=os.getcwd(),
         longest_pause=longest_pause,
         has_live_status=owns_terminal(config),
-        asked=asked or PolicySettings.of(config).asked,
+        asked=asked,
         code=_code_plan(
             config,
             attempt,

@@ -523,9 +523,9 @@ class Job:
             self.config,
             self.trainer_ref,
             self.run_dir,
+            self.policy.asked,
             job=job,
             longest_pause=self.folder.state.longest_pause or 0.0,
-            asked=self.policy.asked,
             is_first=not self.attempts,
         )
 
@@ -571,7 +571,7 @@ class Job:
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
         attempt = self.folder.with_disk(with_shortage(attempt, self.attempts))
-        if self._has_remedies and self.signals.received is None:
+        if self._has_remedies and not self.signals.received:
             attempt = with_rule(
                 self.policy,
                 tuple(self.attempts),
@@ -605,7 +605,7 @@ class Job:
                 "its time slice is over and another user waits (gpu_slice_minutes)",
                 room=self.devices.leave(len(last.spec.gpus)),
             )
-        if self.signals.received is not None:
+        if self.signals.received:
             return GiveUp("interrupted", action="stopped")
         if self._engine is not None:
             hint = "the next start in this run folder decides how to go on"
@@ -654,7 +654,7 @@ class Job:
         self.folder.tick()
         self.devices.queue.tick()
         # an attempt that saves nothing would begin at the same step each time
-        if self.signals.received is None and self.folder.attempt.saves:
+        if self.folder.attempt.saves and not self.signals.received:
             other = self.devices.who_waits()
             if other is not None:
                 whose = f"{other.id} of {user_name(other.owner)}, who holds fewer GPUs"

@@ -302,8 +302,7 @@ class RunningAttempt:
         self._kill_at = self._killed_at = math.inf
         self._is_begun = self._is_stopping = self._limits_others = False
         self._was_warned = False
-        # at the last look that found some
-        self._workers: Workers | None = None
+        self._workers = Workers()  # at the last look that found some
         self._began = self._looked = time.monotonic()
         self._look_at = self._began + TICK_SECONDS
         self._unannounced: list[int] = []
@@ -343,7 +342,8 @@ class RunningAttempt:
                     own = [self._votes.descriptor]
                     if rank == 0:
                         own.append(listener.fileno())
-                    one.begin(Begin(self._request, rank, port), (*own, *hold))
+                    begin = Begin(self._request, rank, port)
+                    one.begin(begin, own + list(hold))
         self._is_begun = True
         # a signal that came before there was something to stop
         if self._is_stopping:
@@ -354,7 +354,7 @@ class RunningAttempt:
         interpreters, own = self._interpreters, self._processes
         running = [one.channel.fileno() for one in own if one.is_running]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
-        readable([wakeup, *interpreters.pump.descriptors, *running], seconds)
+        readable([wakeup] + interpreters.pump.descriptors + running, seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(wakeup, 4096)
         while self._unannounced:
@@ -434,7 +434,7 @@ class RunningAttempt:
             [one.pid for one in self._processes if one.is_running]
         )
         self._interpreters.collect_orphans()
-        if found.count or self._workers is None:
+        if found.count:
             self._workers = found
         self._looked = now
         cost, age = time.monotonic() - now, now - self._began
@@ -500,7 +500,7 @@ class RunningAttempt:
         if any(end.was_stopped for end in self._ends):
             # a stop of all processes may reach the attempt before us
             until = time.monotonic() + _SIGNAL_SECONDS
-            while signals.received is None and time.monotonic() < until:
+            while not signals.received and time.monotonic() < until:
                 time.sleep(0.02)
         stacks = ""
         with contextlib.suppress(OSError):
@@ -513,8 +513,7 @@ class RunningAttempt:
         workers, seconds = self._workers, time.monotonic() - self._began
         # that there are none is known only if it was seen late enough
         is_late = self._looked - self._began >= seconds / 3
-        if workers is not None and not workers.count and not is_late:
-            workers = None
+        is_known = bool(workers.count) or is_late
         return Exit(
             returncode=-signal.SIGKILL if is_left else own[0].returncode,
             pid=None if is_left else own[0].pid,
@@ -522,10 +521,10 @@ class RunningAttempt:
             output=pump.tail,
             stacks=stacks,
             stalled=None if stalled is None else stalled.what,
-            was_stopped=signals.received is not None,
+            was_stopped=bool(signals.received),
             oom_killed=self._oom_kills.killed(),
-            workers=None if workers is None else workers.count,
-            workers_hold_most=None if workers is None else workers.hold_most,
+            workers=workers.count if is_known else None,
+            workers_hold_most=workers.hold_most if is_known else None,
         )
 
     def _on_signal(self, signum: int) -> None:

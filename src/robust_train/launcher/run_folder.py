@@ -86,7 +86,7 @@ class RunFolder:
         self._signals = signals
         self._sweep_folder = sweep_folder
         self._show = show
-        self._notifier = Notifier(config.notify, run_dir)
+        self._notifier = Notifier(config.notify)
         self._provenance: Provenance | None = None
         job_id, now = f"0-{self.token}", time.time()
         self._config = config
@@ -203,7 +203,7 @@ class RunFolder:
                 request.answer(
                     {"error": f"no attempt runs that could do that: {what}"}
                 )
-        if self._signals.received is None and self._sweep_is_stopped():
+        if not self._signals.received and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
@@ -344,11 +344,7 @@ class RunFolder:
 
     def _is_users_stop(self, status: str) -> bool:
         """Return whether a person has ended the job, by all that is known, not a scheduler."""
-        by_user = self._signals.received in (
-            None,
-            signal.SIGINT,
-            signal.SIGHUP,
-        )
+        by_user = self._signals.received in (0, signal.SIGINT, signal.SIGHUP)
         was_asked = (
             by_user or self._was_asked_to_stop or self._sweep_is_stopped()
         )
@@ -368,9 +364,9 @@ class RunFolder:
     def _update(self, change: Callable[[RunState], RunState]) -> None:
         def stopping(state: RunState) -> RunState:
             state = change(state)
-            if self._signals.received is None or state.is_final:
-                return state
-            return replace(state, state="stopping")
+            if self._signals.received and not state.is_final:
+                state = replace(state, state="stopping")
+            return state
 
         self._file.update(stopping)
         self._notifier.poll(self.state)
@@ -380,7 +376,7 @@ class RunFolder:
         if not request.take():
             return
         problem, signals = "", self._signals
-        is_stopping = signals.received is not None and not signals.is_pausing
+        is_stopping = signals.received and not signals.is_pausing
         if not signals.watches(signal.SIGTERM):
             problem = (
                 "this job takes no signals (it is under a scheduler, or not in its process's "

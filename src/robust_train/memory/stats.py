@@ -278,7 +278,7 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
             return figures
     with contextlib.suppress(OSError, psutil.Error):
         return {
-            "resident": host.resident_bytes()[0],
+            "resident": host.resident_bytes(psutil.Process())[0],
             "max_resident": host.largest_resident(),
         }
     return {}

@@ -219,7 +219,7 @@ class GpuQueue:
                     while self._running:
                         self._poll(live)
                     raise
-            if self._signals.received is not None:
+            if self._signals.received:
                 # one more must not cost the table: until the sweep is finished
                 signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
             self._signals.raise_if_received()

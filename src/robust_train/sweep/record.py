@@ -316,14 +316,14 @@ class Claims:
     def take(self, point: int) -> bool:
         """Return whether the point is this launcher's until :meth:`release`."""
         try:
-            return lock(self._fd, 1 + point)
+            return lock(self._fd, 1 + point, 1)
         except OSError:  # the disk has no locks: no second launcher is let in
             return True
 
     def release(self, point: int) -> None:
         """Leave the point to others."""
         with contextlib.suppress(OSError):
-            unlock(self._fd, 1 + point)
+            unlock(self._fd, 1 + point, 1)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
