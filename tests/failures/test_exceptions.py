@@ -69,12 +69,15 @@ def in_handler(first, second, cause="context"):
     def raising():
         try:
             raise first
-        except Exception as error:
+        except BaseException as error:
             if cause == "context":
                 raise second  # noqa: B904
             raise second from (error if cause == "error" else None)
 
     return caught(raising)
+
+
+TORN = "unexpected pos 576 vs 534"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,9 @@ def in_handler(first, second, cause="context"):
         (RuntimeError(OOM), ValueError("too large for this GPU"), "error", "device_oom"),
         (KeyError("label"), RuntimeError(OOM), "context", "device_oom"),
         # torch.save ends a file that lacks what could not be written
-        (MemoryError(), RuntimeError("unexpected pos 576 vs 534"), "context", "host_oom"),
+        (MemoryError(), RuntimeError(TORN), "context", "host_oom"),
+        (KeyboardInterrupt(), RuntimeError(TORN), "context", "interrupted"),
+        (ConnectionResetError(104, "reset by peer"), RuntimeError(TORN), "context", "comm"),
         # a mistake made while handling it is a bug of its own
         (RuntimeError(OOM), KeyError("oom"), "context", "bug"),
         (RuntimeError(OOM), TypeError("no"), "context", "bug"),

@@ -112,10 +112,6 @@ def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames
     assert native_stack_in("Killed") is None
 
 
-def test_a_crash_after_words_of_a_kill_is_named_by_its_own_signal():
-    assert "SIGSEGV" in classify_exit(-signal.SIGSEGV, "saw an OOMKilled pod\n").message
-
-
 def test_a_long_log_is_read_from_its_end():
     log = "step\n" * 100_000 + "Traceback (most recent call last):\n  File x\nMemoryError\n"
     assert classify_exit(1, log).kind is FailureKind.HOST_OOM

@@ -15,21 +15,23 @@ the same for a process that ended without a report, and :mod:`.advice` lists adv
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 
 from robust_train.failures.error_reports import ErrorReport, reports_of
 from robust_train.failures.exits import classify_exit, signal_of
 from robust_train.failures.patterns import (
+    UNCLEAR,
     Match,
     match,
     most_telling,
-    named,
     read_evidence,
     with_statistics,
 )
 from robust_train.failures.shortage import little_is_left
 from robust_train.failures.stack import refined, stack_of
 from robust_train.model.errors import RankFailure
-from robust_train.model.failure import Clue, Failure, FailureKind
+from robust_train.model.failure import Failure, FailureKind
 
 __all__ = ["classify_exit", "classify_failure"]
 
@@ -74,39 +76,33 @@ def _classified(
         return _exit_of(exception)
     if isinstance(exception, RankFailure):
         return exception.failure
-    matches: list[tuple[ErrorReport, Match]] = []
-    shortage = ""
-    for report in reports_of(exception):
-        stack = "" if report.exception is None else stack_of(report.exception)
-        found = refined(match(report), report, stack)
-        if found is None and named("UNCLEAR").matches(report):
-            shortage = (
-                "host memory had run out just before"
-                if host_memory_ran_out
-                else ""
-            )
-            shortage = shortage or little_is_left()
-            found = named("UNCLEAR").match if shortage else None
-        if found is not None:
-            matches.append((report, found))
-            if not report.in_group and found != named("WRITER").match:
-                break
-    if not matches:
+    telling = most_telling(_matches_in(exception, host_memory_ran_out))
+    if telling is None:
         # what no section matches is shown as its author wrote it
-        return Failure(
-            FailureKind.BUG,
-            message=next(iter(reports_of(exception))).headline,
-        )
-    report, found = most_telling(matches)
+        first = next(iter(reports_of(exception)))
+        return Failure(FailureKind.BUG, first.headline)
+    report, found = telling
     evidence = read_evidence(report.text, found)
     if found.kind is FailureKind.DEVICE_OOM:
         evidence = with_statistics(evidence, report.text)
-    message = (
-        f"{report.headline} ({shortage})"
-        if found.clue == Clue.UNCLEAR
-        else report.headline
-    )
-    return Failure(found.kind, message, evidence)
+    return Failure(found.kind, report.headline, evidence)
+
+
+def _matches_in(
+    exception: BaseException, host_memory_ran_out: bool
+) -> Iterator[tuple[ErrorReport, Match | None]]:
+    for report in reports_of(exception):
+        stack = "" if report.exception is None else stack_of(report.exception)
+        found = refined(match(report), report, stack)
+        if found is None and UNCLEAR.matches(report):
+            shortage = "host memory had run out just before"
+            if not host_memory_ran_out:
+                shortage = little_is_left()
+            if shortage:
+                found = UNCLEAR.match
+                headline = f"{report.headline} ({shortage})"
+                report = replace(report, headline=headline)
+        yield report, found
 
 
 def _exit_of(stop: SystemExit) -> Failure:

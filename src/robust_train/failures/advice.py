@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 from robust_train.model.attempt import Attempt
@@ -22,6 +24,7 @@ _RAISE_LIMIT = (
 _OTHERS = (
     "see with nvidia-smi who else holds memory of this GPU, or use another"
 )
+_PIN_LESS = "pin less: it is bounded by the host's memory and by ulimit -l"
 _OF_THE_MODEL = (
     "set training.mixed_precision=true: activations take about half the memory",
     "set training.gradient_checkpointing=true: less memory for about a third more time",
@@ -184,27 +187,20 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     """Return short sentences, most promising first; none after bugs and interruptions."""
     by_clue = _BY_CLUE.get(kind, {})
-    advice = by_clue.get(evidence.clue or "", _ADVICE.get(kind, ()))
+    advice = list(by_clue.get(evidence.clue or "", _ADVICE.get(kind, ())))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
-        return (
-            "pin less: it is bounded by the host's memory and by ulimit -l",
-            *advice,
-        )
-    if kind is not FailureKind.DEVICE_OOM:
-        return advice
-    first = (
-        (_DEFRAGMENT, evidence.fragmented),
-        (_RAISE_LIMIT, evidence.own_limit),
-    )
-    advice = (*(sentence for sentence, holds in first if holds), *advice)
-    if evidence.own_limit:
-        return tuple(sentence for sentence in advice if sentence != _OTHERS)
-    if _is_others(evidence):
-        return (
-            _OTHERS,
-            *(sentence for sentence in advice if sentence != _OTHERS),
-        )
-    return advice
+        advice.insert(0, _PIN_LESS)
+    if kind is FailureKind.DEVICE_OOM:
+        is_others = not evidence.own_limit and _is_others(evidence)
+        if evidence.own_limit or is_others:
+            advice.remove(_OTHERS)
+        if evidence.own_limit:
+            advice.insert(0, _RAISE_LIMIT)
+        if evidence.fragmented:
+            advice.insert(0, _DEFRAGMENT)
+        if is_others:
+            advice.insert(0, _OTHERS)
+    return tuple(advice)
 
 
 def with_advice(
@@ -240,27 +236,21 @@ def with_advice(
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
         instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
+    advice: Iterable[str]
     advice = failure.advice or advice_for(failure.kind, failure.evidence)
     if failure.kind is FailureKind.SETUP:
-        has_gpu = attempt.cuda_cannot_work
-        advice = (cuda_versions, *advice) if has_gpu else (_THE_DEVICE_GIVEN,)
-    fitting = tuple(filter(None, (instead.get(one, one) for one in advice)))
-    return replace(attempt, failure=replace(failure, advice=fitting))
+        advice = itertools.chain([cuda_versions], advice)
+        if not attempt.cuda_cannot_work:
+            advice = [_THE_DEVICE_GIVEN]
+    fitting = filter(None, (instead.get(one, one) for one in advice))
+    return replace(attempt, failure=replace(failure, advice=tuple(fitting)))
 
 
 def _is_others(evidence: Evidence) -> bool:
     """Return whether others hold more than was requested, and than a context takes."""
-    e = evidence
-    if (
-        e.total_bytes is None
-        or e.free_bytes is None
-        or e.allocated_bytes is None
-    ):
+    total, free = evidence.total_bytes, evidence.free_bytes
+    allocated = evidence.allocated_bytes
+    if total is None or free is None or allocated is None:
         return False
-    others = (
-        e.total_bytes
-        - e.free_bytes
-        - e.allocated_bytes
-        - (e.reserved_unallocated_bytes or 0)
-    )
-    return others > max(e.requested_bytes or 0, e.total_bytes // 4)
+    own = allocated + (evidence.reserved_unallocated_bytes or 0)
+    return total - free - own > max(evidence.requested_bytes or 0, total // 4)

@@ -94,8 +94,9 @@ def _follow(
 
 def names_of(path: str) -> tuple[str, ...]:
     """Return a class's name, and with the library where the path has one."""
-    *modules, name = path.split(".")
-    return (name, f"{modules[0]}.{name}") if modules else (name,)
+    library, dot, _ = path.partition(".")
+    name = path.rpartition(".")[2]
+    return (name, f"{library}.{name}") if dot else (name,)
 
 
 def _text_of(exception: BaseException) -> str:
@@ -213,7 +214,7 @@ def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
     headline = first = _first_line(lines)
     # "MemoryError: …" inside of another exception's message
     if prefix is not None:
-        types = (*types, *names_of(prefix.group(1)))
+        types += names_of(prefix.group(1))
     elif name not in ("", "RuntimeError") or not first:
         headline = f"{name}: {first}" if first else name
     return ErrorReport(

@@ -14,7 +14,13 @@ from robust_train.failures.error_reports import (
     one_line,
     reports_in,
 )
-from robust_train.failures.patterns import Match, match, named, read_evidence
+from robust_train.failures.patterns import (
+    Match,
+    match,
+    most_telling,
+    named,
+    read_evidence,
+)
 from robust_train.failures.stack import (
     TRACEBACK,
     last_stack_in,
@@ -40,7 +46,7 @@ _STOPS = frozenset(
 )
 _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
-_KERNELS = named("KERNEL_OOM").words
+_KERNELS = named("KERNEL_OOM")
 _TAKEN = named("TAKEN").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(
@@ -83,20 +89,20 @@ def classify_exit(
             where that is not known.
     """
     number = signal_of(returncode)
-    name = None if number is None else signal.Signals(number).name
+    name = "" if number is None else signal.Signals(number).name
     ended = (
         f"ended by {name}" if name else f"ended with exit code {returncode}"
     )
     lines = output_tail.splitlines()[-_TAIL_LINES:]
-    record = next(
-        filter(_KERNELS.search, output_tail.splitlines()), ""
-    ).strip()[:300]
+    is_killed, is_crash = name == "SIGKILL", name == "SIGSEGV"
+    # a segmentation fault is the process's own, whatever the kernel did to others
+    words = filter(_KERNELS.words.search, output_tail.splitlines())
+    record = "" if is_crash else next(words, "").strip()[:300]
     by_kernel = Failure(
         FailureKind.HOST_OOM,
         f"{ended}: {record or _OOM_KILLER}",
         Evidence(library="kernel"),
     )
-    is_killed = name == "SIGKILL"
     if (is_killed and oom_killed) or (
         record and (is_killed or name == "SIGTERM")
     ):
@@ -109,8 +115,10 @@ def classify_exit(
             "killed by SIGKILL (sender unknown)" if is_killed else ended,
             Evidence(clue=Clue.KILLED if is_taken else None),
         )
-    reported = _reported_in(output_tail, lines, native=name is not None)
-    if reported is not None:
+    reported = _reported_in(output_tail, lines, native=bool(name))
+    if reported is not None and not (
+        is_crash and reported[1] == _KERNELS.match
+    ):
         report, found = reported
         failure = Failure(
             found.kind,
@@ -123,18 +131,18 @@ def classify_exit(
         return Failure(FailureKind.WORKER_DEATH, ended, by_kernel.evidence)
     if record:
         return by_kernel
-    crash = native_stack_in(output_tail) if name is not None else None
+    crash = native_stack_in(output_tail) if name else None
     if crash is not None:
-        words = crash.headline
+        last = crash.headline
     elif TRACEBACK in output_tail:
         # a message of several lines begins, rather than ends, with what happened
-        words = next(reports_in(output_tail)).headline
+        last = next(reports_in(output_tail)).headline
     else:
-        words = _told_last(lines)
+        last = _told_last(lines)
     return Failure(
         FailureKind.BUG,
-        f"{ended}: {words}" if words else ended,
-        Evidence(clue=Clue.CRASHED if name == "SIGSEGV" else None),
+        f"{ended}: {last}" if last else ended,
+        Evidence(clue=Clue.CRASHED if is_crash else None),
     )
 
 
@@ -158,16 +166,17 @@ def signal_of(returncode: int) -> int | None:
 
 
 def _reported_in(
-    output: str,
-    lines: list[str],
-    native: bool,
+    output: str, lines: list[str], *, native: bool
 ) -> tuple[ErrorReport, Match] | None:
     """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
     Where there is a traceback, it alone counts: what was logged before may have been overcome;
     unless it says only that a child failed."""
     reports: list[ErrorReport] = []
-    stack = ""
     has_traceback = TRACEBACK in output
+    if native or not has_traceback:
+        reports.append(_of_a_log(_last_words(lines, native)))
+        if native and _CORRUPTED.search(reports[0].text):
+            return None
     if not native and not has_traceback:
         last = next(reports_in(next(filter(str.strip, reversed(lines)), "")))
         found = match(last)
@@ -176,26 +185,22 @@ def _reported_in(
         if found is not None and not found.kind.follows_from_others:
             return last, found
         reports.append(last)
-    if native or not has_traceback:
-        reports.insert(0, _of_a_log(_last_words(lines, native)))
-        if native and _CORRUPTED.search(reports[0].text):
-            return None
     if has_traceback:
-        stack = last_stack_in(output)
         reports += (quoted := list(reports_in(output)))
         if not _OF_A_CHILD.isdisjoint(quoted[0].types):
             reports.append(_of_a_log(lines))
-    unless: tuple[ErrorReport, Match] | None = None
-    for report in reports:
-        found = match(report)
-        if report.types:
-            found = refined(found, report, stack)
-        if found == named("WRITER").match:
-            unless = unless or (report, found)
-        elif found is not None:
-            return report, found
-    if unless is not None:
-        return unless
+    stack = last_stack_in(output)
+    matches = (
+        (
+            report,
+            refined(match(report), report, stack)
+            if report.types
+            else match(report),
+        )
+        for report in reports
+    )
+    if telling := most_telling(matches):
+        return telling
     # a crash, or an error that its library wraps: what was logged before it may say why
     whole = _of_a_log(lines)
     found = match(whole)

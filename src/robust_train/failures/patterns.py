@@ -178,16 +178,35 @@ def match(report: ErrorReport) -> Match | None:
     ) or next(unwrapped, None)
 
 
-def most_telling(
-    matches: Iterable[tuple[ErrorReport, Match]],
-) -> tuple[ErrorReport, Match]:
-    """Return the one of several to act upon."""
-    return min(matches, key=lambda pair: _PRIORITY.index(pair[1].kind))
-
-
 def named(name: str) -> Pattern:
     """Return the section with this name."""
     return next(row for row in PATTERNS if name in row.names)
+
+
+UNCLEAR = named("UNCLEAR")
+_WRITER = named("WRITER").match
+
+
+def most_telling(
+    matches: Iterable[tuple[ErrorReport, Match | None]],
+) -> tuple[ErrorReport, Match] | None:
+    """Return the match to act upon, of reports of which each may be a consequence of the next.
+
+    The first one decides, and of several that failed at the same time the worst. A file that was
+    not written to its end may have any cause: what follows decides, if there is anything.
+    """
+    found: list[tuple[ErrorReport, Match]] = []
+    for report, match in matches:
+        if match is not None:
+            found.append((report, match))
+            if not report.in_group and match != _WRITER:
+                break
+    certain = [pair for pair in found if pair[1] != _WRITER]
+    return min(
+        certain or found[:1],
+        key=lambda pair: _PRIORITY.index(pair[1].kind),
+        default=None,
+    )
 
 
 def read_evidence(text: str, match: Match) -> Evidence:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from robust_train.failures.patterns import named
+from robust_train.failures.patterns import UNCLEAR
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.readable import GIB
@@ -78,7 +78,7 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     failure = attempt.failure
     if failure is None or failure.kind is not FailureKind.BUG:
         return attempt
-    if not named("UNCLEAR").words.search(failure.message):
+    if not UNCLEAR.words.search(failure.message):
         return attempt
     peak = attempt.exit.max_resident_bytes
     most, _, command = min(process_limits(), default=(0, "", ""))
