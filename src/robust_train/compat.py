@@ -62,8 +62,12 @@ def preserve_version_counter(
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often ``tensor`` was changed in place; -1 of None."""
-    return int(getattr(tensor, "_version", -1))
+    """Return how often ``tensor`` was changed in place; -1 where that is not counted: of None, of
+    inference tensors, and of what a lazy module makes in its first pass."""
+    try:
+        return int(getattr(tensor, "_version", -1))
+    except (RuntimeError, ValueError):
+        return -1
 
 
 def skips_on_device(optimizer: Any) -> bool:

@@ -15,6 +15,9 @@ import torch.distributed as dist
 import training_world
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from training_world import WatchedRun, config, write_image_folder
 
@@ -78,7 +81,7 @@ def train(batcher, net, rank=0, ranks=RANKS, *, own=False):
         def loss_of(batch, sizes=sizes):
             inputs, wanted = batch
             sizes.append(len(inputs))
-            loss = nn.functional.mse_loss(model(inputs), wanted)
+            loss = mse_loss(model(inputs), wanted)
             if own and rank == 0:
                 loss = loss + net.only_of_first.sum()
             return loss, sizes[-1]
@@ -141,32 +144,34 @@ def a_wish_for_smaller_parts_on_one_rank_reaches_all(rank):
 
 
 class RunsOutInBackward(torch.autograd.Function):
-    """Has no memory for gradients of more than two samples on rank 1."""
-
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, most):
+        ctx.most = most
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        if dist.get_rank() == 1 and len(gradient) > 2:
+        if len(gradient) > ctx.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return gradient
+        return gradient, None
 
 
 class Deep(nn.Module):
-    def __init__(self):
+    """Has no memory for gradients of more samples than ``most``."""
+
+    def __init__(self, most):
         super().__init__()
         torch.manual_seed(0)
+        self.most = most
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
 
     def forward(self, x):
-        return self.last(RunsOutInBackward.apply(self.first(x).tanh()))
+        return self.last(RunsOutInBackward.apply(self.first(x).tanh(), self.most))
 
 
 def wrapped(how, said, rank):
     """A step of 16 samples with a wrapper that is not the outermost module, or is not named."""
-    net = Deep()
+    net = Deep(2 if rank == 1 else 16)
     # a bucket for each parameter: one that is passed over pairs all that follow wrongly
     bucket_mib = 1 if how == "compiled" else 1e-5  # dynamo takes no less
     alone = dist.new_group([rank], use_local_synchronization=True) if how == "in part" else None
@@ -188,13 +193,15 @@ def wrapped(how, said, rank):
         model = nn.Sequential(nn.Identity(), shared)
     elif how == "SyncBatchNorm":
         model = nn.Sequential(shared, nn.SyncBatchNorm(1))
+    elif how == "sparse gradients":
+        model = nn.Sequential(shared, nn.Embedding(2, 1, sparse=True))
     x, y = data(16, 5)
     mine = slice(rank * 4, rank * 4 + 4)
     named = net if how == "around the one that is named" else model
     changes: list[object] = []
 
     def loss_of(batch):
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+        return mse_loss(model(batch[0]), batch[1])
 
     refused = pytest.raises(UserError, match=said) if said else contextlib.nullcontext()
     with refused, torch.device("meta" if how == "another default device" else "cpu"):
@@ -206,7 +213,7 @@ def wrapped(how, said, rank):
     net.zero_grad()
     for start in range(0, 16, 2):
         share = slice(start, start + 2)
-        (nn.functional.mse_loss(net(x[share]), y[share]) / 8).backward()
+        (mse_loss(net(x[share]), y[share]) / 8).backward()
     for one, other in zip(gradients, net.parameters(), strict=True):
         torch.testing.assert_close(one, other.grad, rtol=0, atol=1e-6, msg=how)
 
@@ -224,6 +231,7 @@ def ddp_is_found_at_any_depth_or_refused(rank):
         "communication hook": "has a communication hook",
         "in part": "with some of the ranks only",
         "SyncBatchNorm": r"run.backward: 1 \(SyncBatchNorm\) gathers",
+        "sparse gradients": r"run.backward: 1 \(Embedding\) has sparse gradients",
     }.items():
         wrapped(how, said, rank)
 
@@ -238,10 +246,39 @@ PARTS = (
 ALONE = Net()
 
 
+def a_rank_that_is_alone_repeats_a_step_of_a_wrapped_model(rank):
+    """In its backward pass, of which the wrappers are told nothing."""
+    mesh = init_device_mesh("cpu", (1,))
+    x, y = data(16, 5)
+    for wrap in (lambda net: DistributedDataParallel(net), lambda net: fully_shard(net, mesh=mesh)):
+        gradients = []
+        for most in (16, 2):
+            net, batcher = Deep(most), MicroBatcher()
+            model = wrap(net)
+
+            def loss_of(batch, model=model):
+                return mse_loss(model(batch[0]), batch[1])
+
+            for _ in range(2):  # the second one after a repeated one
+                net.zero_grad()
+                batcher.backward(loss_of, (x, y), net)
+            assert batcher.size == (None if most == 16 else 2)
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in net.parameters()]
+            )
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def be_rank(rank, folder):
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     return outcomes(dict.fromkeys(PARTS, (rank,)))
+
+
+def be_alone(rank):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return outcomes({a_rank_that_is_alone_repeats_a_step_of_a_wrapped_model: (rank,)})
 
 
 @contextlib.contextmanager
@@ -314,13 +351,21 @@ def main():
     folder = Path(sys.argv[1])
     ALONE.losses, _ = train(MicroBatcher(), ALONE, ranks=1)
     ranks = of_forks(RANKS, lambda rank: be_rank(rank, folder))
+    alone = of_forks(1, lambda rank: be_alone(rank))
     write_image_folder(folder / "images", per_class=16)
     one = attempt(folder / "one", 1)
     first = attempt(folder / "several", 2, stop_at=1)
     saved = Path(first[0]["saved"][-1])
     rest = attempt(folder / "several", 4, resume=saved)
     other_disk = differ_in_the_checkpoint(folder / "several", saved)
-    seen = {"ranks": ranks, "one": one, "first": first, "rest": rest, "other disk": other_disk}
+    seen = {
+        "ranks": ranks,
+        "alone": alone,
+        "one": one,
+        "first": first,
+        "rest": rest,
+        "other disk": other_disk,
+    }
     print(json.dumps(seen))
 
 

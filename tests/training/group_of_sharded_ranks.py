@@ -307,6 +307,25 @@ def refusals(mesh):
         FSDPModule.reset_iter_state = reset
 
 
+def a_rank_whose_samples_have_no_items_adds_nothing(rank, mesh):
+    """Its loss, a mean over none, is NaN."""
+    x, y = data()
+    mask = torch.full((13,), 1.0 - rank)
+
+    def loss_of(net):
+        return lambda b: ((net(b[0]) - b[1]).square().mean(1) * b[2]).sum() / b[2].sum()
+
+    model, one, mine = sharded(mesh), network(), SHARES[rank]
+    share = x[mine], y[mine], mask[mine]
+    loss = MicroBatcher(batch_size=4).backward(
+        loss_of(model), share, model, count=lambda b: b[2].sum()
+    )
+    of_first = loss_of(one)((x[:8], y[:8], torch.ones(8)))
+    of_first.backward()
+    assert abs(loss - of_first) < 1e-6
+    assert furthest(model, one) < 1e-6
+
+
 def all_ranks_score_with_the_statistics_of_the_first(rank, mesh):
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(rank)
@@ -321,6 +340,7 @@ PARTS = (
     weights_that_stay_gathered_between_parts_change_nothing,
     real_memory_that_runs_out_on_one_rank_splits_the_step_of_both,
     where_one_rank_cannot_go_on_both_end,
+    a_rank_whose_samples_have_no_items_adds_nothing,
     all_ranks_score_with_the_statistics_of_the_first,
 )
 

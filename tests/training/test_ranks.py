@@ -32,10 +32,16 @@ def group(tmp_path_factory):
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "SyncBatchNorm")
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "static_graph")
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "communication hooks")
+@pytest.mark.proves("functions (`run.backward`)", "several GPUs", "refused", "sparse gradients")
 @pytest.mark.parametrize("part", PARTS)
 def test_of_four_ranks(group, part):
     for rank in group["ranks"]:
         assert not rank[part], rank[part]
+
+
+def test_of_a_rank_that_is_alone(group):
+    (seen,) = group["alone"]
+    assert not any(seen.values()), seen
 
 
 @pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
@@ -69,6 +75,7 @@ def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
     monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
+    assert finder.of([net], None) == [], "it is wrapped later"
     wrapper = Replicated(net)
     assert finder.of([net], [wrapper]) == [wrapper]
     del wrapper

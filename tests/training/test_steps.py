@@ -280,22 +280,69 @@ def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
     assert model.weights[0] == 1
 
 
-@pytest.mark.parametrize("where", ["a variable", "the function's owner", "the model"])
-def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where):
+@pytest.mark.parametrize("step", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("where", "generator", "draw"),
+    [
+        ("a variable", torch.Generator(), lambda own: float(torch.rand(1, generator=own))),
+        ("the model", torch.Generator(), lambda own: float(torch.rand(1, generator=own))),
+        ("the function's owner", numpy.random.default_rng(), lambda own: own.random()),
+        ("a variable", numpy.random.RandomState(), lambda own: own.rand()),
+        ("the function's owner", random.Random(), lambda own: own.random()),
+    ],
+)
+def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where, generator, draw, step):
     class Trainer:
         def loss_of(self, part):
-            mine = generator if where == "a variable" else holder.generator
-            drawn.append(torch.rand(1, generator=mine).item())
+            drawn.append(draw(mine if where == "a variable" else holder.generator))
             return loss_with(model)(part)
 
-    model, trainer, drawn = Network(most=6), Trainer(), []
-    generator = torch.Generator().manual_seed(1)
+    model, trainer, drawn, mine = Network(most=6), Trainer(), [], None
     holder = trainer if where == "the function's owner" else model
-    if where != "a variable":
+    if where == "a variable":
+        mine = generator
+    else:
         holder.generator = generator
-    MicroBatcher().backward(trainer.loss_of, data(), model)
+    getattr(MicroBatcher(), step)(trainer.loss_of, data(), model)
     assert len(drawn) == 3
     assert drawn[0] == drawn[1]
+
+
+def test_statistics_that_a_validation_collects_count_each_sample_once():
+    """As of weights that were averaged, whose BatchNorm has seen none."""
+
+    def collected(model, batcher):
+        with torch.no_grad():
+            batcher.forward(model, data()[0], model)
+        return model.buffers()
+
+    ours = collected(Network(most=6, norm=True), MicroBatcher())
+    assert_same(ours, collected(Network(norm=True), MicroBatcher(6)), rtol=0, atol=0)
+
+
+def test_layers_that_a_model_gets_later_go_back_to_the_steps_start_as_well():
+    def train(fails):
+        model, batcher = Network(), MicroBatcher(12)
+        step(batcher, model)
+        model.last = nn.Sequential(model.last, nn.Linear(3, 3), nn.BatchNorm1d(3))
+        step(batcher, model)
+        model.most, batcher = (6, batcher) if fails else (12, MicroBatcher(6))
+        step(batcher, model)
+        return [*gradients(model), *model.buffers()]
+
+    torch.manual_seed(0)
+    later = train(fails=True)
+    torch.manual_seed(0)
+    assert_same(later, train(fails=False), rtol=0, atol=0)
+
+
+def test_buffers_that_no_step_can_change_or_that_the_first_one_makes_are_no_obstacle():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(3))
+    for _ in range(2):
+        MicroBatcher(4).backward(lambda x: model(x).mean(), torch.randn(8, 6), model)
+    assert model[1].num_batches_tracked == 4
 
 
 def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace():
@@ -331,14 +378,14 @@ def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoi
     model, events = Network(), []
     batcher = MicroBatcher(12, regrow_after_steps=2, on_event=events.append)
     assert batcher.shrink("wished") == (12, 6)
-    again, other = MicroBatcher(12, regrow_after_steps=2), MicroBatcher(8)
-    for one in (again, other):
+    again, other, whole = MicroBatcher(12, regrow_after_steps=2), MicroBatcher(8), MicroBatcher()
+    for one in (again, other, whole):
         one.restore(batcher.state())
     for _ in range(20):
         step(batcher, model)
         step(again, model)
     assert batcher.size == again.size == 6
-    assert other.size == 8, "somebody asked for another size since"
+    assert (other.size, whole.size) == (8, None), "somebody asked for another size since"
     assert [(e.before, e.after, e.reason) for e in events] == [(12, 6, "wished")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,11 +20,11 @@ from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.rewind import (
     Models,
+    PartStart,
     StepStart,
     Watch,
     generators_of,
     models_of,
-    modules_of,
 )
 from robust_train.step.splitting import (
     Count,
@@ -155,8 +156,8 @@ class MicroBatcher:
                 part that fails is repeated.
 
         Returns:
-            The mean loss, over the samples of all ranks; with it, if ``loss_of`` returned tuples,
-            the list of what each part's had beside its loss.
+            The mean loss, in training over the samples of all ranks; with it, if ``loss_of``
+            returned tuples, the list of what each part's had beside its loss.
 
         Raises:
             TypeError, ValueError: the number of samples cannot be seen, or is 0.
@@ -323,8 +324,7 @@ class MicroBatcher:
         training: bool,
     ) -> tuple[Step[Any], StepStart | None]:
         """Return the step, and where it began: None if each part stands for itself."""
-        is_alone = ranks.here() is None
-        if model is None and not is_alone:
+        if model is None and ranks.here() is not None:
             raise UserError(
                 f"run.{name}: several ranks share a step: name the model, as in "
                 f"run.{name}({getattr(function, '__name__', 'function')}, batch, model)"
@@ -336,18 +336,18 @@ class MicroBatcher:
             self._recorder.speed.pause()
         size = self._training if training else self._other
         models = models_of(model, function)
-        shared = SharedStep(models, () if is_alone else modules_of(function))
+        shared = SharedStep(models, function)
+        generators = generators_of(function, models)
         start = None
         if training or shared.is_sharded:
-            start = StepStart(
-                self._watch, models, generators_of(function, models)
-            )
+            start = StepStart(self._watch, models, generators)
         step = Step[Any](
             size,
             start,
             shared,
             self._recorder,
             training=training,
+            part_start=partial(PartStart, models, generators),
         )
         return step, start
 

@@ -28,7 +28,7 @@ from robust_train.model.events import (
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
-from robust_train.step.rewind import GeneratorStates, StepStart
+from robust_train.step.rewind import PartStart, StepStart
 from robust_train.step.sharded import RanOutElsewhere
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
 
@@ -174,6 +174,7 @@ class Step(Generic[T]):
         recorder: Recorder,
         *,
         training: bool = True,
+        part_start: Callable[[], PartStart] = PartStart,  # of such a part
     ) -> None:
         self.repeats = 0  # how often passes of this step started over
         self._start = start
@@ -181,6 +182,7 @@ class Step(Generic[T]):
         self._shared = shared
         self._recorder = recorder
         self._is_training = training
+        self._part_start = part_start
         self._batches: list[tuple[Parts, Body[T]]] = []
         self._items = 1.0  # what this rank's mean counts among those of all
         self._ran_out: RanOut | None = None  # on this rank, the last time
@@ -254,14 +256,14 @@ class Step(Generic[T]):
         done = 0
         with self._shared.without_collectives():
             while done < parts.samples:
-                generators = GeneratorStates()
+                start_of_part = self._part_start()
                 size = self._size.for_batch(parts.samples)
                 start, stop = bounds(parts.samples, size, done)[0]
                 part, used = parts.part(start, stop), min(size, stop - start)
                 if self._goes_through(part, body, used, results):
                     done = stop
                 else:
-                    generators.restore()
+                    start_of_part.restore()
         return results
 
     @property
@@ -342,7 +344,7 @@ class Step(Generic[T]):
         if cuda.holds_graphs():
             return "a CUDA graph was captured, which holds its memory"
         if self._start is not None and self._start.is_lost:
-            return "it has written to a large buffer that no step before has changed"
+            return "it has made or changed a large buffer as no step before it"
         return None
 
     def say_why(self, reason: str) -> None:
@@ -388,7 +390,10 @@ class Step(Generic[T]):
         failure: Failure | None = None
         went_through = False
         if is_watched:
-            self._shared.begin_part(training=self._is_training)
+            self._shared.begin_part(
+                training=self._is_training,
+                has_weight=bool(part.weight),
+            )
         try:
             with self.guard():
                 result = body(part)

@@ -32,6 +32,7 @@ from robust_train.model.errors import UserError
 from robust_train.model.failure import Failure
 from robust_train.readable import MIB
 from robust_train.step import sharded
+from robust_train.step.rewind import modules_of
 from robust_train.step.sharded import WITHOUT, refuse
 
 T = TypeVar("T")
@@ -177,17 +178,26 @@ class SharedStep:
     def __init__(
         self,
         models: Iterable[nn.Module],
-        beside: Iterable[nn.Module] = (),
+        function: Any = None,
     ) -> None:
-        """Find what ranks share in ``models``, which learn; ``beside`` may hold their wrappers."""
+        """Find what ranks share in ``models``, which learn; ``function`` may reach wrappers."""
+        models = list(models)
         self._group = here()
         self._replicas: list[Replica] = []
         self._roots: tuple[Any, ...] = ()
-        if self._group is not None:
-            models = list(models)
+        if self._group is None:
+            # its model may be wrapped or sharded all the same
+            if dist.is_available() and dist.is_initialized():
+                self._replicas = [
+                    replica
+                    for model in models
+                    for replica in replicas_of(model, function)
+                ]
+                self._roots = sharded.roots_in_one_process(models)
+        else:
             self._roots = self._group.ledger.roots_in(models)
             if not self._roots:
-                self._replicas = self._group.replicas.of(models, beside)
+                self._replicas = self._group.replicas.of(models, function)
             elif any(map(replicas_in, models)):
                 raise UserError(
                     "run.backward: a model in DistributedDataParallel beside a sharded one "
@@ -212,7 +222,7 @@ class SharedStep:
     @property
     def is_sharded(self) -> bool:
         """Whether the passes gather weights, so that no rank may leave a part half-way."""
-        return bool(self._roots)
+        return self._group is not None and bool(self._roots)
 
     def plan(
         self,
@@ -228,12 +238,16 @@ class SharedStep:
         most, of_all = int(rows[:, 0].max()), float(rows[:, 1].sum())
         return most, items * self._group.size / of_all if of_all else 0.0
 
-    def begin_part(self, *, training: bool) -> None:
+    def begin_part(self, *, training: bool, has_weight: bool) -> None:
         """Begin a part, in which sharded models alone may communicate."""
         if self._group is not None:
             self._foreign = self._group.foreign()
             if self._roots:
-                self._group.ledger.begin_part(self._roots, training=training)
+                self._group.ledger.begin_part(
+                    self._roots,
+                    training=training,
+                    has_weight=has_weight,
+                )
 
     def end_part(self, *, ran_out: bool) -> None:
         """Reach its end, with a sharded model together with the other ranks.
@@ -291,7 +305,7 @@ class SharedStep:
         """Sum the ranks' gradients, each by its share in the items of all; return the mean loss
         over all ranks' items. A parameter without a gradient on any rank keeps none, so that
         optimizers pass it over."""
-        if self._roots:  # the gradients are summed already
+        if self.is_sharded:  # the gradients are summed already
             return sharded.mean_loss(self._roots, loss)
         if agreed is None or not self._parameters or not agreed.items:
             return loss
@@ -319,7 +333,7 @@ class SharedStep:
     @torch.no_grad()
     def share_buffers(self) -> None:
         """Give every rank the buffers (BatchNorm's statistics) of the first, as DDP does."""
-        for replica in self._replicas:
+        for replica in () if self._group is None else self._replicas:
             if not replica.broadcast_buffers:
                 continue
             buffers = [
@@ -388,9 +402,10 @@ class ReplicaFinder:
     def of(
         self,
         models: Iterable[nn.Module],
-        beside: Iterable[nn.Module] = (),
+        function: Any,
     ) -> list[Replica]:
-        """Return the replicas in ``models`` at any depth, and those ``beside`` that wrap one.
+        """Return the replicas in ``models`` at any depth, and those around one that ``function``
+        reaches: a step may name the model and call its wrapper.
 
         Raises:
             UserError: a model communicates in its passes in a way that cannot be put off.
@@ -398,16 +413,14 @@ class ReplicaFinder:
         found: list[Replica] = []
         for model in models:
             replicas: list[Any] = [ref() for ref in self._known.get(model, ())]
-            if model not in self._known or None in replicas:
-                replicas = replicas_in(model) or _replicas_around(
-                    model, beside
-                )
-                for module in (model, *replicas):
-                    for name, part in module.named_modules():
-                        refuse(name, part, _why_not(part))
-                self._known[model] = [
-                    weakref.ref(replica) for replica in replicas
-                ]
+            # one without any may be wrapped by now
+            if not replicas or None in replicas:
+                replicas = replicas_of(model, function)
+                if replicas or model not in self._known:
+                    _refuse(model)
+                    for replica in replicas:
+                        _refuse(replica)
+                self._known[model] = list(map(weakref.ref, replicas))
             found += replicas
         return list(dict.fromkeys(found))
 
@@ -462,23 +475,28 @@ def replicas_in(model: nn.Module) -> list[Replica]:
     return [part for part in model.modules() if isinstance(part, Replica)]
 
 
-def _replicas_around(
-    model: nn.Module, beside: Iterable[nn.Module]
-) -> list[Replica]:
-    """Find wrappers of ``model``: a step may name the model and call its wrapper."""
+def replicas_of(model: nn.Module, function: Any) -> list[Replica]:
+    """Find those in a model; else its wrappers among the modules that a function reaches."""
     own = set(map(id, model.parameters()))
-    found = [replica for other in beside for replica in replicas_in(other)]
-    return [
+    return replicas_in(model) or [
         replica
-        for replica in found
+        for other in modules_of(function)
+        for replica in replicas_in(other)
         if own & set(map(id, replica.parameters()))
     ]
+
+
+def _refuse(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        refuse(name, part, _why_not(part))
 
 
 def _why_not(module: nn.Module) -> str | None:
     """Return why this module's pass cannot be left half-way on one rank; None if it can."""
     waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        return f"has sparse gradients, which are not summed; use sparse=False, {WITHOUT}"
     if isinstance(module, nn.SyncBatchNorm):
         return f"gathers its statistics {waiting}; use BatchNorm, {WITHOUT}"
     is_split = any(

@@ -12,11 +12,13 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from robust_train.compat import (
     copy_at_once,
@@ -95,10 +97,10 @@ def restore_rng(
 class GeneratorStates:
     """The states at this moment, to go back to within this process. Of all GPUs, whichever the
     model is on: a generator's state lies on the host, and reading it makes no CUDA context.
-    ``own`` are generators that the user has made."""
+    ``own`` are generators that the user has made: of torch, NumPy or Python."""
 
-    def __init__(self, own: Iterable[torch.Generator] = ()) -> None:
-        self._own = [(generator, generator.get_state()) for generator in own]
+    def __init__(self, own: Iterable[Any] = ()) -> None:
+        self._own = list(map(_state_and_setter, own))
         self._states = capture_rng()
         self._cuda: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -106,11 +108,33 @@ class GeneratorStates:
 
     def restore(self) -> None:
         """Set the generators back."""
-        for generator, state in self._own:
-            generator.set_state(state)
+        for state, set_state in self._own:
+            set_state(state)
         restore_rng(self._states)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
+
+
+def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
+    if isinstance(generator, random.Random):
+        return generator.getstate(), generator.setstate
+    # what a generator of NumPy's draws from
+    if (bits := getattr(generator, "bit_generator", None)) is not None:
+        return bits.state, partial(setattr, bits, "state")
+    return generator.get_state(), generator.set_state
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        # the system's has no state
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    of_numpy = (
+        ()
+        if numpy is None
+        else (numpy.random.Generator, numpy.random.RandomState)
+    )
+    return isinstance(value, (torch.Generator, *of_numpy))
 
 
 # --- what learns ---
@@ -134,14 +158,12 @@ def modules_of(function: Any) -> list[nn.Module]:
     ]
 
 
-def generators_of(
-    function: Any, models: Iterable[nn.Module]
-) -> list[torch.Generator]:
+def generators_of(function: Any, models: Iterable[nn.Module]) -> list[Any]:
     """Return the user's generators among the variables of a function or attributes of its owner,
     and among the attributes of models."""
     held = list(_reached(function, most_steps=_STEPS_TO_GENERATORS))
     held += [value for model in models for value in vars(model).values()]
-    return list({v for v in held if isinstance(v, torch.Generator)})
+    return list({v for v in held if _is_generator(v)})
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
@@ -233,7 +255,10 @@ class _Buffer:
                 now is not self.tensor or version_of(now) != self.version
             )
         self.tensor, self.version = now, version_of(now)
-        is_copied = now is None or self.changes or now.nbytes <= _ALWAYS_COPIED
+        # made by the first pass, or never changed in place
+        if now is None or is_lazy(now) or now.is_inference():
+            return None
+        is_copied = self.changes or now.nbytes <= _ALWAYS_COPIED
         return now if is_copied else None
 
     @property
@@ -267,32 +292,53 @@ def _restore(buffers: Iterable[_Buffer]) -> None:
         buffer.version = version_of(buffer.tensor)
 
 
-_Watched = tuple[list[nn.Parameter], list[_Buffer]]
+class PartStart:
+    """The state at the start of a part that stands for itself, as in validation: the generators,
+    and the buffers of models in training mode, as where BatchNorm's statistics are collected."""
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module] = (),
+        generators: Iterable[Any] = (),
+    ) -> None:
+        self._generators = GeneratorStates(generators)
+        watch = Watch()
+        self._buffers = [
+            buffer
+            for model in models
+            if model.training
+            for buffer in watch.of(model)[1]
+        ]
+        _keep(self._buffers)
+
+    def restore(self) -> None:
+        """Go back to it."""
+        _restore(self._buffers)
+        self._generators.restore()
 
 
 class Watch:
-    """Remembers the buffers of each model, and which of them change, without keeping it alive."""
+    """Remembers which buffers of modules change, without keeping the modules alive."""
 
     def __init__(self) -> None:
-        self._models = weakref.WeakKeyDictionary[nn.Module, _Watched]()
+        self._known = weakref.WeakKeyDictionary[
+            nn.Module, dict[str, _Buffer]
+        ]()
 
-    def of(self, model: nn.Module) -> _Watched:
-        """Return the parameters and buffers of ``model``, found once; raise UserError if no step of
-        it can start over."""
-        if model not in self._models:
-            if (reason := why_not_again(model)) is not None:
-                raise UserError(
-                    f"run.backward: {reason}, so a step cannot start over where memory runs out; "
-                    "step after run.backward, or call loss.backward() yourself"
-                )
-            buffers = [
-                _Buffer(own, name)
-                for _, own in map(tensors_of, model.modules())
-                for name, buffer in own.items()
-                if buffer is not None
-            ]
-            self._models[model] = list(model.parameters()), buffers
-        return self._models[model]
+    def of(self, model: nn.Module) -> tuple[list[Tensor], list[_Buffer]]:
+        """Return the parameters and buffers that ``model`` has now."""
+        parameters: list[Tensor] = []
+        buffers: list[_Buffer] = []
+        for module in model.modules():
+            own, home = tensors_of(module)
+            parameters += [one for one in own.values() if one is not None]
+            if home:
+                known = self._known.setdefault(module, {})
+                for name in home:
+                    if name not in known:
+                        known[name] = _Buffer(home, name)
+                    buffers.append(known[name])
+        return parameters, buffers
 
 
 class StepStart:
@@ -307,25 +353,27 @@ class StepStart:
         self,
         watch: Watch,
         models: Sequence[nn.Module],
-        generators: Iterable[torch.Generator] = (),
+        generators: Iterable[Any] = (),
         *,
         keeps_gradients: bool = True,
     ) -> None:
         self.models = models
-        watched = [watch.of(model) for model in models]
         # each once, by identity
-        self._known: dict[Tensor, None] = {
-            parameter: None
-            for parameters, _ in watched
-            for parameter in parameters
-        }
+        self._known: dict[Tensor, None] = {}
+        self._buffers: list[_Buffer] = []
+        for model in models:
+            parameters, buffers = watch.of(model)
+            if any(map(steps_in_backward, parameters)):
+                raise UserError(
+                    f"run.backward: {why_not_again(model)}, so a step cannot start over where "
+                    "memory runs out; step after run.backward, or call loss.backward() yourself"
+                )
+            self._known |= dict.fromkeys(parameters)
+            self._buffers += buffers
         self.is_open = True
         self._keeps_gradients = keeps_gradients
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates(generators)
-        self._buffers = [
-            buffer for _, buffers in watched for buffer in buffers
-        ]
         _keep(self._buffers)
         # last: from here on end() has to be called
         self._lay_aside(self._known)

@@ -88,6 +88,7 @@ class Ledger:
         self._roots = weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]]()
         self._records: dict[object, list[Collective]] = {}
         self._part: object = None
+        self._has_weight = True
         self._now: list[Collective] | None = None
         # of a collective, on this rank
         self._failed: BaseException | None = None
@@ -108,8 +109,10 @@ class Ledger:
         roots: Sequence[Any],
         *,
         training: bool,
+        has_weight: bool,  # else its gradients are zeros, whatever its loss
     ) -> None:
         """Begin to note the collectives of a part."""
+        self._has_weight = has_weight
         # modules that were left unsharded gather nothing: the next part may have another list
         parameters = (
             parameter for root in roots for parameter in root.parameters()
@@ -165,8 +168,7 @@ class Ledger:
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
         self._records.clear()
-        inner = {one for module in modules for one in [*module.modules()][1:]}
-        return tuple(module for module in modules if module not in inner)
+        return _outermost(modules)
 
     @contextlib.contextmanager
     def _noted(
@@ -185,6 +187,8 @@ class Ledger:
         ):
             self._now = None
             raise RanOutElsewhere
+        if not (self._has_weight or is_gathered):
+            given.zero_()  # the mean of a part without items is NaN
         self.sent += group is dist.group.WORLD
         begun = collectives_begun(group)
         try:
@@ -223,6 +227,25 @@ def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
         total += loss.to(total.device)
     dist.all_reduce(total)
     return total / dist.get_world_size()
+
+
+def roots_in_one_process(models: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """Return the outermost sharded modules where there is one rank, whose collectives reach no one.
+    Raises UserError: they cannot be put in order after a part that was left."""
+    roots = _outermost([one for model in models for one in _sharded_in(model)])
+    for root in roots:
+        refuse("", root, _why_not_reset(root))
+    return roots
+
+
+def _outermost(modules: Sequence[Any]) -> tuple[Any, ...]:
+    inner = {
+        part
+        for module in modules
+        for part in module.modules()
+        if part is not module
+    }
+    return tuple(module for module in modules if module not in inner)
 
 
 def _sharded_in(model: nn.Module) -> list[Any]:
@@ -264,8 +287,12 @@ def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
 
 def _why_not(module: Any) -> str | None:
     """Return what makes it impossible to repeat a step of a sharded module, if anything."""
-    if not hasattr(module, "reset_iter_state"):
-        return f"needs a torch that has FSDPModule.reset_iter_state; update torch, {WITHOUT}"
     if has_own_collectives(module):
         return f"has collectives of its own (set_custom_all_gather); do without them, {WITHOUT}"
-    return None
+    return _why_not_reset(module)
+
+
+def _why_not_reset(module: Any) -> str | None:
+    if hasattr(module, "reset_iter_state"):
+        return None
+    return f"needs a torch that has FSDPModule.reset_iter_state; update torch, {WITHOUT}"

@@ -382,9 +382,9 @@ class MicroBatchSize:
 
     def restore(self, state: SizeState) -> None:
         """Take over :meth:`state`'s result, unless another size was requested since."""
+        requested, before = self._plan.batch_size, state["requested"]
         # what probes had found is requested by its number afterwards
-        requested = self._plan.batch_size
-        if requested in (state["requested"], state.get("found")):
+        if requested in (before, state.get("found") or before):
             failures = dict(state["failures"])
             known = {**state, "requested": requested, "failures": failures}
             self._known = _Known(**known)
