@@ -115,6 +115,7 @@ MISTAKES = [
     ("memory clear --run 1-abcdef", 1, ["1-abcdef: no run of yours"]),
     ("memory info --run 1-abcdef", 1, ["1-abcdef: no run of yours"]),
     ("clean --days x", 2, ["--days"]),
+    ("clean --days nan", 2, ["nan: accepted is a number of 0 or more"]),
     ("memory kill --pid x", 2, ["--pid"]),
     ("cleanup --stats-only --force", 2, ["--force: not allowed with argument --stats-only"]),
     ("doctor --clear GPU-5", 1, ["--clear GPU-5: you have not excluded this GPU"]),

@@ -1,5 +1,6 @@
 """``robust-train ps``, ``logs`` and ``wait``, in this process, on folders as jobs leave them."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -51,6 +52,25 @@ def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, caps
     assert [(tmp_path / name).exists() for name in ("a", "b", "mine")] == [False, True, True]
     assert main(["clean", "--days", "0", "--yes", "--all"]) == 0
     assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
+
+
+def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, capsys, monkeypatch):
+    for name in ("a", "b"):
+        ended(tmp_path / name, name, "completed")
+    (tmp_path / "b" / "journal.jsonl").write_text('{"time": "noon"}\n')
+    with contextlib.ExitStack() as again:
+
+        def answer(question):
+            again.enter_context(open_folder(tmp_path / "a", "again"))
+            return "y"
+
+        monkeypatch.setattr("builtins.input", answer)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        assert main(["clean", "--days", "0"]) == 0
+    shown = capsys.readouterr()
+    assert "removed 1 run folder, " in shown.out
+    assert shown.err == f"warning: {tmp_path / 'a'} stays: a job runs in it\n"
+    assert [(tmp_path / name).exists() for name in ("a", "b")] == [True, False]
 
 
 def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(tmp_path, capsys):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from robust_train.cli.command import Answer, Table, confirmed
 from robust_train.files import json_lines
+from robust_train.folder.lock import is_held
 from robust_train.folder.run_list import KnownRun, find_runs
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
+from robust_train.model.json import finite
 from robust_train.readable import duration, mib
 
 _COLUMNS = ("id", "state", "job", "age", "size", "run folder")
@@ -23,7 +25,7 @@ def clean(arguments: Namespace) -> Answer:
     """List the run folders of old jobs, ask, and remove them."""
     now = time.time()
     rows, kept = [], []
-    folders: dict[Path, dict[str, Json]] = {}
+    found: list[dict[str, Json]] = []
     for run in find_runs():
         state = run.state
         if state is None or run.alive or not run.is_here:
@@ -37,67 +39,83 @@ def clean(arguments: Namespace) -> Answer:
         if why_not:
             kept.append(f"{run.run_dir} stays: {why_not}")
             continue
-        folders[run.run_dir] = {
-            "id": run.id,
-            "run_dir": str(run.run_dir),
-            "age_seconds": round(age),
-            "bytes": size,
-        }
-        row = (
-            run.id,
-            run.status,
-            state.name,
-            duration(age),
-            mib(size),
-            run.run_dir,
+        found.append(
+            {
+                "id": run.id,
+                "run_dir": str(run.run_dir),
+                "age_seconds": round(age),
+                "bytes": size,
+            }
         )
-        rows.append(row)
-    listed = [*folders.values()]
-    data: dict[str, Json] = {
-        "dry_run": arguments.dry_run,
-        "runs": listed,
-        "kept": kept,
-    }
+        rows.append(
+            (
+                run.id,
+                run.status,
+                state.name,
+                duration(age),
+                mib(size),
+                run.run_dir,
+            )
+        )
     if not rows:
         which = "ended" if arguments.all else "completed"
-        nothing = (
+        shown = (
             "no run folder of yours is to be removed: it would be one of a job that "
             f"{which} {arguments.days:g} days ago or earlier"
         )
-        return Answer(data, [nothing], kept)
-    number = "1 run folder" if len(rows) == 1 else f"{len(rows)} run folders"
-    what = f"{number}, {mib(sum(one['bytes'] for one in listed))}"
-    if not arguments.json:
-        Table(_COLUMNS, rows).print()
-    if arguments.dry_run:
-        return Answer(
-            data,
-            [f"would remove {what} (--dry-run)"],
-            kept,
-        )
-    if not confirmed(f"remove {what}?", arguments):
-        return Answer(shown=["nothing was removed"], exit_code=EXIT_FAILED)
-    for folder in folders:
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            kept.append(f"{folder} is not removed: {error.strerror}")
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()  # the day's, if no other job has one
-    return Answer(data, [f"removed {what}"], kept)
+    else:
+        if not arguments.json:
+            Table(_COLUMNS, rows).print()
+        shown = f"would remove {_counted(found)} (--dry-run)"
+        if not arguments.dry_run:
+            if not confirmed(f"remove {_counted(found)}?", arguments):
+                return Answer(
+                    shown=["nothing was removed"], exit_code=EXIT_FAILED
+                )
+            found = [
+                one for one in found if _remove(Path(one["run_dir"]), kept)
+            ]
+            shown = f"removed {_counted(found)}"
+    data = {"dry_run": arguments.dry_run, "runs": found, "kept": kept}
+    return Answer(data, [shown], kept)
+
+
+def _counted(found: list[dict[str, Json]]) -> str:
+    """Return how many run folders there are and their size."""
+    number = "1 run folder" if len(found) == 1 else f"{len(found)} run folders"
+    return f"{number}, {mib(sum(one['bytes'] for one in found))}"
+
+
+def _remove(folder: Path, kept: list[str]) -> bool:
+    """Remove a run folder; return whether it is gone, and add to ``kept`` why it is not."""
+    if is_held(folder):  # since the question was asked
+        kept.append(f"{folder} stays: a job runs in it")
+        return False
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        kept.append(f"{folder} is not removed: {error.strerror or error}")
+        return False
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # the day's, if no other job has one
+    return True
 
 
 def _inside(run: KnownRun) -> tuple[int, str]:
     """Return a run folder's size, and why it is not to be removed: it is not the job's alone."""
     size, began = 0, run.state.started if run.state else 0.0
-    with contextlib.suppress(OSError):
-        first = next(json_lines(run.run_dir / "journal.jsonl"), None) or {}
-        began = float(first.get("time", began))
-    if run.run_dir in (Path.cwd(), Path.home(), *Path.cwd().parents):
+    here = Path.cwd()
+    if run.run_dir in {here, Path.home()}.union(here.parents):
         return size, "it is where you are"
-    for path in run.run_dir.rglob("*"):
-        status = path.lstat()
-        size += status.st_blocks * 512
-        if status.st_mtime < began - 60:
-            return size, f"{path} is older than the job"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            lines = json_lines(run.run_dir / "journal.jsonl")
+            began = finite((next(lines, None) or {}).get("time")) or began
+        for path in run.run_dir.rglob("*"):
+            status = path.lstat()
+            size += status.st_blocks * 512
+            if status.st_mtime < began - 60:
+                return size, f"{path} is older than the job"
+    except OSError as error:
+        return size, f"{error.filename}: {error.strerror}"
     return size, ""

@@ -28,6 +28,11 @@ _AMOUNT = checked(
     lambda n: n >= 0,
     "an integer of 0 or more",
 )
+_DAYS = checked(
+    float,
+    lambda n: n >= 0,
+    "a number of 0 or more",
+)
 _SHARE = checked(
     float,
     lambda n: 0 < n <= 1,
@@ -444,7 +449,7 @@ _MORE = (
         (
             option(
                 "--days",
-                type=float,
+                type=_DAYS,
                 default=30.0,
                 metavar="N",
                 help="only of jobs that ended so many days ago, or earlier (30)",
