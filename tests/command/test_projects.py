@@ -109,7 +109,11 @@ def test_nothing_is_overwritten(world, project):
     assert len(again.stderr.strip().splitlines()) == 1
     assert "exists already" in again.stderr
     assert (project / "main.py").read_text() == "mine"
-    assert not (project / "conf").exists()
+    shutil.rmtree(project)
+    project.mkdir()
+    (project / "conf").touch()
+    again = _init(world, "deep/mine", code=2)
+    assert again.stderr == "robust-train init: deep/mine/conf: File exists\n"
 
 
 @pytest.fixture

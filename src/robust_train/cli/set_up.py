@@ -22,24 +22,19 @@ _NOTIFY_SECONDS = 30.0
 def init(arguments: Namespace) -> Answer:
     """Write a new project; overwrite nothing."""
     folder = Path(arguments.dir)
-    files = [path for path in _TEMPLATE.rglob("*") if path.is_file()]
     names = sorted(
         str(path.relative_to(_TEMPLATE))
-        for path in files
-        if path.suffix != ".pyc"
+        for path in _TEMPLATE.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
     )
     for name in names:
         if os.path.lexists(folder / name):
             problem = f"{folder / name} exists already; name another folder"
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
     try:
-        shutil.copytree(
-            _TEMPLATE,
-            folder,
-            ignore=shutil.ignore_patterns("__pycache__"),
-            copy_function=shutil.copyfile,
-            dirs_exist_ok=True,
-        )
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(_TEMPLATE / name, folder / name)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
         raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
