@@ -16,6 +16,8 @@ def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
     assert changed.stdout == f"{sweeps.folder}: at most 2 jobs at once from now on\n"
     sweeps.end(process).with_code(0)
     assert sweeps.column("result") == [1, 2]
+    late = warm.robust_train(*words, environ=sweeps.world.environ)
+    assert (late.returncode, "this sweep has ended" in late.stderr) == (1, True)
 
 
 def test_the_sweeper_gets_results_in_order_whichever_job_ends_first(sweeps):

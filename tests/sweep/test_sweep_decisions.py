@@ -10,13 +10,21 @@ from unittest.mock import Mock
 import pytest
 from omegaconf import OmegaConf
 
+from robust_train.cli.main import main
 from robust_train.config.schema import RobustConfig
 from robust_train.files import set_aside
 from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.sweep import session
 from robust_train.sweep.gpu_queue import jobs_at_once, start_job
-from robust_train.sweep.record import SweepJob, begun, exit_code_of, read_record, row_of
+from robust_train.sweep.record import (
+    SweepJob,
+    SweepTable,
+    begun,
+    exit_code_of,
+    read_record,
+    row_of,
+)
 from robust_train.sweep.table import differing, screen_table, tally
 from simulated_nvml import Gpu
 from world import wait_until
@@ -192,6 +200,15 @@ def test_the_live_table_has_the_jobs_that_run():
     rows = [SweepJob(n, (f"lr=0.{n}", "seed=1"), "", *end) for n, end in enumerate(ends)]
     _, line = screen_table(rows, {7: 0.5})
     assert line.split() == ["7", "running", "-", "-", "-", "-", "0.5", "-", "lr=0.7"]
+
+
+def test_the_best_job_of_a_sweep_may_have_no_overrides(tmp_path, capsys):
+    row = replace(DONE, overrides=(), folder=str(tmp_path / "0"))
+    SweepTable("first", "basic", "ended", 0, 1.0, (row,)).write(tmp_path)
+    assert main(["sweep", "best", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "\n"
+    assert main(["sweep", "best", str(tmp_path), "--checkpoint"]) == 1
+    assert "job 0 has reported no checkpoint" in capsys.readouterr().err
 
 
 def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path):

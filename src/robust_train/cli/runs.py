@@ -423,8 +423,10 @@ def max_jobs(arguments: Namespace) -> Answer:
     folder, _ = _sweep_at(arguments.path)
     number = arguments.number
     try:
+        if is_held(folder) is False:
+            raise requests.Refused("this sweep has ended")
         requests.request_max_jobs(folder, number)
-    except OSError as error:
+    except (OSError, requests.Refused) as error:
         raise CommandFailed(f"{folder}: {error}") from error
     data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
     return Answer(
@@ -442,7 +444,9 @@ def best(arguments: Namespace) -> Answer:
         raise CommandFailed(f"{folder}: no job has completed with a number")
     row = point.best(table.sign)
     summary = read_summary(row.path)
-    checkpoint = summary and summary.checkpoint and str(summary.checkpoint)
+    checkpoint = None
+    if summary is not None and summary.checkpoint is not None:
+        checkpoint = str(summary.checkpoint)
     data: dict[str, Json] = {
         "job": row.job,
         "result": row.result,
@@ -452,7 +456,7 @@ def best(arguments: Namespace) -> Answer:
         "checkpoint": checkpoint,
     }
     shown = checkpoint if arguments.checkpoint else shlex.join(row.overrides)
-    if not shown and not arguments.json:
+    if shown is None and not arguments.json:
         raise CommandFailed(
             f"{row.folder}: job {row.job} has reported no checkpoint"
         )
