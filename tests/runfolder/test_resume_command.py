@@ -30,7 +30,7 @@ for step in range(int(count.read_text()) if count.exists() else 0, 3):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The folder of a script that halts at its second step until there is a file ``go``."""
-    folder = tmp_path / "my work"
+    folder = tmp_path / "my && work"
     folder.mkdir()
     (folder / "counts.py").write_text(COUNTS)
     monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -165,4 +166,9 @@ def _start(command: str, output: Path) -> None:
 
 def _words_of(command: str) -> list[str]:
     """Return how the shell becomes the job, so that it gets signals and gives the exit code."""
-    return ["sh", "-c", command.replace(" && ", " && exec ", 1)]
+    _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
+    return [
+        "sh",
+        "-c",
+        f"cd {shlex.quote(folder)} && exec {shlex.join(words)}",
+    ]
