@@ -134,6 +134,7 @@ def reports_its_rate(cfg, run):
     rate of 2 the second seed fails."""
     if (float(cfg.training.lr), cfg.training.seed) == (2.0, 2):
         raise ValueError("two is not for me")
+    run.report(0.0, -1)  # of no step: untrained
     for step in range(1, 41):
         value = step * float(cfg.training.lr)
         run.progress(step, total_steps=40)

@@ -56,7 +56,8 @@ def test_a_job_starts_as_soon_as_another_ends(sweeps, sweeper):
 
 
 def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps):
-    arguments = _arguments(sweeps, "works_until_told_in_every_third", 4)
+    seed = "hydra.sweeper.sampler.seed=20261126"  # a date is as good as 1
+    arguments = _arguments(sweeps, "works_until_told_in_every_third", 4, seed)
     launcher = sweeps.world.start(*arguments)
     wait_until(lambda: (sweeps.place / "working-2").exists(), "the third trial is at work")
     before = [trial.params for trial in _study(sweeps)]
@@ -69,7 +70,7 @@ def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps):
     assert sweeps.column("reused") == [True, True, False, False]
     assert len(before) == 3
     assert [trial.params for trial in _study(sweeps)][:3] == before
-    sweeps.world.run(*_arguments(sweeps, "works_until_told_in_every_third", 5), code=0)
+    sweeps.world.run(*_arguments(sweeps, "works_until_told_in_every_third", 5, seed), code=0)
     assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0, 4.0], "n_trials is the total"
     assert _study(sweeps)[2].value == 102.0
 

@@ -52,7 +52,7 @@ from robust_train.sweep.record import (
 log = logging.getLogger("robust_train")
 
 _RETRY_SECONDS = 1.0  # until others are asked again for what they have left
-_SEEDS_APART = 1_000_003
+_SEEDS, _SEEDS_APART = 2**32, 1_000_003
 
 
 class Search(Jobs):
@@ -169,21 +169,23 @@ class Search(Jobs):
         """Return a sampler of the trial's own: what it draws depends on no other launcher."""
         wanted = dict(self._settings.sampler or {})
         if wanted.get("seed") is not None:
-            wanted["seed"] = int(wanted["seed"]) * _SEEDS_APART + trial
+            seed = int(wanted["seed"]) * _SEEDS_APART + trial
+            wanted["seed"] = seed % _SEEDS  # numpy takes no other
         return _made(wanted)
 
     def reported(
         self, job: int, values: Sequence[ValueReported]
     ) -> str | None:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
-        if len(self._seeds) > 1:
+        if not self.prunes:
             return None
         trial = self._had[job]
         with self._alone():
             known = self._trials()[job].intermediate_values
             for event in values:
-                if event.step in known:
-                    continue  # reported before it was resumed
+                # reported before it was resumed; and Optuna counts from 0
+                if event.step in known or event.step < 0:
+                    continue
                 trial.report(event.value, event.step)
                 if trial.should_prune():
                     name = type(self._study.pruner).__name__
