@@ -56,6 +56,8 @@ def test_the_value_is_drawn_over_numbers_by_magnitude_and_over_each_text_at_a_pl
     assert named.plot.lines[0].x == (0.0, 1.0)
     assert named.note == "0: cnn, 1: lora. "
     assert not named.plot.is_log_x
+    endless = value_over("", [("inf", 0.5, False), ("1.0", 0.9, False), ("inf", 0.7, False)])
+    assert endless.note == "0: 1.0, 1: inf. ", "a place beyond all others is none"
 
 
 HOSTILE = '"></script><script>alert(1)</script><img src=x onerror=alert(1)>\u2028\x00'

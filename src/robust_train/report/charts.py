@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -338,11 +339,12 @@ def value_over(
 ) -> Chart:
     """Draw the value of each job over a parameter: (its text, value, whether it was pruned).
 
-    What is no number has a place of its own for each text.
+    What is no number has a place of its own for each text, and so have all if one is without end.
     """
-    try:
+    places = [math.inf]
+    with contextlib.suppress(ValueError):
         places = [float(text) for text, _, _ in points]
-    except ValueError:
+    if not all(map(math.isfinite, places)):
         names = sorted({text for text, _, _ in points})
         places = [float(names.index(text)) for text, _, _ in points]
         note = f"{', '.join(f'{n}: {text}' for n, text in enumerate(names))}. {note}"
