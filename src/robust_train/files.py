@@ -297,12 +297,10 @@ def plain(
     text = f"<{kind}>"
     is_walked = len(within) < _DEEPEST and id(value) not in within
 
+    within += (id(value),)
+
     def inner(key: object, item: object) -> Any:
-        return plain(
-            item,
-            where and f"{where}[{key!r}]",
-            (*within, id(value)),
-        )
+        return plain(item, where and f"{where}[{key!r}]", within)
 
     with contextlib.suppress(Exception):  # of methods that are not ours
         if kind.startswith("omegaconf."):
@@ -316,11 +314,7 @@ def plain(
         if isinstance(value, (list, tuple, set, frozenset)) and is_walked:
             return [inner(number, item) for number, item in enumerate(value)]
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-            return plain(
-                value.item(),
-                where,
-                (*within, id(value)),
-            )
+            return plain(value.item(), where, within)
         text = repr(value)
     if where:
         log.warning(

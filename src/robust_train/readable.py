@@ -154,14 +154,19 @@ def cell_text(cell: object) -> str:
     return "-" if cell is None or cell == "" else one_line(str(cell))
 
 
-def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return rows of cells as lines of plain columns; integers end flush."""
-    columns = []
-    for cells in zip(*rows, strict=True):
-        texts = [cell_text(cell) for cell in cells]
+def aligned(
+    rows: Sequence[Sequence[object]],
+    names: Sequence[str],
+) -> list[str]:
+    """Return rows of cells below the columns' names as plain lines; integers end flush."""
+    lines = [""] * (len(rows) + 1)
+    for number, name in enumerate(names):
+        cells = [row[number] for row in rows]
+        texts = [cell_text(name)] + [cell_text(cell) for cell in cells]
         width = max(map(len, texts))
         is_right = any(isinstance(cell, int) for cell in cells)
-        columns.append(
-            [t.rjust(width) if is_right else t.ljust(width) for t in texts]
-        )
-    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+        for at, text in enumerate(texts):
+            lines[at] += "  " + (
+                text.rjust(width) if is_right else text.ljust(width)
+            )
+    return [line[2:].rstrip() for line in lines]

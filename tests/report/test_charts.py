@@ -47,13 +47,13 @@ def test_other_figures_for_people():
 def test_the_value_is_drawn_over_numbers_by_magnitude_and_over_each_text_at_a_place_of_its_own():
     rates = [("1e-4", 0.5, False), ("1e-2", 0.9, False), ("1e-2", 0.7, False), ("1e-3", 0.2, True)]
     pruned, completed = value_over("Value over lr", rates).plot.lines
-    assert (pruned.x, pruned.y, pruned.is_lost) == ((1e-3,), (0.2,), True)
-    assert completed.x == pytest.approx((1e-4, 1e-2, 1e-2), rel=0.01)
+    assert (pruned.x, pruned.y, pruned.is_lost) == ([1e-3], [0.2], True)
+    assert completed.x == pytest.approx([1e-4, 1e-2, 1e-2], rel=0.01)
     assert len(set(completed.x)) == 3, "a chart has one value at a place"
-    assert completed.y == (0.5, 0.9, 0.7)
+    assert completed.y == [0.5, 0.9, 0.7]
     assert value_over("", rates).plot.is_log_x
     named = value_over("", [("lora", 0.5, False), ("cnn", 0.9, False)])
-    assert named.plot.lines[0].x == (0.0, 1.0)
+    assert named.plot.lines[0].x == [0.0, 1.0]
     assert named.note == "0: cnn, 1: lora. "
     assert not named.plot.is_log_x
     endless = value_over("", [("inf", 0.5, False), ("1.0", 0.9, False), ("inf", 0.7, False)])
@@ -73,7 +73,7 @@ def test_texts_in_a_chart_cannot_leave_it():
         hours=HOSTILE,
         values=[],
         rows=[],
-        loss=Chart(HOSTILE, plot, [(HOSTILE, HOSTILE)], marks, HOSTILE),
+        losses=[Chart(HOSTILE, plot, [(HOSTILE, HOSTILE)], marks, HOSTILE)],
     )
     assert page.count("<script>") == 1, "our own"
     assert "<img" not in page

@@ -151,7 +151,7 @@ def test_one_value_is_a_dot_and_one_sample_no_chart(journal):
     write_samples(journal, [Sample(journal.at, 1, "cpu", 1, resident=MIB)])
     journal.end(1, seconds=1, peak_memory_bytes=3 * MIB)
     (chart,) = [*curve_charts(journal.story), *memory_charts(journal.story)]
-    assert (chart.plot.lines[0].x, chart.plot.lines[0].y) == ((1,), (0.5,))
+    assert (chart.plot.lines[0].x, chart.plot.lines[0].y) == ([1], [0.5])
 
 
 def test_the_peaks_of_a_report_agree(journal):

@@ -129,7 +129,7 @@ class Table:
 
     def print(self) -> None:
         """Print plain columns; on a terminal that is too narrow long cells fold."""
-        lines = aligned([self.columns, *self.rows])
+        lines = aligned(self.rows, self.columns)
         width = shutil.get_terminal_size().columns
         if not sys.stdout.isatty() or max(map(len, lines)) <= width:
             print("\n".join(lines))
@@ -138,12 +138,9 @@ class Table:
         from rich.table import Table as FoldedTable
         from rich.text import Text
 
-        table = FoldedTable(
-            *self.columns,
-            box=None,
-            padding=(0, 2, 0, 0),
-            pad_edge=False,
-        )
+        table = FoldedTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for column in self.columns:
+            table.add_column(column)
         for row in self.rows:
             # as text: a name may contain what rich reads as markup. A UUID is there to be copied,
             # so it folds rather than lose its end

@@ -130,7 +130,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     raise CommandFailed(problem, EXIT_BAD_CONFIG)
 
 
-def _todays(words: Sequence[str]) -> list[str]:
+def _todays(words: list[str]) -> list[str]:
     """Return a command line in today's spelling; name it on stderr where that differs."""
     for length in (2, 1) if "--" not in words else ():
         before = " ".join(words[:length])
@@ -139,8 +139,8 @@ def _todays(words: Sequence[str]) -> list[str]:
                 f"robust-train {before} is now: robust-train {NOW[before]}",
                 file=sys.stderr,
             )
-            return [*NOW[before].split(), *words[length:]]
-    return list(words)
+            return NOW[before].split() + words[length:]
+    return words
 
 
 def _meant(word: str) -> str:

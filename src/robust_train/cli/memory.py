@@ -119,7 +119,7 @@ def _with_machine(found: Answer) -> Answer:
     """Return an answer with what ``gpus`` shows, and the host's memory."""
     machine, host = gpus(), read_host_memory()
     known = {"available_bytes": host.available, "total_bytes": host.total}
-    shown = [*found.shown, *machine.shown]
+    shown = list(found.shown) + list(machine.shown)
     if host.total is not None and host.available is not None:
         shown.append(
             f"host memory: {host.available // MIB} of {host.total // MIB} MiB available"
@@ -149,18 +149,20 @@ def enable(arguments: Namespace) -> Answer:
 
 def _described(run: KnownRun, answer: dict[str, Json]) -> list[str | Table]:
     """Return a run's answer, with its figures before and after in MiB as far as it has them."""
-    parts, rows = [part for part in ("before", "after") if part in answer], []
+    parts = [part for part in ("before", "after") if part in answer]
+    columns, rows = ["MiB"], []
+    columns += parts
     for name in _FIGURES:
         if answer["after"].get(name) is not None:
-            sizes = [answer[part][name] for part in parts]
-            figures = [
-                None if size is None else f"{size / MIB:.1f}" for size in sizes
-            ]
-            rows.append([name.replace("_", " "), *figures])
+            row = [name.replace("_", " ")]
+            for part in parts:
+                size = answer[part][name]
+                row.append("-" if size is None else f"{size / MIB:.1f}")
+            rows.append(row)
     sentence = (
         f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}"
     )
-    return [sentence, Table(("MiB", *parts), rows)]
+    return [sentence, Table(columns, rows)]
 
 
 def kill(arguments: Namespace) -> Answer:
@@ -175,7 +177,7 @@ def kill(arguments: Namespace) -> Answer:
         list_cuda_processes(inventory),
         arguments.pid,
         os.getuid(),
-        {process.pid for process in (me, *me.parents())},
+        {process.pid for process in me.parents()} | {me.pid},
     )
     if refusals:
         reasons = "; ".join(

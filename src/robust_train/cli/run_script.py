@@ -94,7 +94,7 @@ def overrides_of(arguments: Namespace) -> list[str]:
     for key, value in given.items():
         if key not in _TEXTS and value is not None and value is not False:
             overrides.append(key if value is True else f"{key}={value}")
-    return [*overrides, *arguments.overrides]
+    return overrides + list(arguments.overrides)
 
 
 def _gives(arguments: Namespace, key: str) -> bool:
@@ -106,7 +106,9 @@ def _gives(arguments: Namespace, key: str) -> bool:
 
 def _used(arguments: Namespace) -> set[str]:
     """Return the placeholders in the program's command line."""
-    return set().union(*map(placeholders_in, arguments.program))
+    return {
+        name for word in arguments.program for name in placeholders_in(word)
+    }
 
 
 def _check_learning_rate(arguments: Namespace) -> None:

@@ -96,14 +96,15 @@ def list_jobs(arguments: Namespace) -> Answer:
         nothing = f"no run of yours {which} in {run_list.state_directory()}"
         return Answer({"runs": []}, [nothing])
     rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
-    lines = [
+    lines: list[str | Table] = [Table(_COLUMNS, rows)]
+    lines += [
         f"{run.id} was interrupted: {run.why_died}; to go on: robust-train resume {run.id}"
         for run in shown
         if run.status == DIED and run.state is not None
     ]
     if older := len(runs) - len(shown):
         lines.append(f"older runs: {older}; --all shows them")
-    return Answer({"runs": listed}, [Table(_COLUMNS, rows), *lines])
+    return Answer({"runs": listed}, lines)
 
 
 def _goodput(runs: Sequence[KnownRun]) -> Answer:
@@ -158,14 +159,12 @@ def _row(run: KnownRun, about: About) -> list[object]:
     ]
 
 
-def _step(about: About) -> str | None:
-    """Return ``12/400``, or ``12`` if the number of all steps is unknown."""
+def _step(about: About) -> str:
+    """Return ``12/400``, ``12`` if the number of all steps is unknown, empty before the first."""
     step, total = about.get("step"), about.get("total_steps")
-    return (
-        None
-        if step is None
-        else "/".join(map(str, filter(None, (step, total))))
-    )
+    if step is None:
+        return ""
+    return f"{step}/{total}" if total else str(step)
 
 
 def status(arguments: Namespace) -> Answer:

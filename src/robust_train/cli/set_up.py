@@ -174,21 +174,20 @@ def completion(arguments: Namespace) -> int:
     from robust_train.cli.train import groups
     from robust_train.config.refusals import all_keys
 
-    choices = [
+    words = [
         f"{group}={name}"
         for group, names in groups().items()
         for name in names
     ]
     found = all_keys(())
     groups_of_keys = {one.rpartition(".")[0] for one in found}
-    keys = [f"{key}=" for key in found if key not in groups_of_keys]
+    words += [f"{key}=" for key in found if key not in groups_of_keys]
+    words += _OF_HYDRA
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
     # commands of two words first: the first case that matches counts
-    names = sorted(
-        {*COMMANDS, *first_words}, key=lambda name: -len(name.split())
-    )
+    names = sorted(COMMANDS | first_words, key=lambda name: -len(name.split()))
     script = _SCRIPT.format(
-        keys=_words([*choices, *keys, *_OF_HYDRA]),
+        keys=_words(words),
         cases="\n".join(case for case in map(_case, names) if case),
         commands=_words(first_words),
     )

@@ -31,7 +31,8 @@ _RECORD_SWEEPS = "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.ses
 
 def train(arguments: list[str]) -> NoReturn:
     """Run ``robust-train train``, which is ``train_robust.py`` from any folder."""
-    sys.argv = ["robust-train train", *arguments]  # Hydra reads it there
+    sys.argv[:] = ["robust-train train"]  # Hydra reads it there
+    sys.argv += arguments
     open_robust()
 
 

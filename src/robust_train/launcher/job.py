@@ -690,7 +690,7 @@ class Job:
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
-            advice=wording.speed_advice(self.attempts),
+            advice=tuple(wording.speed_advice(self.attempts)),
             error=None if last is None else error_of(last),
         )
         if last is not None:

@@ -137,11 +137,14 @@ def _memory_chart(
     clock: Clock,
 ) -> Chart:
     is_cpu = device.device == "cpu"
-    own = [
-        a.peak_memory_bytes or 0
-        for a in story.attempts
-        if a.device == device.device
-    ]
+    reported = max(
+        (
+            a.peak_memory_bytes or 0
+            for a in story.attempts
+            if a.device == device.device
+        ),
+        default=0,
+    )
     lines: list[Line] = []
     legend: list[Key] = []
     highest = 0
@@ -153,7 +156,7 @@ def _memory_chart(
         highest = max(highest, peak)
         if name == ("resident" if is_cpu else "allocated"):
             # the peak that an attempt reports may lie between two samples
-            peak = max([peak, *own])
+            peak = max(peak, reported)
         legend.append((style, f"{label}, at most {memory(peak)}"))
         x, y = _over_time(device.samples, name, clock)
         lines.append(
@@ -289,12 +292,12 @@ def _line(
     is_lost: bool,
     is_dots: bool = False,
 ) -> Line:
-    x, y = zip(*points, strict=True)
+    own = list(points)
     return Line(
         name,
         style,
-        x,
-        y,
+        [x for x, _ in own],
+        [y for _, y in own],
         is_lost=is_lost,
         is_dots=is_dots,
     )
@@ -305,8 +308,8 @@ def curves_of_jobs(
     jobs: Sequence[tuple[str, Sequence[Sequence[Point]], bool]],
     *,
     may_be_log: bool = False,
-) -> Chart | None:
-    """Draw a figure of each job of a sweep in one chart; None if no job has it.
+) -> list[Chart]:
+    """Draw a figure of each job of a sweep in one chart, if a job has it.
 
     ``jobs`` are (label, curves, whether the job was pruned); those of pruned ones are pale.
     """
@@ -314,22 +317,15 @@ def curves_of_jobs(
     styles = _styles()
     for label, curves, is_pruned in jobs:
         if curves:
-            style, text = (
-                next(styles),
-                f"job {label}{', pruned' if is_pruned else ''}",
-            )
+            style = next(styles)
+            text = f"job {label}{', pruned' if is_pruned else ''}"
             legend.append((style, text))
             lines += [
                 _line(text, style, one, is_lost=is_pruned) for one in curves
             ]
     if not lines:
-        return None
-    return _over_steps(
-        name,
-        lines,
-        legend,
-        may_be_log=may_be_log,
-    )
+        return []
+    return [_over_steps(name, lines, legend, may_be_log=may_be_log)]
 
 
 def value_over(

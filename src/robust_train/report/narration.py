@@ -56,8 +56,9 @@ def show_end(
 ) -> None:
     """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
     if summary.attempts:
-        before = attempts_of(_earlier(found.entries))
-        log.info("attempts:\n%s", attempts_table([*before, *summary.attempts]))
+        attempts = list[Attempt](attempts_of(_earlier(found.entries)))
+        attempts += summary.attempts
+        log.info("attempts:\n%s", attempts_table(attempts))
         if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
     explain(summary)
@@ -80,9 +81,9 @@ def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Return the attempts, by their numbers, as plain columns of 80 characters for any output."""
-    rows: list[list[object]] = [
-        ["#", "device", "micro-batch", "effective", "steps", "time", "outcome"]
-    ]
+    names = ["#", "device", "micro-batch", "effective"]
+    names += ["steps", "time", "outcome"]
+    rows: list[list[object]] = []
     for attempt in attempts:
         spec, ending, end = attempt.spec, ending_of(attempt), attempt.end_step
         if attempt.is_retried:
@@ -104,8 +105,9 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
             ]
         )
     if not any(attempt.spec.has_batch for attempt in attempts):
+        names = names[:2] + names[4:]
         rows = [row[:2] + row[4:] for row in rows]
-    lines = aligned(rows)
+    lines = aligned(rows, names)
     below = " " * lines[0].index("outcome")
     wrap = textwrap.TextWrapper(
         80,

@@ -60,20 +60,17 @@ def status_lines(
 def _where(state: RunState, now: float) -> list[str]:
     """Return the parts of the first line: state and why, attempt, device, sizes."""
     parts = [f"{state.state} {as_clock(int(max(now - state.since, 0)))}"]
-    if state.state == "waiting" and state.waiting is not None:
-        return [
-            *parts,
-            str(state.waiting.get("reason", "")).removeprefix("waiting "),
-        ]
-    if state.state == "between attempts":
-        return [*parts, str(state.reason or "")]
     attempt = state.attempt
-    if attempt is None or state.state == "starting":
-        return parts
-    parts.append(f"attempt {attempt.number} on {attempt.spec.where}")
-    return (
-        [*parts, batch_in_words(attempt)] if attempt.spec.has_batch else parts
-    )
+    if state.state == "waiting" and state.waiting is not None:
+        reason = str(state.waiting.get("reason", ""))
+        parts.append(reason.removeprefix("waiting "))
+    elif state.state == "between attempts":
+        parts.append(str(state.reason or ""))
+    elif attempt is not None and state.state != "starting":
+        parts.append(f"attempt {attempt.number} on {attempt.spec.where}")
+        if attempt.spec.has_batch:
+            parts.append(batch_in_words(attempt))
+    return parts
 
 
 def _how_far(state: RunState, attempt: Attempt) -> list[str]:

@@ -316,16 +316,16 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
         )
 
 
-def speed_advice(attempts: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return what would make the job faster, by the last attempt whose speed is known."""
-    for attempt in reversed(attempts):
-        if attempt.speed:
-            data = _data(attempt.speed, attempt.spec.num_workers)
-            return (*data, *_slow_ranks(attempt.speed))
-    return ()
+def speed_advice(attempts: Sequence[Attempt]) -> Iterator[str]:
+    """Yield what would make the job faster, by the last attempt whose speed is known."""
+    measured = [attempt for attempt in attempts if attempt.speed]
+    for last in measured[-1:]:
+        yield from _data(last)
+        yield from _slow_ranks(last.speed)
 
 
-def _data(speed: Sequence[Speed], num_workers: int | None) -> Iterator[str]:
+def _data(attempt: Attempt) -> Iterator[str]:
+    speed, num_workers = attempt.speed, attempt.spec.num_workers
     worst = max(speed, key=lambda one: one.data_share or 0)
     share = worst.data_share or 0
     seconds = share * worst.steps * worst.seconds_per_step

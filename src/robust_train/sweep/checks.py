@@ -80,12 +80,11 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
     hydra: Any = OmegaConf.to_container(config.hydra)
     # a sweeper of another kind may have a list
     params = hydra["sweeper"].get("params")
-    given = params.items() if isinstance(params, dict) else ()
+    given = params if isinstance(params, dict) else {}
+    lines = [f"{key}={value}" for key, value in given.items()]
+    lines += hydra["overrides"]["task"]
     parser = OverridesParser.create()
-    for line in [
-        *(f"{k}={value}" for k, value in given),
-        *hydra["overrides"]["task"],
-    ]:
+    for line in lines:
         # a glob: the sweeper's to choose
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)

@@ -233,7 +233,8 @@ class GpuQueue:
                 break
             if (found := self._jobs.next()) is None:
                 break
-            self._start(*found)
+            number, overrides = found
+            self._start(number, overrides)
         return bool(self._running) or not (is_over or self._jobs.is_over)
 
     def _start(self, number: int, overrides: Sequence[str]) -> None:

@@ -134,11 +134,9 @@ def sweep_page(sweep: SweepStory) -> str:
             for job, own in zip(sweep.jobs, texts, strict=True)
         ],
         hours=_hours(sweep.jobs),
-        values=[
-            *filter(None, [curves_of_jobs("Value", values)]),
-            *_over_parameters(sweep, reports.last),
-        ],
-        loss=curves_of_jobs("Loss", losses, may_be_log=True),
+        values=curves_of_jobs("Value", values)
+        + _over_parameters(sweep, reports.last),
+        losses=curves_of_jobs("Loss", losses, may_be_log=True),
     )
 
 

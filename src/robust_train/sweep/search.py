@@ -62,8 +62,8 @@ class Search(Jobs):
         self,
         queue: GpuQueue,
         swept: Mapping[str, Override],
-        fixed: Sequence[str],
-        seeds: Sequence[Sequence[str]],
+        fixed: list[str],
+        seeds: list[list[str]],
         settings: SweeperSettings,
     ) -> None:
         super().__init__({}, queue.claims)
@@ -128,7 +128,7 @@ class Search(Jobs):
             first = trial.number * len(self._seeds)
             point = [f"{key}={trial.params[key]}" for key in self._space]
             for number, seed in enumerate(self._seeds, first):
-                self._waiting[number] = [*self._fixed, *point, *seed]
+                self._waiting[number] = self._fixed + point + seed
         chosen = min(self._waiting, default=None)
         return None if chosen is None else (chosen, self._waiting.pop(chosen))
 

@@ -155,13 +155,11 @@ class Sweep:
             write_sweep_report(folder)
             self._notify(table, ended)
         points = best_first(table)
-        lines = [
-            "sweep:",
-            *screen_table([row for point in points for row in point.rows]),
-            *(point_table(points) if table.repeat > 1 else ()),
-            ended,
-            f"sweep folder: {folder}",
-        ]
+        lines = ["sweep:"]
+        lines += screen_table([row for point in points for row in point.rows])
+        if table.repeat > 1:
+            lines += point_table(points)
+        lines += [ended, f"sweep folder: {folder}"]
         if code:
             how = f"robust-train resume {folder}"
             if table.resume_command is None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,14 +39,13 @@ def sweep(
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
     settings = SweeperSettings(**content)
-    lines = [
-        f"{key}={value}" for key, value in (settings.params or {}).items()
-    ]
+    params = settings.params or {}
+    lines = [f"{key}={value}" for key, value in params.items()]
+    lines += arguments  # comes last, and counts
     parser = OverridesParser.create(config_loader=context.config_loader)
-    # what is on the command line comes last, and counts
     by_key = {
         override.get_key_element(): override
-        for override in parser.parse_overrides([*lines, *arguments])
+        for override in parser.parse_overrides(lines)
     }
     swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
     fixed = [
@@ -78,25 +76,20 @@ def sweep(
 
 def _combinations(
     swept: Mapping[str, Override],
-    fixed: Sequence[str],
-    seeds: Sequence[Sequence[str]],
+    fixed: list[str],
+    seeds: list[list[str]],
 ) -> list[list[str]]:
     """Return the overrides of each job of a grid."""
-    columns = []
+    jobs = [fixed]
     for key, override in swept.items():
         if not override.is_discrete_sweep():
             raise ConfigError(
                 f"{override.input_line}: a grid needs values, as by range(1,10) or choice(1,2); "
                 "hydra/sweeper=robust_optuna searches an interval"
             )
-        columns.append(
-            [f"{key}={value}" for value in override.sweep_string_iterator()]
-        )
-    return [
-        [*fixed, *point, *seed]
-        for point in itertools.product(*columns)
-        for seed in seeds
-    ]
+        own = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        jobs = [[*job, one] for job in jobs for one in own]
+    return [job + seed for job in jobs for seed in seeds]
 
 
 def _seeds(

@@ -64,9 +64,7 @@ def best_first(table: SweepTable) -> list[Point]:
 
 def point_table(points: Sequence[Point]) -> list[str]:
     """Return what each point has reached over its seeds; failed ones are named."""
-    lines: list[Sequence[object]] = [
-        ("trial", "mean ± std", "seeds", "overrides", ""),
-    ]
+    lines: list[Sequence[object]] = []
     shared = [
         common([row.overrides for row in point.rows]) for point in points
     ]
@@ -86,7 +84,7 @@ def point_table(points: Sequence[Point]) -> list[str]:
                 f"without {failed}" if failed else "",
             )
         )
-    return aligned(lines)
+    return aligned(lines, ("trial", "mean ± std", "seeds", "overrides", ""))
 
 
 def screen_table(
@@ -103,7 +101,7 @@ def screen_table(
         for row, own in pairs
         if values is None or row.is_running
     ]
-    return aligned([COLUMNS, *shown])
+    return aligned(shown, COLUMNS)
 
 
 def _cells(
@@ -130,8 +128,9 @@ def common(overrides: Sequence[Sequence[str]]) -> list[str]:
     """Return the overrides that all jobs have; none of a single job."""
     if len(overrides) < 2:
         return []
-    everywhere = set.intersection(*map(set, overrides))
-    return [one for one in overrides[0] if one in everywhere]
+    return [
+        one for one in overrides[0] if all(one in other for other in overrides)
+    ]
 
 
 def differing(rows: Sequence[SweepJob]) -> list[str]:

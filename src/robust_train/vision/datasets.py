@@ -130,11 +130,8 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
 def _with_validation(train: Images, test: Images, num_classes: int) -> Splits:
     """Return the parts of a data set with one held-out split: it is for the test alone, and a tenth
     of the training images is for validation."""
-    return Splits(
-        *stratified_split(train, _VALIDATION_FRACTION),
-        test,
-        Shape(num_classes),
-    )
+    train, validation = stratified_split(train, _VALIDATION_FRACTION)
+    return Splits(train, validation, test, Shape(num_classes))
 
 
 def _open_digits(cfg: Any) -> Splits:
@@ -148,8 +145,9 @@ def _open_digits(cfg: Any) -> Splits:
     }
     digits = Images(list(pixels), bunch.target.tolist(), pixels)
     train, held_out = stratified_split(digits, _DIGITS_HELD_OUT)
+    validation, test = stratified_split(held_out, 0.5)
     shape = Shape(num_classes=10, size=_DIGITS_SIZE, channels=1)
-    return Splits(train, *stratified_split(held_out, 0.5), shape)
+    return Splits(train, validation, test, shape)
 
 
 def _open_image_folder(cfg: Any) -> Splits:
@@ -172,12 +170,12 @@ def _open_image_folder(cfg: Any) -> Splits:
             f"dataset.root={cfg.root}: {folder} has {len(classes)} class folders, "
             "at least 2 are needed"
         )
-    everything = _read_classes(folder, classes)
+    train = _read_classes(folder, classes)
     if test_folder.is_dir():
-        parts = everything, _read_classes(test_folder, classes)
+        test = _read_classes(test_folder, classes)
     else:
-        parts = stratified_split(everything, cfg.test_fraction)
-    return _with_validation(*parts, len(classes))
+        train, test = stratified_split(train, cfg.test_fraction)
+    return _with_validation(train, test, len(classes))
 
 
 def _classes_in(folder: Path) -> list[str]:

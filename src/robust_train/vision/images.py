@@ -63,29 +63,26 @@ class ImageDataset(Dataset[Any]):
         self._v2 = v2.functional
         bicubic = v2.InterpolationMode.BICUBIC
         self._resize = v2.Resize((spec.size, spec.size), bicubic)
-        changes = {
-            "crop_flip": [
+        if augment == "crop_flip":
+            changes: list[Any] = [
                 v2.RandomResizedCrop(
                     spec.size,
                     scale=_CROP_AREAS,
                     interpolation=bicubic,
                 ),
                 v2.RandomHorizontalFlip(),
-            ],
-            "shift": [
-                v2.RandomAffine(0, translate=(_LARGEST_SHIFT, _LARGEST_SHIFT)),
-                self._centre,
-            ],
-            "none": [self._centre],
-        }
-        self._transform = v2.Compose(
-            [
-                *changes[augment],
-                v2.PILToTensor(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(spec.mean, spec.std),
             ]
-        )
+        else:
+            changes = [self._centre]
+        if augment == "shift":
+            shift = (_LARGEST_SHIFT, _LARGEST_SHIFT)
+            changes.insert(0, v2.RandomAffine(0, translate=shift))
+        changes += [
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(spec.mean, spec.std),
+        ]
+        self._transform = v2.Compose(changes)
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -139,8 +136,10 @@ def collate(samples: Sequence[Any]) -> Batch | ConfigError:
     """Stack samples to a batch; pass an error of the data set through."""
     if isinstance(samples[0], ConfigError):
         return samples[0]
-    images, labels = zip(*samples, strict=True)
-    return torch.stack(images), torch.tensor(labels)
+    return (
+        torch.stack([image for image, _ in samples]),
+        torch.tensor([label for _, label in samples]),
+    )
 
 
 @dataclass(frozen=True)
@@ -246,5 +245,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
     """Return the samples of all ``batches`` as one; a lone one stays in pinned memory."""
     if len(batches) == 1:
         return batches[0]
-    images, labels = zip(*batches, strict=True)
-    return torch.cat(images), torch.cat(labels)
+    return (
+        torch.cat([images for images, _ in batches]),
+        torch.cat([labels for _, labels in batches]),
+    )

@@ -490,7 +490,8 @@ class Training:
             self.precision.scaler.load_state_dict(content["scaler"])
         restore_rng(content["rng"], self.device)
         self.position = EpochPosition(**content["position"])
-        self.epoch_loss = LossAverage(*content["epoch_loss"])
+        total, samples = content["epoch_loss"]
+        self.epoch_loss = LossAverage(total, samples)
         # a size that fits one kind of device need not fit another
         if content.get("device") == self._kind_of_device():
             self.run.micro_batcher.restore(content["micro_batch"])
