@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from robust_train.report.charts import Chart, curve_charts, memory_charts
+from robust_train.report.charts import LANES, Chart, curve_charts, memory_charts
 from robust_train.report.facts import Story
 
 
@@ -49,5 +49,5 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "legend": [text for _, text in chart.legend],
         "lines": [line.name for line in chart.plot.lines],
         "bands": [band.label for band in chart.plot.bands],
-        "lanes": {lane.label: [text for _, text in lane.marks] for lane in chart.lanes},
+        "lanes": {LANES[lane.kind]: [text for _, text in lane.marks] for lane in chart.lanes},
     }

@@ -64,8 +64,8 @@ HOSTILE = '"></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202
 
 
 def test_texts_in_a_chart_cannot_leave_it():
-    plot = Plot("step", "number", 1, [Line(HOSTILE, "c1", [0, 1], [0.5, float("nan")])])
-    marks = [Lane("oom", HOSTILE, [(50, HOSTILE)])]
+    plot = Plot("step", 1, [Line(HOSTILE, "c1", [0, 1], [0.5, float("nan")])])
+    marks = [Lane("oom", [(50, HOSTILE)])]
     page = render(
         "sweep.html.j2",
         title=HOSTILE,

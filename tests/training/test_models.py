@@ -29,7 +29,8 @@ def built(*overrides, num_classes=5):
     cfg = config(*overrides)
     check_config(cfg)
     torch.manual_seed(0)
-    return build_model(cfg.model, Shape(num_classes, size=8, channels=1))
+    module, _ = build_model(cfg.model, Shape(num_classes, size=8, channels=1))
+    return module
 
 
 def refusal_of(*overrides):
@@ -82,7 +83,7 @@ def test_every_model_learns(tmp_path, model, backbone):
 
 
 def test_a_linear_probe_trains_its_last_layer_alone():
-    module = built("model=linear_probe", *TINY_VIT, "model.backbone=test_resnet").module
+    module = built("model=linear_probe", *TINY_VIT, "model.backbone=test_resnet")
     before = {name: value.clone() for name, value in module.state_dict().items()}
     assert trained_names(module) == {"head.weight", "head.bias"}
     set_train_mode(module)
@@ -93,7 +94,7 @@ def test_a_linear_probe_trains_its_last_layer_alone():
 
 
 def test_lora_trains_adapters_and_classifier_and_saves_only_these():
-    module = built("model=lora", *TINY_VIT).module
+    module = built("model=lora", *TINY_VIT)
     names = trained_names(module)
     assert all("lora_" in name or "head" in name for name in names)
     assert sum("lora_A" in name for name in names) == 12
@@ -103,7 +104,7 @@ def test_lora_trains_adapters_and_classifier_and_saves_only_these():
 
 def test_lora_on_a_network_with_batch_norm_leaves_its_statistics_alone():
     resnet = ("model.backbone=test_resnet", "model.target_modules=[conv2]")
-    module = built("model=lora", *TINY_VIT, *resnet).module
+    module = built("model=lora", *TINY_VIT, *resnet)
     set_train_mode(module)
     before = {n: v.clone() for n, v in module.state_dict().items() if "running" in n}
     assert before
@@ -112,7 +113,7 @@ def test_lora_on_a_network_with_batch_norm_leaves_its_statistics_alone():
 
 
 def test_full_finetuning_saves_every_weight_and_statistic():
-    module = built("model=full_finetune", *TINY_VIT, "model.backbone=test_resnet").module
+    module = built("model=full_finetune", *TINY_VIT, "model.backbone=test_resnet")
     assert trained_state(module).keys() == module.state_dict().keys()
 
 
@@ -140,7 +141,7 @@ def test_gradient_checkpointing_leaves_training_as_it_is(overrides, channels, si
     found = []
     images = torch.randn(2, channels, size, size)
     for is_checkpointing in (False, True):
-        module = built(*overrides, "model.dropout=0").module
+        module = built(*overrides, "model.dropout=0")
         if is_checkpointing:
             assert enable_gradient_checkpointing(module)
         set_train_mode(module)
@@ -190,7 +191,7 @@ def test_no_network_is_noticed_in_seconds_and_the_way_out_named(tmp_path, monkey
 
 def written(path, *overrides, num_classes=5):
     """Write the weights of a tiny model; return it, and the key that names the file."""
-    source = built("model=full_finetune", *TINY_VIT, *overrides, num_classes=num_classes).module
+    source = built("model=full_finetune", *TINY_VIT, *overrides, num_classes=num_classes)
     if path.suffix == ".pt":
         torch.save({"state_dict": source.state_dict()}, path)
     else:
@@ -201,7 +202,7 @@ def written(path, *overrides, num_classes=5):
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_local_weights_are_loaded_but_for_a_classifier_of_other_classes(tmp_path, suffix):
     source, key = written(tmp_path / f"weights{suffix}", num_classes=9)
-    loaded = built("model=full_finetune", *TINY_VIT, key, "model.pretrained=true").module
+    loaded = built("model=full_finetune", *TINY_VIT, key, "model.pretrained=true")
     expected, found = source.state_dict(), loaded.state_dict()
     for name in expected:
         assert torch.equal(expected[name], found[name]) == (not name.startswith("head.")), name
@@ -209,14 +210,14 @@ def test_local_weights_are_loaded_but_for_a_classifier_of_other_classes(tmp_path
 
 def test_local_weights_for_another_image_size_are_resampled(tmp_path):
     source, key = written(tmp_path / "weights.pt", "model.image_size=64")
-    loaded = built("model=full_finetune", *TINY_VIT, key).module
+    loaded = built("model=full_finetune", *TINY_VIT, key)
     assert torch.equal(loaded.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)
     assert loaded.pos_embed.shape != source.pos_embed.shape
 
 
 def test_a_linear_probe_takes_weights_that_have_a_classifier(tmp_path):
     source, key = written(tmp_path / "weights.pt")
-    probe = built("model=linear_probe", *TINY_VIT, key).module
+    probe = built("model=linear_probe", *TINY_VIT, key)
     assert torch.equal(probe.backbone.pos_embed, source.pos_embed)
 
 
@@ -226,7 +227,7 @@ def test_the_final_weights_of_a_run_start_another(tmp_path):
     final = tmp_path / "checkpoints" / "final.pt"
     content = torch.load(final, weights_only=True)
     assert content["config"]["model"]["width"] == 8
-    started = built("model.width=8", f"model.weights={final}", num_classes=10).module
+    started = built("model.width=8", f"model.weights={final}", num_classes=10)
     for name, value in content["model"].items():
         assert torch.equal(started.state_dict()[name], value)
 

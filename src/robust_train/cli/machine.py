@@ -44,7 +44,7 @@ _OF_JOBS = ("id", "#", "state", "job", "user", "MiB", "GPU", "for")
 _LONGEST_NAME = 20  # the table of jobs fits 80 columns
 
 
-def gpus(arguments: Namespace | None = None) -> Answer:
+def gpus(arguments: Namespace) -> Answer:
     """Show a row for each GPU."""
     inventory, path = read_inventory(), directory_for(None, os.environ)
     jobs: Sequence[QueuedJob] = ()

@@ -98,7 +98,7 @@ def info(arguments: Namespace) -> Answer:
         is_none = isinstance(problem, NothingAlive)
         warnings = [] if is_none else [str(problem)]
         found = Answer({"live_run": None}, warnings=warnings)
-    return _with_machine(found)
+    return _with_machine(found, arguments)
 
 
 def cleanup(arguments: Namespace) -> Answer:
@@ -112,12 +112,12 @@ def cleanup(arguments: Namespace) -> Answer:
         found = request(arguments)
     except NotDone as error:
         found = Answer(error=str(error))
-    return _with_machine(found)
+    return _with_machine(found, arguments)
 
 
-def _with_machine(found: Answer) -> Answer:
+def _with_machine(found: Answer, arguments: Namespace) -> Answer:
     """Return an answer with what ``gpus`` shows, and the host's memory."""
-    machine, host = gpus(), read_host_memory()
+    machine, host = gpus(arguments), read_host_memory()
     known = {"available_bytes": host.available, "total_bytes": host.total}
     shown = list(found.shown) + list(machine.shown)
     if host.total is not None and host.available is not None:

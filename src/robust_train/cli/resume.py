@@ -67,8 +67,9 @@ def _of_job(run: KnownRun) -> str:
         )
     if not run.is_unfinished:
         raise CommandFailed(f"{run.id} has completed: nothing is left to do")
-    if (sweep := _sweep_of(run)) is not None:
-        return _of_sweep(sweep)
+    for folder in run.run_dir.parents:
+        if (folder / SWEEP_FILE).is_file():
+            return _of_sweep(folder)
     _refuse_anothers(run.run_dir / STATE_FILE)
     if run.state is None or run.state.resume_command is None:
         raise CommandFailed(
@@ -87,14 +88,6 @@ def _refuse_anothers(file: Path) -> None:
             f"{file.parent}: {who} began this, and resuming runs a command of the folder: "
             f"only {who} can"
         )
-
-
-def _sweep_of(run: KnownRun) -> Path | None:
-    """Return the sweep folder that a job's folder lies in."""
-    parents = run.run_dir.parents
-    return next(
-        (folder for folder in parents if (folder / SWEEP_FILE).is_file()), None
-    )
 
 
 def _of_sweep(folder: Path) -> str:

@@ -274,7 +274,7 @@ def logs(arguments: Namespace) -> int:
         )
     for data in output_of(
         run.run_dir,
-        attempt,
+        attempt or 0,
         follow=follows,
     ):
         sys.stdout.buffer.write(data)
@@ -360,10 +360,10 @@ def _attempts_in(run_dir: Path) -> list[int]:
 
 def output_of(
     run_dir: Path,
-    attempt: int | None = None,
+    attempt: int = 0,
     *,
     follow: bool = False,
-    last_bytes: int | None = None,
+    last_bytes: int = 0,
 ) -> Iterator[bytes]:
     """Yield what an attempt has printed.
 
@@ -371,9 +371,9 @@ def output_of(
 
     Args:
         run_dir: the run folder.
-        attempt: the attempt's number; the last one if None, and with ``follow`` those after it.
+        attempt: the attempt's number; the last one if 0, and with ``follow`` those after it.
         follow: continue until the job ends.
-        last_bytes: begin this many bytes before the end.
+        last_bytes: begin this many bytes before the end; at the beginning if 0.
     """
     number, position = attempt, 0
     while True:
@@ -381,25 +381,25 @@ def output_of(
         run = read_run(run_dir)
         is_alive = follow and run is not None and run.alive
         numbers = _attempts_in(run_dir)
-        if number is None and numbers:
+        is_first = not number
+        if is_first and numbers:
             number = numbers[-1]
-            if last_bytes is not None:
-                size = (run_dir / _LOG.format(number)).stat().st_size
-                position = max(size - last_bytes, 0)
-        has_ended = number is not None and number + 1 in numbers
+        has_ended = number + 1 in numbers if number else False
         data = b""
-        if number is not None:
-            path = run_dir / _LOG.format(number)
-            # the folder may be removed meanwhile
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                file.seek(position)
-                data = file.read(CHUNK_BYTES)
+        # there may be none yet, and the folder may be removed meanwhile
+        path = run_dir / _LOG.format(number)
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if is_first and last_bytes:
+                end = file.seek(0, os.SEEK_END)
+                position = max(end - last_bytes, 0)
+            file.seek(position)
+            data = file.read(CHUNK_BYTES)
         if is_alive and not has_ended and len(data) < CHUNK_BYTES:
             data = data[: data.rfind(b"\n") + 1]
         position += len(data)
         if data:
             yield data
-        elif number is not None and has_ended and attempt is None:
+        elif has_ended and not attempt:
             number, position = number + 1, 0
             yield b"\n==> attempt %d <==\n" % number
         elif has_ended or not is_alive:

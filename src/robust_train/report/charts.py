@@ -53,7 +53,6 @@ class Line:
     y: Sequence[float | None]
     is_area: bool = False
     is_lost: bool = False
-    is_dots: bool = False  # no line
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """What the script draws: lines over an x axis from ``low`` to ``high``."""
+    """What the script draws: lines over an x axis from ``low`` to ``high``. Over time they are
+    bytes, else numbers; over a figure they are dots."""
 
     x: Literal["time", "step", "figure"]
-    y: Literal["bytes", "number"]
     high: float
     lines: Sequence[Line]
     bands: Sequence[Band] = ()
@@ -84,8 +83,7 @@ class Plot:
 class Lane:
     """The marks of one kind: where they are, in percent of the x axis, and their texts."""
 
-    kind: str
-    label: str
+    kind: str  # of `LANES`
     marks: Sequence[tuple[float, str]]
 
 
@@ -168,7 +166,7 @@ def _memory_chart(
                 is_area=name != "reserved",
             )
         )
-    total = device.most("gpu_total") or 0
+    total = device.most("gpu_total")
     if is_near := highest > total / 2 > 0:
         legend.append(("level", f"{memory(total)} in all"))
     bands = [
@@ -179,7 +177,6 @@ def _memory_chart(
         caption=f"Memory on {'the CPU' if is_cpu else device.device}",
         plot=Plot(
             "time",
-            "bytes",
             clock.seconds,
             lines,
             bands,
@@ -224,7 +221,7 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Lane]:
         if len(texts) > _MOST_TEXTS:
             texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]
     return [
-        Lane(kind, LANES[kind], [(at, "\n".join(lane[at])) for at in lane])
+        Lane(kind, [(at, "\n".join(lane[at])) for at in lane])
         for kind, lane in lanes.items()
         if lane
     ]
@@ -290,7 +287,6 @@ def _line(
     points: Iterable[Point],
     *,
     is_lost: bool,
-    is_dots: bool = False,
 ) -> Line:
     own = list(points)
     return Line(
@@ -299,7 +295,6 @@ def _line(
         [x for x, _ in own],
         [y for _, y in own],
         is_lost=is_lost,
-        is_dots=is_dots,
     )
 
 
@@ -357,7 +352,6 @@ def value_over(
             "c4" if is_pruned else "c1",
             sorted(own.items()),
             is_lost=is_pruned,
-            is_dots=True,
         )
         for is_pruned, own in found.items()
         if own
@@ -368,7 +362,6 @@ def value_over(
     )
     plot = Plot(
         "figure",
-        "number",
         high,
         lines,
         low=low,
@@ -393,7 +386,6 @@ def _over_steps(
     low, high = min(values), max(values)
     plot = Plot(
         "step",
-        "number",
         max(1, *(step for line in lines for step in line.x)),
         lines,
         is_log=may_be_log and low > 0 and high / low > _LOG_RATIO,

@@ -96,12 +96,9 @@ class DeviceMemory:
     device: str
     samples: tuple[Sample, ...]
 
-    def most(self, name: str) -> int | None:
-        """Return the highest value of one figure, None if there is none."""
-        values = (getattr(sample, name) for sample in self.samples)
-        return max(
-            (value for value in values if value is not None), default=None
-        )
+    def most(self, name: str) -> int:
+        """Return the highest value of one figure, 0 if it is unknown."""
+        return max(getattr(sample, name) or 0 for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -202,21 +199,23 @@ def spans_of(
 
 def seconds_of(
     spans: Iterable[Span],
-    use: Use | None = None,
+    use: Use,
     attempt: int | None = None,
 ) -> float:
-    """Return the length of all spans, or of those of a use, or of an attempt."""
+    """Return the length of all spans of a use, or of those of an attempt."""
     return math.fsum(
         span.seconds
         for span in spans
-        if use in (None, span.use) and attempt in (None, span.attempt)
+        if use is span.use and attempt in (None, span.attempt)
     )
 
 
 def totals(spans: Sequence[Span]) -> dict[str, float]:
     """Return the seconds of each use by its name, and their sum without stops as ``wall``."""
     seconds = {use.value: seconds_of(spans, use) for use in Use}
-    wall = seconds_of(span for span in spans if span.use is not Use.STOPPED)
+    wall = math.fsum(
+        span.seconds for span in spans if span.use is not Use.STOPPED
+    )
     return {**seconds, "wall": wall}
 
 
@@ -335,7 +334,7 @@ def curves_of(
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
-        event, number = entry.event, entry.attempt or 0
+        event, number = entry.event, entry.attempt
         if (
             isinstance(event, (events.Progress, events.EpochEnded))
             and number in kept
@@ -370,9 +369,9 @@ def marks_of(
     """Return the marks of a journal, oldest first."""
     by_number = {attempt.number: attempt for attempt in attempts}
     found = [
-        (kind, entry.time, text, by_number[number])
+        (kind, entry.time, text, by_number[entry.attempt])
         for entry in entries
-        if (number := entry.attempt or 0) in by_number
+        if entry.attempt in by_number
         for kind, text in _descriptions(entry.event)
     ]
     for before, after in itertools.pairwise(attempts):

@@ -133,6 +133,7 @@ def template_environment() -> Environment:
         batch=wording.batch_in_words,
         count=lambda number: "?" if number is None else f"{number:,}",
         use=lambda use: USES[use],
+        lane=lambda kind: charts.LANES[kind],
         outcome=wording.outcome_in_words,
         action=wording.action_in_words,
         value=value_text,

@@ -40,7 +40,7 @@ class Entry:
 
     time: float
     event: Event
-    attempt: int | None = None
+    attempt: int = 0  # its number; 0 of none
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
             yield Entry(
                 latest,
                 event,
-                attempt if type(attempt) is int else None,
+                attempt if type(attempt) is int else 0,
             )
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
@@ -172,7 +172,7 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
     own: dict[int, list[Entry]] = {}
     saved = {}
     for entry in entries:
-        if entry.attempt is not None:
+        if entry.attempt:
             own.setdefault(entry.attempt, []).append(entry)
         if isinstance(entry.event, CheckpointSaved):
             saved[entry.event.path] = entry.event.step or 0

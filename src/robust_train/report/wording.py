@@ -300,7 +300,7 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
     total, used = device.most("gpu_total"), device.most("gpu_used")
-    if total and used and used > _TIGHT * total:
+    if used > _TIGHT * total > 0:
         others = max(
             (s.gpu_used or 0) - (s.reserved or 0) for s in device.samples
         )

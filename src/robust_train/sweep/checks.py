@@ -138,22 +138,22 @@ def launcher_of(config: DictConfig) -> str:
     return str(config.hydra.runtime.choices.get("hydra/launcher"))
 
 
-def misplaced_launcher(config: DictConfig, running: str | None) -> str | None:
-    """Return one line for a launcher in a job's config that Hydra silently ignores; None if it
-    counts. ``running``: the one that runs the sweep; None if unknown."""
+def misplaced_launcher(config: DictConfig, running: str) -> str:
+    """Return one line for a launcher in a job's config that Hydra silently ignores; empty if it
+    counts. ``running``: the one that runs the sweep; empty if unknown."""
     chosen = launcher_of(config)
     if config.hydra.mode != RunMode.MULTIRUN:
         if (
             chosen == "basic"
             or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra
         ):
-            return None
+            return ""
         return (
             f"hydra/launcher={chosen}: a launcher runs the jobs of a sweep, and this is none; "
             "add -m"
         )
-    if running in (None, chosen):
-        return None
+    if running in ("", chosen):
+        return ""
     # hydra#2946: a file that the sweep varies is read per job, long after the launcher was chosen
     return (
         f"hydra/launcher: {chosen}: chosen in a file that the sweep itself selects, which is too "

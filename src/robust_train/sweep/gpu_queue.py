@@ -101,11 +101,9 @@ class Jobs:
                 return number, overrides
         return None
 
-    def reported(
-        self, job: int, values: Sequence[ValueReported]
-    ) -> str | None:
-        """Take what a job has reported; return why it is stopped early, None if it is not."""
-        return None
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str:
+        """Take what a job has reported; return why it is stopped early, empty if it is not."""
+        return ""
 
     def ended(self, row: SweepJob) -> None:
         """Take how a job has ended. Others find one that completed completed."""
@@ -177,7 +175,7 @@ class GpuQueue:
         prunes = jobs.prunes or self._settings.sweep_patience is not None
         self._jobs = jobs
         self._reports = Reports(
-            self.folder, table.direction[:3] if prunes else None
+            self.folder, table.direction[:3] if prunes else ""
         )
         for number, overrides in jobs.listed.items():
             self.rows[number] = SweepJob(
@@ -338,11 +336,11 @@ class GpuQueue:
         values = self._reports.new(number, folder)
         if not values or number in self._pruned or self._is_stopping:
             return
-        patience = self._settings.sweep_patience
+        patience = self._settings.sweep_patience or 0
         reason = self._jobs.reported(number, values)
-        if reason is None and self._reports.is_behind(number, patience):
+        if not reason and self._reports.is_behind(number, patience):
             reason = f"worse than another job at {patience} reports in a row"
-        if reason is not None:
+        if reason:
             with contextlib.suppress(OSError):
                 request_pruning(folder, reason)
                 self._pruned.add(number)

@@ -204,10 +204,11 @@ def _over_parameters(
     return charts
 
 
-def _href(sweep: SweepStory, job: JobStory) -> str | None:
-    """Return the job's own page, relative to the sweep's: both can be moved together."""
+def _href(sweep: SweepStory, job: JobStory) -> str:
+    """Return the job's own page, if it has one, relative to the sweep's: both can be moved
+    together."""
     if job.story is None:
-        return None
+        return ""
     return os.path.join(
         os.path.relpath(job.story.folder, sweep.folder), FILE_NAME
     )

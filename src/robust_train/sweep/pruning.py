@@ -20,10 +20,10 @@ class Reports:
     """What the jobs of the sweep in ``folder`` have reported, as their journals have it.
 
     ``mode`` (``min`` or ``max``): figures that no one has named, and whose best is the other way
-    round, are left out; None: none are.
+    round, are left out; empty: none are.
     """
 
-    def __init__(self, folder: Path, mode: str | None = None) -> None:
+    def __init__(self, folder: Path, mode: str = "") -> None:
         self._mode, self._has_warned = mode, False
         # at each step, in order, by the job's number
         self.values: dict[int, dict[int, float]] = {}
@@ -62,7 +62,7 @@ class Reports:
         return found
 
     def _counts(self, event: ValueReported, job: int) -> bool:
-        if None in (self._mode, event.mode) or event.mode == self._mode:
+        if not self._mode or event.mode in (None, self._mode):
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -81,10 +81,11 @@ class Reports:
             job: [*own.values()][-1] for job, own in self.values.items() if own
         }
 
-    def is_behind(self, job: int, patience: int | None) -> bool:
+    def is_behind(self, job: int, patience: int) -> bool:
         """Return whether a job's best value was worse than that of another one, after as many
-        reports, at each of its last ``patience`` reports. The best job never is."""
-        if patience is None:
+        reports, at each of its last ``patience`` reports; never if that is 0. The best job never
+        is."""
+        if not patience:
             return False
         sign = -1 if self._mode == "min" else 1
         best = {

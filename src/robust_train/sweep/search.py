@@ -173,12 +173,10 @@ class Search(Jobs):
             wanted["seed"] = seed % _SEEDS  # numpy takes no other
         return _made(wanted)
 
-    def reported(
-        self, job: int, values: Sequence[ValueReported]
-    ) -> str | None:
+    def reported(self, job: int, values: Sequence[ValueReported]) -> str:
         """Report a job's values to its trial; return why the pruner stops it, if it does."""
         if not self.prunes:
-            return None
+            return ""
         trial = self._had[job]
         with self._alone():
             known = self._trials()[job].intermediate_values
@@ -190,7 +188,7 @@ class Search(Jobs):
                 if trial.should_prune():
                     name = type(self._study.pruner).__name__
                     return f"{event.value:.6g} at step {event.step} ({name})"
-        return None
+        return ""
 
     def ended(self, row: SweepJob) -> None:
         """Tell the study how a trial went once all its jobs have ended."""

@@ -431,7 +431,7 @@ class SweepCallback(Callback):
     ``hydra.callbacks``; pickled into the jobs' processes."""
 
     def __init__(self) -> None:
-        self._launcher: str | None = None
+        self._launcher = ""  # known where the sweep begins
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
@@ -476,7 +476,7 @@ class SweepCallback(Callback):
                 cfg = OmegaConf.load(file)
                 OmegaConf.update(cfg, "notify.urls", None)
                 OmegaConf.save(cfg, file)
-        if (problem := misplaced_launcher(config, self._launcher)) is not None:
+        if problem := misplaced_launcher(config, self._launcher):
             session.job = SweepJob(0, ()).refused(problem)
         elif config.hydra.mode == RunMode.MULTIRUN:
             session.job = prepare(config, folder)

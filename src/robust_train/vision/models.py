@@ -10,7 +10,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,21 +42,12 @@ _MOST_STAGES = 5
 _WIDEST_FACTOR = 8
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """A model on the CPU and the images it takes."""
-
-    module: nn.Module
-    images: ImageSpec
-
-
-def build_model(cfg: Any, data: Shape) -> BuiltModel:
-    """Build a model on the CPU, with weights; ``requires_grad`` marks the trained part."""
+def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
+    """Build a model on the CPU, with weights; return it and the images that it takes.
+    ``requires_grad`` marks the trained part."""
     if cfg.name == "cnn":
-        size, channels = (
-            cfg.image_size or data.size or _PHOTOGRAPH_SIZE,
-            data.channels,
-        )
+        size = cfg.image_size or data.size or _PHOTOGRAPH_SIZE
+        channels = data.channels
         module: nn.Module = SmallCnn(
             channels=channels,
             image_size=size,
@@ -67,7 +57,7 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
         )
         _load_weights(module, cfg, heads=("head",))
         half = (0.5,) * channels
-        return BuiltModel(module, ImageSpec(size, channels, half, half))
+        return module, ImageSpec(size, channels, half, half)
     module = build_backbone(
         cfg, 0 if cfg.name == "linear_probe" else data.num_classes
     )
@@ -83,14 +73,10 @@ def build_model(cfg: Any, data: Shape) -> BuiltModel:
         crop=found["crop_pct"],
     )
     if cfg.name == "linear_probe":
-        module = LinearProbe(
-            module,
-            data.num_classes,
-            cfg.dropout,
-        )
-    return BuiltModel(
-        add_lora(module, cfg) if cfg.name == "lora" else module, images
-    )
+        module = LinearProbe(module, data.num_classes, cfg.dropout)
+    elif cfg.name == "lora":
+        module = add_lora(module, cfg)
+    return module, images
 
 
 class SmallCnn(nn.Module):

@@ -146,11 +146,10 @@ class Training:
         self.device = device
         training = cfg.training
         self.splits = open_data(cfg.dataset)
-        built = models.build_model(cfg.model, self.splits.shape)
-        self.images = built.images
+        module, self.images = models.build_model(cfg.model, self.splits.shape)
         self.train_set = ImageDataset(
             self.splits.train,
-            built.images,
+            self.images,
             augment=cfg.dataset.augment,
             seed=training.seed,
         )
@@ -167,7 +166,7 @@ class Training:
         )
         self.precision = Precision(device, mixed=training.mixed_precision)
         self.is_sharded = run.world_size > 1 and training.sharding == "fsdp"
-        self.net = self._on_device(built.module)
+        self.net = self._on_device(module)
         self.model = self.net  # in its wrapper, if there is one
         self.optimizer = make_optimizer(
             self.net.parameters(),

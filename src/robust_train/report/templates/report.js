@@ -107,6 +107,8 @@
 
   function draw(figure) {
     const plot = JSON.parse(figure.querySelector("script").textContent);
+    plot.y = plot.x === "time" ? "bytes" : "number";
+    const isDots = plot.x === "figure";
     const place = figure.querySelector(".plot");
     const marks = [...figure.querySelectorAll(".mark")].map((mark) => [mark, parseFloat(mark.style.left) / 100]);
     const lines = plot.lines.map((line) => ({
@@ -115,9 +117,9 @@
       fill: line.is_area ? () => colour(line.style) + "21" : undefined,
       dash: line.is_lost ? [4, 4] : undefined,
       width: 1.5,
-      paths: line.is_dots ? () => null : undefined,
+      paths: isDots ? () => null : undefined,
       // samples are many: a dot only where there is no line
-      points: line.is_dots ? {show: true, size: 8, fill: () => colour(line.style) + (line.is_lost ? "60" : "")} : plot.x === "step" || line.x.length < 2 ? {size: 4, fill: () => colour(line.style)} : {show: false},
+      points: isDots ? {show: true, size: 8, fill: () => colour(line.style) + (line.is_lost ? "60" : "")} : plot.x === "step" || line.x.length < 2 ? {size: 4, fill: () => colour(line.style)} : {show: false},
     }));
     // the first table has no lines: it spans the axis
     const tables = [[[plot.low, plot.high]], ...plot.lines.map((line) => [line.x, line.y])];
