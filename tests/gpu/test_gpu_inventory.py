@@ -167,6 +167,13 @@ def test_slices_stand_in_place_of_their_gpu_and_a_broken_one_costs_no_other(mach
     assert "no slice has been made" in inventory["skipped"][0]["reason"]
 
 
+def test_figures_that_no_driver_should_report_cost_no_gpu(machine_with):
+    """A compute mode of the future; a name that ends in the middle of a letter."""
+    gpus = read(machine_with(Gpu(compute_mode=7), Gpu("ü" * 60), Gpu("T4")))["gpus"]
+    assert [gpu["compute_mode"] for gpu in gpus] == ["unknown (7)", "default", "default"]
+    assert [gpu["name"] for gpu in gpus] == ["NVIDIA A100-SXM4-40GB", "unknown GPU", "T4"]
+
+
 @pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)"])
 @pytest.mark.parametrize("total_mib", [0, 1000])
 def test_an_integrated_gpu_has_the_memory_of_its_host(machine_with, name, total_mib):

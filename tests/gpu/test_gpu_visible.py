@@ -85,7 +85,6 @@ def test_what_is_hidden_by_a_mistake_is_a_warning_with_a_way_out(mask, entry, sh
     visible = resolve_mask(mask, gpus(3))
     assert indices(visible) == shown
     assert not visible.hidden_on_purpose
-    assert visible.warning is not None
     assert f"CUDA_VISIBLE_DEVICES={mask}: the entry '{entry}'" in visible.warning
     assert "unset the variable" in visible.warning
 
@@ -163,7 +162,7 @@ def test_no_mask_ever_shows_what_it_does_not_name(mask):
             assert LIBC.strtoul(entry.encode(), None, 10) == shown.index
     if not uuids:
         # either it was meant, or it is said
-        assert visible.hidden_on_purpose != (visible.warning is not None)
+        assert visible.hidden_on_purpose != (visible.warning != "")
 
 
 def test_a_gpu_that_could_not_be_read_keeps_its_place_as_an_unusable_one():
@@ -193,7 +192,7 @@ def test_numbers_on_a_mixed_machine_follow_cudas_own_order(cuda_machine_with):
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(0)
     uuids, warning = machine.python(VISIBLE, CUDA_VISIBLE_DEVICES="0,1")
-    assert (uuids, warning) == ([machine.uuid(2), machine.uuid(0)], None)
+    assert (uuids, warning) == ([machine.uuid(2), machine.uuid(0)], "")
     assert len(machine.calls("cuInit")) == 1  # asked once, in another process
     assert machine.calls("cuInit")[0][0] != machine.calls("nvmlInit")[0][0]
     assert machine.python(VISIBLE)[0] == machine.cuda_order
@@ -242,16 +241,16 @@ def test_gpus_are_named_by_number_only_where_every_number_is_known():
 @pytest.mark.parametrize(
     ("environ", "owner"),
     [
-        ({}, None),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, None),
+        ({}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ""),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "3"}, "Slurm"),
         ({"SLURM_JOB_ID": "7", "SLURM_STEP_GPUS": "0,1"}, "Slurm"),
         ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}, "Slurm"),
-        ({"SLURM_JOB_ID": "7"}, None),  # GPUs that Slurm knows nothing of
-        ({"SLURM_JOB_GPUS": "3"}, None),
+        ({"SLURM_JOB_ID": "7"}, ""),  # GPUs that Slurm knows nothing of
+        ({"SLURM_JOB_GPUS": "3"}, ""),
         ({"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": "1"}, "Ray"),
-        ({"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}, None),
-        ({"RAY_RAYLET_PID": "1"}, None),  # a task that asked for no GPU
+        ({"RAY_RAYLET_PID": "1", "CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"RAY_RAYLET_PID": "1"}, ""),  # a task that asked for no GPU
     ],
 )
 def test_who_has_allocated_the_gpus(environ, owner):

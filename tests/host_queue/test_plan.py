@@ -223,7 +223,7 @@ def test_a_user_who_holds_fewer_gpus_goes_before_the_rest_of_a_sweep():
     assert tickets([*sharing, held(B, C, owner=BOB), job(1, user=BOB), job(2)]) == [2, 1]
     order = queue_order([held(A, B), job(1), job(2, user=BOB)])
     assert who_goes_first(order[1], order) == "job job2 of bob goes first: bob holds fewer GPUs"
-    assert who_goes_first(order[0], order) is None
+    assert who_goes_first(order[0], order) == ""
 
 
 def test_an_urgent_job_goes_before_the_others_of_its_user_and_before_no_one_elses():

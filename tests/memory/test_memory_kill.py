@@ -18,7 +18,7 @@ import warm
 from another_user import needs_root
 from robust_train.cli.memory import choose, end_all
 from robust_train.gpu import processes
-from robust_train.gpu.processes import CudaProcess, CudaProcesses, list_cuda_processes, started_at
+from robust_train.gpu.processes import CudaProcess, list_cuda_processes, started_at
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from simulated_nvml import Gpu
 from terminal import run_at_a_terminal
@@ -176,7 +176,7 @@ def test_a_machine_without_gpus_is_told_in_a_sentence(cuda_machine_with):
 def test_who_ignores_sigterm_is_killed_and_no_other_process_is_signalled(start):
     def known(process):
         started = started_at(process.pid)
-        return CudaProcess(process.pid, os.getuid(), "u", "c", started, (0,), None)
+        return CudaProcess(process.pid, os.getuid(), "c", started, (0,), None)
 
     polite, stubborn, innocent, gone = start(), start("stubborn"), start(), start()
     of_an_earlier_one = replace(known(innocent), started=known(innocent).started - 1)
@@ -196,7 +196,6 @@ PROCESSES = st.lists(
         CudaProcess,
         pid=st.integers(1, 12),
         uid=st.sampled_from([0, 1000, 1001]),
-        user=st.just("u"),
         command=st.just("c"),
         started=st.just(1.0),
         gpus=st.just((0,)),
@@ -209,7 +208,7 @@ PIDS = st.lists(st.integers(1, 14))
 
 @given(PROCESSES, PIDS, st.sampled_from([0, 1000]), st.frozensets(st.integers(1, 14)))
 def test_nobody_but_the_permitted_is_ever_chosen(listed, named, uid, ancestors):
-    targets, refusals = choose(CudaProcesses(tuple(listed), {}), named, uid, ancestors)
+    targets, refusals = choose((listed, {}), named, uid, ancestors)
     for target in targets:
         assert target in listed
         assert target.pid not in ancestors
@@ -224,9 +223,9 @@ def test_in_a_container_a_process_without_cuda_s_library_is_no_cuda_process(monk
     monkeypatch.setattr(processes, "sees_host_pids", lambda: False)
     on_it = (GpuProcess(os.getpid(), 5),)
     inventory = Inventory(gpus=(GpuInfo("GPU-0", "A", 0, "0", 9, 9, 0, processes=on_it),))
-    listed = list_cuda_processes(inventory)
-    assert not listed.processes
-    assert "outside of this container" in listed.others[os.getpid()]
+    listed, others = list_cuda_processes(inventory)
+    assert not listed
+    assert "outside of this container" in others[os.getpid()]
     monkeypatch.setattr(processes, "has_cuda_library", lambda pid: True)
-    (process,) = list_cuda_processes(inventory).processes
+    (process,), _ = list_cuda_processes(inventory)
     assert (process.uid, process.used_bytes) == (os.getuid(), 5)

@@ -91,7 +91,7 @@ def machine(
     return {
         "driver_version": inventory.driver_version,
         "problem": inventory.problem,
-        "warning": visible.warning,
+        "warning": visible.warning or None,
         "gpus": found,
         "skipped": [asdict(lost) for lost in inventory.skipped],
     }
@@ -193,8 +193,7 @@ def _job_as_json(
     elif job.id in plan.groups:
         reasons.append("a GPU is free for it")
     else:
-        first = who_goes_first(job, plan.order)
-        reasons += [first] if first else []
+        reasons.append(who_goes_first(job, plan.order))
         reasons.append(why_waiting(job, found, gpus, plan, {}))
     return {
         "id": job.id,
@@ -220,7 +219,7 @@ def _job_as_json(
             )
         ],
         "seconds_in_state": round(max(now - job.since, 0.0), 1),
-        "reason": "; ".join(reasons) or None,
+        "reason": "; ".join(filter(None, reasons)) or None,
     }
 
 

@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 
 import psutil
@@ -23,7 +23,6 @@ from robust_train.folder.run_list import KnownRun, NothingAlive, choose_run
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     CudaProcess,
-    CudaProcesses,
     is_there,
     list_cuda_processes,
     send_signal,
@@ -213,7 +212,7 @@ def kill(arguments: Namespace) -> Answer:
             for process, result in endings.items()
         ]
     ended = [
-        {**asdict(process), "result": result}
+        {**asdict(process), "user": process.user, "result": result}
         for process, result in how.items()
     ]
     return Answer(
@@ -224,7 +223,7 @@ def kill(arguments: Namespace) -> Answer:
 
 
 def choose(
-    listed: CudaProcesses,
+    listed: tuple[Sequence[CudaProcess], Mapping[int, str]],
     named: Sequence[int],
     uid: int,
     ancestors: Set[int],
@@ -232,12 +231,13 @@ def choose(
     """Return which of the listed processes to end, and why others that were named must not be.
 
     Args:
-        listed: what NVML lists.
+        listed: what NVML lists, and by number why a process is not among them.
         named: process ids to end; empty for all of the caller's own.
         uid: the caller's user; only 0 may name processes of others.
         ancestors: the caller itself and all its parents.
     """
-    known = {process.pid: process for process in listed.processes}
+    processes, others = listed
+    known = {process.pid: process for process in processes}
     targets, refusals = [], {}
     for pid in dict.fromkeys(named) if named else known:
         process = known.get(pid)
@@ -247,7 +247,7 @@ def choose(
             )
         elif process is None:
             unknown = "is not a CUDA process: NVML does not list it"
-            refusals[pid] = listed.others.get(pid, unknown)
+            refusals[pid] = others.get(pid, unknown)
         elif process.uid != uid and not (named and uid == 0):
             refusals[pid] = f"belongs to {process.user}"
         else:

@@ -29,12 +29,12 @@ _ANSWER_SECONDS = 5.0
 _CLOSING_SECONDS = 1.0
 _HEALTH_SECONDS = 10.0
 
-_COMPUTE_MODES = (
-    "default",
-    "exclusive_thread",
-    "prohibited",
-    "exclusive_process",
-)
+_COMPUTE_MODES = {
+    0: "default",
+    1: "exclusive_thread",
+    2: "prohibited",
+    3: "exclusive_process",
+}
 # products that share the host's memory. A discrete card may lack its figures as well (no
 # permission, a fault), so the name decides
 _INTEGRATED = re.compile(
@@ -185,8 +185,6 @@ class _Device:
     name: str
     pci_bus_id: str
     parent: _Device | None = None  # the GPU of which it is a slice
-    # of such a GPU MIG may be turned on at any time
-    knows_slices: bool = False
 
 
 class NvmlSession:
@@ -200,7 +198,7 @@ class NvmlSession:
         self._known: dict[int, _Device] = {}
         self._driver = self._optional(nvml.nvmlSystemGetDriverVersion)
         cuda = self._optional(nvml.nvmlSystemGetCudaDriverVersion)
-        self._cuda = cuda and f"{cuda // 1000}.{cuda % 1000 // 10}"
+        self._cuda = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None
 
     def read(self, processes: bool) -> Inventory:
         try:
@@ -216,7 +214,7 @@ class NvmlSession:
         for index in range(count):
             try:
                 gpus += self._read_gpu(index, processes)
-            except (self.nvml.NVMLError, _Unreadable) as error:
+            except (self.nvml.NVMLError, ValueError, _Unreadable) as error:
                 # a handle of a GPU that was lost can crash the driver's library
                 lost = self._known.pop(index, None)
                 uuid = None if lost is None else lost.uuid
@@ -271,8 +269,9 @@ class NvmlSession:
         if device is None:
             handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
             device = self._known[index] = self._device(index, handle)
-        is_on = self.nvml.NVML_DEVICE_MIG_ENABLE
-        if device.knows_slices and self._mig_mode(device.handle) == is_on:
+        # MIG may be turned on at any time; most GPUs know no such mode
+        mig = self._optional(self.nvml.nvmlDeviceGetMigMode, device.handle)
+        if mig is not None and mig[0] == self.nvml.NVML_DEVICE_MIG_ENABLE:
             found = self._read_slices(device, processes)
         else:
             found = [self._read_device(device, processes)]
@@ -296,7 +295,6 @@ class NvmlSession:
             str(name or unknown),
             self._pci_bus_id(handle) if parent is None else parent.pci_bus_id,
             parent,
-            self._mig_mode(handle) is not None,
         )
 
     def _pci_bus_id(self, handle: Any) -> str:
@@ -304,11 +302,6 @@ class NvmlSession:
         if pci is None:
             return ""
         return f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
-
-    def _mig_mode(self, handle: Any) -> int | None:
-        """Return whether MIG is on, as NVML has it; None for a GPU that cannot be sliced."""
-        mode = self._optional(self.nvml.nvmlDeviceGetMigMode, handle)
-        return None if mode is None else int(mode[0])
 
     def _read_slices(
         self,
@@ -332,7 +325,7 @@ class NvmlSession:
             try:
                 device = self._device(parent.index, handle, parent)
                 slices.append(self._read_device(device, processes))
-            except (nvml.NVMLError, _Unreadable) as error:
+            except (nvml.NVMLError, ValueError, _Unreadable) as error:
                 reason = f"its MIG slices cannot be read: {error}"
         if not slices:
             raise _Unreadable(reason)
@@ -350,7 +343,7 @@ class NvmlSession:
         )
         whole = handle if parent is None else parent.handle
         mode = self._optional(nvml.nvmlDeviceGetComputeMode, whole)
-        compute_mode = _COMPUTE_MODES[mode or 0]
+        compute_mode = _COMPUTE_MODES.get(mode or 0, f"unknown ({mode})")
         unusable, mps = self._read_mode(handle, compute_mode)
         return GpuInfo(
             uuid=device.uuid,
@@ -493,12 +486,12 @@ class NvmlSession:
     def _optional(
         self,
         call: Callable[..., _T],
-        *arguments: Any,
+        *args: Any,
     ) -> _T | None:
         """Return a metric that a GPU may lack: None on any error."""
         try:
-            return call(*arguments)
-        except self.nvml.NVMLError:
+            return call(*args)
+        except (self.nvml.NVMLError, ValueError):  # or a text that is none
             return None
 
 

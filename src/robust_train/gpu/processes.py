@@ -33,21 +33,17 @@ class CudaProcess:
     """A process that NVML lists as computing, and that exists under this number here."""
 
     pid: int
-    uid: int  # its real user, by whom signals go; `user` is the name
-    user: str
+    uid: int  # its real user, by whom signals go
     command: str
     started: float  # seconds since boot, against reused ids
     gpus: tuple[int, ...]  # NVML's indices of the GPUs that it is on
     # its memory on all of them; None if the driver does not report it
     used_bytes: int | None
 
-
-@dataclass(frozen=True)
-class CudaProcesses:
-    """The CUDA processes that are known here; ``others`` has the reason for each other number."""
-
-    processes: tuple[CudaProcess, ...]
-    others: dict[int, str]
+    @property
+    def user(self) -> str:
+        """Its user's name."""
+        return user_name(self.uid)
 
 
 def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
@@ -71,33 +67,31 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
     return found
 
 
-def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
-    """Return who computes on the GPUs of ``inventory``. In a container, where NVML may list the
-    host's numbers, a process counts only if it has CUDA's library loaded."""
-    on: dict[int, list[int]] = {}
-    used: dict[int, int | None] = {}
+def list_cuda_processes(
+    inventory: Inventory,
+) -> tuple[list[CudaProcess], dict[int, str]]:
+    """Return who computes on the GPUs of ``inventory``, and by number why another process that NVML
+    lists is not among them. In a container, where NVML may list the host's numbers, a process
+    counts only if it has CUDA's library loaded."""
+    on: dict[int, dict[int, int | None]] = {}
     others: dict[int, str] = {}
     for gpu in inventory.gpus:
-        for process in gpu.processes or ():
-            if not process.computes:
-                others[process.pid] = (
+        for listed in gpu.processes or ():
+            if listed.computes:
+                sizes = on.setdefault(listed.pid, {})
+                known, size = sizes.get(gpu.index, 0), listed.used_bytes
+                sizes[gpu.index] = (
+                    None if known is None or size is None else known + size
+                )
+            else:
+                others[listed.pid] = (
                     "only draws on a GPU and is no CUDA process"
                 )
-                continue
-            on.setdefault(process.pid, []).append(gpu.index)
-            known, size = used.get(process.pid, 0), process.used_bytes
-            used[process.pid] = (
-                None if known is None or size is None else known + size
-            )
     needs_proof = not sees_host_pids()
     processes = []
-    for pid in sorted(on):
+    for pid, used in sorted(on.items()):
         others.pop(pid, None)
-        found = _identify(
-            pid,
-            tuple(dict.fromkeys(on[pid])),
-            used[pid],
-        )
+        found = _identify(pid, used)
         if found is None:
             others[pid] = (
                 "is not visible from here (in another container, or it just ended)"
@@ -109,7 +103,7 @@ def list_cuda_processes(inventory: Inventory) -> CudaProcesses:
             )
         else:
             processes.append(found)
-    return CudaProcesses(tuple(processes), others)
+    return processes, others
 
 
 def sees_host_pids() -> bool:
@@ -198,8 +192,7 @@ def is_mps_server(pid: int) -> bool:
 
 def _identify(
     pid: int,
-    gpus: tuple[int, ...],
-    used_bytes: int | None,
+    used: Mapping[int, int | None],  # its memory by GPU
 ) -> CudaProcess | None:
     started = started_at(pid)
     if started is None:
@@ -209,14 +202,14 @@ def _identify(
         uid, command = process.uids().real, _command(process)
     except psutil.Error:
         return None
+    sizes = [size for size in used.values() if size is not None]
     return CudaProcess(
         pid,
         uid,
-        user_name(uid),
         command,
         started,
-        gpus,
-        used_bytes,
+        tuple(used),
+        sum(sizes) if len(sizes) == len(used) else None,
     )
 
 

@@ -36,7 +36,7 @@ def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     ]
     return sorted(
         suitable,
-        key=lambda gpu: (gpu.fails_often, -gpu.free_bytes, *tie_breaker(gpu)),
+        key=lambda gpu: (gpu.fails_often, -gpu.free_bytes, tie_breaker(gpu)),
     )
 
 
@@ -171,7 +171,7 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     visible = visible_gpus(read_inventory(processes=False), os.environ)
-    if visible.warning is not None:
+    if visible.warning:
         log.warning("%s", visible.warning)
     known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
     found = {

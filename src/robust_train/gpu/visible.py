@@ -30,8 +30,8 @@ class Visible:
     gpus: tuple[GpuInfo, ...] = ()
     # the variable asks for none (empty, `-1`, `NoDevFiles`)
     hidden_on_purpose: bool = False
-    # one sentence: the variable hides GPUs by a mistake, or is ambiguous
-    warning: str | None = None
+    # one sentence if the variable hides GPUs by a mistake, or is ambiguous
+    warning: str = ""
     # all of the machine, visible or not
     inventory: Inventory = field(
         default=Inventory(), repr=False, compare=False
@@ -66,7 +66,7 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
         hidden = mask is not None and _hides_all(mask)
         return Visible(hidden_on_purpose=hidden, inventory=inventory)
     listed = _listed(inventory)
-    warning = None
+    warning = ""
     counts = mask is None or names_integers(mask)
     if counts and _order_is_uncertain(inventory, environ):
         try:
@@ -81,13 +81,14 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     seen = resolve_mask(mask, listed)
     return replace(
         seen,
-        warning="; ".join(filter(None, (warning, seen.warning))) or None,
+        warning="; ".join(filter(None, (warning, seen.warning))),
         inventory=inventory,
     )
 
 
-def allocated_by(environ: Mapping[str, str]) -> str | None:
-    """Return who has allocated the GPUs of a process with this environment: ``Slurm`` or ``Ray``.
+def allocated_by(environ: Mapping[str, str]) -> str:
+    """Return who has allocated the GPUs of a process with this environment: ``Slurm``, ``Ray`` or,
+    empty, no one.
 
     Their allocation is a reservation already. A Slurm without GPUs in its configuration and a Ray
     task that asked for none reserve nothing, although they see every GPU of the host.
@@ -98,7 +99,7 @@ def allocated_by(environ: Mapping[str, str]) -> str | None:
         return "Slurm"
     if "RAY_RAYLET_PID" in environ and environ.get("CUDA_VISIBLE_DEVICES"):
         return "Ray"
-    return None
+    return ""
 
 
 def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:

@@ -129,7 +129,7 @@ def _on_gpus(gpus: Group) -> dict[str, str]:
         child.pid
         for child in psutil.Process(os.getpid()).children(recursive=True)
     }
-    listed = list_cuda_processes(inventory).processes
+    listed, _ = list_cuda_processes(inventory)
     if not own & {process.pid for process in listed}:
         return found  # which numbers are the job's is not known
     for process in listed:

@@ -111,7 +111,7 @@ class Devices:
             )
         visible = self._read(False)
         # else it is the reason below
-        if visible.warning is not None and visible.gpus:
+        if visible.warning and visible.gpus:
             log.warning("%s", visible.warning)
         if not visible.gpus:
             return self._without_gpus(visible)
@@ -394,13 +394,13 @@ def _queue_directory(
     """Return where the host's jobs queue; None if this one does not."""
     if not config.gpu_queue:
         return None
-    owner = allocated_by(environ)
-    if owner is None:
-        return directory_for(config.gpu_queue_dir, environ)
-    log.info(
-        "the GPUs are allocated by %s: the host's own queue is not used", owner
-    )
-    return None
+    if owner := allocated_by(environ):
+        log.info(
+            "the GPUs are allocated by %s: the host's own queue is not used",
+            owner,
+        )
+        return None
+    return directory_for(config.gpu_queue_dir, environ)
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

@@ -265,15 +265,15 @@ class GpuState:
             self.limit = 0
         # what NVML reports as free less what is reserved and not taken yet; and all reservations
         # together never exceed the GPU
-        taken = sum(self.taken(job) or 0 for job in jobs)
+        taken = sum(self.taken(job) for job in jobs)
         committed = sum(
-            max(job.reserved_bytes, self.taken(job) or 0) for job in jobs
+            max(job.reserved_bytes, self.taken(job)) for job in jobs
         )
         self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
-    def taken(self, job: QueuedJob) -> int | None:
-        """Return the least that a job has allocated here; None if unknown."""
-        return job.taken_bytes[job.gpus.index(self.gpu.uuid)]
+    def taken(self, job: QueuedJob) -> int:
+        """Return the least that a job has allocated here, as far as it has reported that."""
+        return job.taken_bytes[job.gpus.index(self.gpu.uuid)] or 0
 
     def most(self, job: QueuedJob) -> int:
         """Return how many jobs could share the GPU with this one among them."""
@@ -309,11 +309,10 @@ class GpuState:
 
     def in_use(self) -> int:
         """Return what will be free when its jobs end: an estimate, which never grants a GPU."""
-        known = {job: self.taken(job) for job in self.jobs}
-        guess = self.gpu.used_bytes
+        most = self.gpu.used_bytes
         return sum(
-            min(job.reserved_bytes, guess) if taken is None else taken
-            for job, taken in known.items()
+            self.taken(job) or min(job.reserved_bytes, most)
+            for job in self.jobs
         )
 
     def distance(self, job: QueuedJob) -> tuple[Any, ...]:
@@ -342,10 +341,14 @@ class GpuState:
         It keeps the set of kept GPUs stable: a kept one gets no such job.
         """
         later = [one for one in self.jobs if one.ticket > job.ticket]
-        together = (*later, job)
-        reserved = sum(one.reserved_bytes for one in together)
-        most = min(one.jobs_per_device for one in together)
-        if reserved <= self.gpu.total_bytes and len(later) < most:
+        room = self.gpu.total_bytes - sum(one.reserved_bytes for one in later)
+        most = min(
+            (one.jobs_per_device for one in later),
+            default=job.jobs_per_device,
+        )
+        if room >= job.reserved_bytes and len(later) < min(
+            most, job.jobs_per_device
+        ):
             return 0.0
         return max((one.since for one in later), default=0.0)
 
@@ -364,8 +367,8 @@ def gpu_states(
 # --- reasons for people ----------------------------------------------------------------------
 
 
-def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str | None:
-    """Return why a later job goes before this one; None if none does."""
+def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str:
+    """Return why a later job goes before this one; empty if none does."""
     for other in order[: order.index(job)]:
         if other.owner == job.owner and other.urgency > job.urgency:
             return f"job {other.id} goes first: its queue_priority is higher"
@@ -374,7 +377,7 @@ def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str | None:
             return (
                 f"job {other.id} of {user} goes first: {user} holds fewer GPUs"
             )
-    return None
+    return ""
 
 
 def why_waiting(
